@@ -201,6 +201,21 @@ static uint32_t take_rows(sky_outbox *outbox, uint32_t count, size_t width, uint
     return *rows != NULL && *payloads != NULL ? taken : 0U;
 }
 
+static void sign_chunk(const sky_outbox *outbox, uint8_t *row, size_t end, const sky_chunk *chunk, sky_us now) {
+    sky_signing signing;
+    if (sky_signing_begin(&signing, outbox->authority, row, end, now)) {
+        uint32_t cell = chunk->first_cell, left = signing.covers_payload ? sky_chunk_bytes(chunk) : 0U;
+        while (left > 0U) {
+            uint32_t piece, next;
+            const uint8_t *const bytes = sky_memory_cell(outbox->memory, cell, left, &piece, &next);
+            sky_signing_take(&signing, bytes, piece);
+            left -= piece;
+            cell = next;
+        }
+        sky_signing_end(&signing);
+    }
+}
+
 /* One packet for each chunk, in runs of equal length but the last packet of each. `replicas`: as which copies they go, or
  * NULL: as what they are. */
 static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const uint32_t *chunks,
@@ -234,7 +249,7 @@ static uint32_t send_bulk(sky_outbox *outbox, const sky_header *header, const ui
         payloads[each].first_cell = chunk->first_cell;
         sky_packet_renumber(row, end, (size_t)SKY_REF_BYTES + payloads[each].bytes, sequence);
         if (with_mac) {
-            (void)sky_authority_sign(outbox->authority, row, end, now);
+            sign_chunk(outbox, row, end, chunk, now);
         }
         sequence = (uint16_t)((sequence + 1U) & 0x3FFFU);
         /* A run ends where the next payload is longer, or this one is shorter than the first. */

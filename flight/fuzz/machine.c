@@ -243,9 +243,13 @@ static size_t finish(world *w, uint8_t *packet, const sky_header *header, size_t
     const size_t start = sky_packet_begin(packet, header, body_bytes + payload_bytes, w->sequence++ & 0x3FFFU, w->now);
     size_t end = start + body_bytes;
     sky_packet_seal(packet, end);
+    sky_signing signing;
     if (w->others_sign && sky_authority_signs(&w->authority, header->op, header->destination) &&
-        sky_authority_sign(&w->authority, packet, end, w->now))
+        sky_signing_begin(&signing, &w->authority, packet, end, w->now)) {
+        sky_signing_take(&signing, payload, payload_bytes);
+        sky_signing_end(&signing);
         end += SKY_MAC_BYTES;
+    }
     memcpy(packet + end, payload, payload_bytes);
     return end + payload_bytes;
 }

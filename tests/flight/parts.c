@@ -628,19 +628,27 @@ static void ring_of(sky_ring *ring, uint32_t count, const int64_t *ids, const ui
         memcpy(ring->keys[i].secret, secrets + 32 * i, 32);
     }
 }
-size_t parts_sign(uint32_t count, const int64_t *ids, const uint8_t *secrets, uint8_t *packet, size_t end, sky_us now) {
+/* With the payload in pieces of so many bytes. */
+size_t parts_sign(uint32_t count, const int64_t *ids, const uint8_t *secrets, int auth, uint8_t *packet, size_t end,
+                  const uint8_t *payload, size_t bytes, size_t piece, sky_us now) {
     sky_ring ring;
     sky_authority authority;
-    ring_of(&ring, count, ids, secrets, SKY_AUTH_EVERY);
+    sky_signing signing;
+    ring_of(&ring, count, ids, secrets, auth);
     sky_authority_begin(&authority, &ring);
-    return sky_authority_sign(&authority, packet, end, now) ? end + 16 : 0;
+    if (!sky_signing_begin(&signing, &authority, packet, end, now))
+        return 0;
+    for (size_t at = 0; at < bytes; at += piece)
+        sky_signing_take(&signing, payload + at, bytes - at < piece ? bytes - at : piece);
+    sky_signing_end(&signing);
+    return end + 16;
 }
-int64_t parts_mac(uint32_t count, const int64_t *ids, const uint8_t *secrets, const uint8_t *packet, size_t bytes, sky_us now,
-                  sky_us skew) {
+int64_t parts_mac(uint32_t count, const int64_t *ids, const uint8_t *secrets, int auth, const uint8_t *packet, size_t bytes,
+                  sky_us now, sky_us skew) {
     sky_ring ring;
     sky_authority authority;
     sky_us sent;
-    ring_of(&ring, count, ids, secrets, SKY_AUTH_EVERY);
+    ring_of(&ring, count, ids, secrets, auth);
     sky_authority_begin(&authority, &ring);
     return sky_authority_check(&authority, packet, bytes, now, skew, &sent) ? sent : -1;
 }

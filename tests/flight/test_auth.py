@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.flight.parts import exact, library, numbers
+from tests.protocol.exchanged import exchanged
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.keys import KeyRing, SecretKey
 from skymemory.metrics import Counters
+from skymemory.native.twin import backend
 from skymemory.protocol import auth
 from skymemory.protocol.auth import Authority, ReplayWindow, SatelliteGate, stamp
 from skymemory.protocol.wire import (
@@ -31,10 +33,10 @@ from skymemory.protocol.wire import (
     single,
 )
 
-GOLDEN = [
-    bytes.fromhex(entry["hex"].replace(" ", ""))
+GOLDEN = {
+    entry["name"]: bytes.fromhex(entry["hex"].replace(" ", ""))
     for entry in json.loads((Path(__file__).parents[1] / "vectors" / "authenticated.json").read_text("utf-8"))
-]
+}
 SECRETS = [bytes(range(64, 96)), bytes(range(32)), bytes(range(1, 33))]
 RING = KeyRing(
     (
@@ -43,6 +45,8 @@ RING = KeyRing(
         SecretKey(9, SECRETS[2], 1_900_000_000.0),
     )
 )
+ON, ANSWERS, EVERY = LEVELS = range(3)
+"""As in ``sky_auth``."""
 STRANGERS = KeyRing((SecretKey(7, bytes(32)),))
 NOW_US = 1_700_000_000_250_000
 HERE = Address(2, 9)
@@ -53,6 +57,10 @@ MAX_SKEW_US = 30_000_000
 def keys_in_c(ring: KeyRing) -> tuple[int, Any, bytes]:
     ids = [part for key in ring.keys for part in (key.key_id, round(key.from_s * 1e6))]
     return len(ring.keys), numbers(ids), b"".join(key.secret for key in ring.keys)
+
+
+def at_level(level: int, ring: KeyRing = RING) -> Authority:
+    return Authority(ring, level == EVERY, level == ANSWERS)
 
 
 def sky_of(packet: bytes) -> int:
@@ -70,10 +78,11 @@ def header(
 def test_golden_packets_are_authentic_and_no_other_bit_is() -> None:
     lib, ring = library(), keys_in_c(RING)
     rng = random.Random(1)
-    for packet in GOLDEN:
+    for name, packet in GOLDEN.items():
+        level = ANSWERS if name.endswith("covered") else EVERY
         sky = sky_of(packet)
         sent_us = NOW_US if sky == 8 else 0
-        assert lib.parts_mac(*ring, exact(packet), len(packet), NOW_US, MAX_SKEW_US) == sent_us
+        assert lib.parts_mac(*ring, level, exact(packet), len(packet), NOW_US, MAX_SKEW_US) == sent_us
         for _ in range(40):
             wrong = bytearray(packet)
             at = rng.randrange(len(packet))
@@ -83,16 +92,17 @@ def test_golden_packets_are_authentic_and_no_other_bit_is() -> None:
                 head = wrong[:end]
                 native.seal_headers(head, end, sky)
                 wrong[:end] = head
-            twin = native.check_macs(bytes(wrong), len(wrong), sky, Authority(RING).mac_keys, NOW_US, MAX_SKEW_US)[0]
+            keys = at_level(level).mac_keys
+            twin = native.check_macs(bytes(wrong), len(wrong), sky, keys, NOW_US, MAX_SKEW_US)[0]
             if (wrong[0] ^ packet[0]) & 0x10:
                 continue  # the twin's caller takes commands and answers apart by this bit
-            assert lib.parts_mac(*ring, exact(bytes(wrong)), len(wrong), NOW_US, MAX_SKEW_US) == (
+            assert lib.parts_mac(*ring, level, exact(bytes(wrong)), len(wrong), NOW_US, MAX_SKEW_US) == (
                 -1 if twin is None else twin
             ), at
 
 
 def test_an_authentic_packet_without_its_mac_is_the_plain_one() -> None:
-    for packet in GOLDEN:
+    for packet in GOLDEN.values():
         stripped = exact(packet)
         library().sky_mac_strip(stripped, len(packet))
         expected = native.strip_macs(packet, len(packet), sky_of(packet), b"\1")
@@ -115,12 +125,50 @@ def test_packets_are_signed_and_checked_alike(op: Op, body: bytes, now_us: int, 
         batch = single(build_packet(header(op), body, 3, now_us / 1e6))
     signed = authority.sign(batch, now_us / 1e6)
     room = (ctypes.c_uint8 * (len(batch.headers) + 16))(*batch.headers)
-    assert lib.parts_sign(*ring, room, len(batch.headers), now_us) == len(signed.headers)
+    assert lib.parts_sign(*ring, EVERY, room, len(batch.headers), exact(b""), 0, 1, now_us) == len(signed.headers)
     assert bytes(room) == bytes(signed.headers)
     packet = signed.datagrams()[0]
     then_us = max(0, now_us - off_us if before else now_us + off_us)
     twin = native.check_macs(packet, len(packet), sky_of(packet), authority.mac_keys, then_us, MAX_SKEW_US)[0]
-    assert lib.parts_mac(*ring, exact(packet), len(packet), then_us, MAX_SKEW_US) == (-1 if twin is None else twin)
+    assert lib.parts_mac(*ring, EVERY, exact(packet), len(packet), then_us, MAX_SKEW_US) == (
+        -1 if twin is None else twin
+    )
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([Op.SET, Op.MIGRATE]),
+    st.one_of(st.integers(0, 4200), st.integers(0, auth.MAX_SIGNED_CHUNK_BYTES)),
+    st.integers(0, 63),
+    st.integers(1, 3000),
+    st.randoms(use_true_random=False),
+)
+def test_payloads_are_covered_alike(op: Op, length: int, offset: int, piece: int, rng: random.Random) -> None:
+    """By C, by the helper and by its twin, wherever the payload lies and in whatever pieces it comes."""
+    ring, authority = keys_in_c(RING), at_level(ANSWERS)
+    payload = memoryview(rng.randbytes(offset + length))[offset:]
+    plain = bulk_batch(header(op), bytes(40) + length.to_bytes(4, "big") + bytes(28), [payload], 3, NOW_US / 1e6)
+    signed = authority.sign(plain, NOW_US / 1e6)
+    key_id = authority.signing_key_id(NOW_US / 1e6)
+    key = authority.mac_keys[key_id]
+    twin = backend.sign_packets(plain.headers, plain.header_bytes, 8, key, key_id, NOW_US, [payload])
+    assert bytes(signed.headers) == bytes(twin)
+    room = (ctypes.c_uint8 * (len(plain.headers) + 16))(*plain.headers)
+    held = bytearray(offset + length + 1)
+    held[offset:-1] = payload
+    pieces = (ctypes.c_uint8 * (length + 1)).from_buffer(held, offset)
+    assert library().parts_sign(*ring, ANSWERS, room, len(plain.headers), pieces, length, piece, NOW_US)
+    assert bytes(room) == bytes(twin)
+    packet = bytearray(signed.datagrams()[0])
+    if length >= 5:
+        at_byte = rng.randrange(length - 4)
+        packet[-length:] = exchanged(bytes(payload), at_byte)
+    for level, wrong in ((ANSWERS, length >= 5), (ON, length > 0)):
+        found = library().parts_mac(*ring, level, exact(bytes(packet)), len(packet), NOW_US, MAX_SKEW_US)
+        assert found == (-1 if wrong else NOW_US)
+        for check in (native.check_macs, backend.check_macs):
+            keys = at_level(level).mac_keys
+            assert check(packet, len(packet), 8, keys, NOW_US, MAX_SKEW_US) == [None if wrong else NOW_US]
 
 
 def test_a_packet_with_no_room_for_a_mac_is_not_signed() -> None:
@@ -128,7 +176,9 @@ def test_a_packet_with_no_room_for_a_mac_is_not_signed() -> None:
         ref = bytes(40) + length.to_bytes(4, "big") + bytes(28)
         batch = bulk_batch(header(Op.DATA), ref, [bytes(length)], 3, 1.0)
         room = (ctypes.c_uint8 * (len(batch.headers) + 16))(*batch.headers)
-        assert bool(library().parts_sign(*keys_in_c(RING), room, len(batch.headers), 0)) == fits
+        assert (
+            bool(library().parts_sign(*keys_in_c(RING), EVERY, room, len(batch.headers), exact(b""), 0, 1, 0)) == fits
+        )
 
 
 # --- Replays ---
@@ -200,7 +250,9 @@ traffic = st.lists(
         st.sampled_from([Op.PING, Op.GET, Op.SET, Op.MIGRATE, Op.PONG, Op.ACK]),
         st.sampled_from([HERE, HERE, Address(3, 3)]),
         st.sampled_from([BEAM, BEAM, Address(1, 1, 0xFF), Address(2, 8)]),
-        st.sampled_from(["good", "good", "good", "plain", "stranger", "flipped", "again", "late", "short"]),
+        st.sampled_from(
+            ["good", "good", "good", "plain", "stranger", "flipped", "again", "late", "short", "exchanged"]
+        ),
         st.integers(1, 4),
     ),
     min_size=1,
@@ -208,7 +260,7 @@ traffic = st.lists(
 )
 
 
-def packets_of(op: Op, to: Address, source: Address, kind: str, number: int, now_us: int) -> bytes:
+def packets_of(op: Op, to: Address, source: Address, kind: str, number: int, now_us: int, level: int = EVERY) -> bytes:
     head = header(op, number, source, to, 0 if not source.shell else 7)
     payload = number.to_bytes(2, "big") * 10
     body = bytes(40) + (20).to_bytes(4, "big") + native.crc32(payload).to_bytes(4, "big") + bytes(24)
@@ -216,31 +268,35 @@ def packets_of(op: Op, to: Address, source: Address, kind: str, number: int, now
         batch = bulk_batch(head, body, [payload], number, now_us / 1e6)
     else:
         batch = single(build_packet(head, body + payload, number, now_us / 1e6))
-    if kind in ("good", "flipped", "late", "again", "short"):
+    if kind in ("good", "flipped", "late", "again", "short", "exchanged"):
         at_us = now_us - 40_000_000 if kind == "late" else now_us
-        batch = Authority(RING, every_packet=True).sign(batch, at_us / 1e6)
+        batch = at_level(level).sign(batch, at_us / 1e6)
     elif kind == "stranger":
-        batch = Authority(STRANGERS, every_packet=True).sign(batch, now_us / 1e6)
-    packet = bytearray(SegmentBatch(batch.headers, batch.header_bytes, batch.payloads).datagrams()[0])
+        batch = at_level(level, STRANGERS).sign(batch, now_us / 1e6)
+    payloads = [exchanged(payload)] if kind == "exchanged" and batch.payloads is not None else batch.payloads
+    packet = bytearray(SegmentBatch(batch.headers, batch.header_bytes, payloads).datagrams()[0])
     if kind == "flipped":
         packet[sky_of(bytes(packet)) + SKY_BYTES + 3] ^= 8
     return bytes(packet)
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(LINKS), traffic, st.integers(0, 400)), min_size=1, max_size=5), st.booleans())
-def test_the_gate_admits_what_its_twin_admits(events: list[Any], every_packet: bool) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(LINKS), traffic, st.integers(0, 400)), min_size=1, max_size=5),
+    st.sampled_from(LEVELS),
+)
+def test_the_gate_admits_what_its_twin_admits(events: list[Any], level: int) -> None:
     lib, now_us, number = library(), NOW_US, 0
     refused: list[bytes] = []
     counters = Counters()
     twin = SatelliteGate(
-        Authority(RING, every_packet),
+        at_level(level),
         HERE,
         counters,
         lambda packet, link, now_s: refused.append(bytes(packet)),
         now_us / 1e6,
     )
-    it = lib.parts_gate(HERE.pack(), *keys_in_c(RING), 2 * every_packet, numbers([256, 4096, 2048]), now_us)
+    it = lib.parts_gate(HERE.pack(), *keys_in_c(RING), level, numbers([256, 4096, 2048]), now_us)
     for link, sent, wait_ms in events:
         now_us += wait_ms * 1000
         made: list[bytes] = []
@@ -250,7 +306,7 @@ def test_the_gate_admits_what_its_twin_admits(events: list[Any], every_packet: b
                 continue
             for _ in range(count):
                 number += 1
-                made.append(packets_of(op, to, source, kind, number, now_us))
+                made.append(packets_of(op, to, source, kind, number, now_us, level))
         for size in sorted({len(packet) for packet in made}):
             run = b"".join(packet for packet in made if len(packet) == size)
             if sent[0][3] == "short":

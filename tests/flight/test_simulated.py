@@ -9,6 +9,7 @@ import random
 import pytest
 from tests.flight.machine import FlightMachine
 from tests.protocol.client.test_strangers import after_a_plane_died
+from tests.protocol.exchanged import PayloadExchanger
 from tests.protocol.strangers import Sky, Stranger, authority
 
 from skymemory.constellation.torus import SatelliteId, Torus
@@ -19,6 +20,7 @@ from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.satellite.machine import SatelliteMachine
 from skymemory.protocol.satellite.overload import Lateness
 from skymemory.protocol.satellite.state import EvictionConfig, SatelliteConfig
+from skymemory.protocol.wire import Op
 from skymemory.transport.simulated import SimulatedClient, SimulatedConstellation
 
 CENTRE = SatelliteId(2, 4)
@@ -107,6 +109,21 @@ def test_a_plane_dies_and_comes_back(kind: str, by: Authority | None) -> None:
     values.clear()
     write(client, values, 10, seed=2)
     assert read(client, values) == len(values)
+    check_ledgers(simulated)
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+def test_payloads_that_were_exchanged_are_refused_and_sent_again(kind: str) -> None:
+    exchanger, by = PayloadExchanger(0.2), authority()
+    simulated = constellation(kind, authority=by, faults=exchanger)
+    client = simulated.connect(ClientConfig(ground=7, authority=by))
+    values: dict[bytes, tuple[bytes, ValueInfo]] = {}
+    for move in range(2):
+        write(client, values, 4, seed=move)
+        simulated.settle(simulated.now_s + 4.0)
+        assert read(client, values) == len(values)
+    refused = sum(each.counters.get("packets_refused") for each in simulated.satellites.values())
+    assert min(exchanger.count[op] for op in (Op.SET, Op.MIGRATE)) > 5 and refused == exchanger.count.total()
     check_ledgers(simulated)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.flight.machine import PARTS, FlightMachine, us
 from tests.flight.state import part
+from tests.protocol.exchanged import exchanged
 
 from skymemory import native
 from skymemory.constellation.torus import RoutingMode, SatelliteId, Torus
@@ -41,6 +42,7 @@ from skymemory.protocol.wire import (
     LinkEnd,
     Op,
     PlacementTag,
+    SegmentBatch,
     SkyHeader,
     Status,
     build_packet,
@@ -268,7 +270,9 @@ class Duel:
     def signed(self, packet: bytes, payload: bytes = b"") -> bytes:
         if self.authority is None or not self.random.randrange(60):
             return packet + payload
-        batch = self.authority.sign(single(packet), self.now_s)
+        batch = self.authority.sign(SegmentBatch(packet, len(packet), [payload]), self.now_s)
+        if len(payload) >= 5 and not self.random.randrange(30):
+            payload = exchanged(payload)
         return bytes(batch.headers) + payload
 
     def header(

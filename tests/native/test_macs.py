@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skymemory.native.twin import backend
@@ -88,6 +89,61 @@ def test_a_time_far_off_another_key_or_any_changed_byte_is_not_authentic(impl: M
             sealed = bytearray(changed)
             impl.seal_headers(sealed, len(sealed), sky)
             assert check(bytes(sealed)) == [None], at
+
+
+COVERING = {1: random.Random(1).randbytes(32 + 1040), 9: random.Random(9).randbytes(32 + 1040)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(st.integers(0, 2100), st.integers(0, 65_359)),
+    st.integers(0, 63),
+    st.sampled_from([Op.SET, Op.MIGRATE]),
+    st.randoms(use_true_random=False),
+)
+def test_payloads_are_covered_alike_wherever_they_lie(
+    fast: ModuleType, length: int, offset: int, op: Op, dice: random.Random
+) -> None:
+    payload = memoryview(dice.randbytes(offset + length))[offset:]
+    headers, width, _, sky = packets(op, 1)
+    signed = [impl.sign_packets(headers, width, sky, COVERING[9], 9, NOW_US, [payload]) for impl in (backend, fast)]
+    assert signed[0] == signed[1]
+    plain = backend.sign_packets(headers, width, sky, COVERING[9][:32], 9, NOW_US)
+    assert (plain == signed[0]) == (not length)
+
+
+@pytest.mark.parametrize("op", [Op.SET, Op.MIGRATE, Op.DATA, Op.EVICT, Op.PONG])
+def test_of_a_run_any_changed_byte_of_a_covered_payload_is_seen(impl: ModuleType, op: Op) -> None:
+    headers, width, payloads, sky = packets(op)
+    time_us, covers = NOW_US if sky == 8 else 0, op in (Op.SET, Op.MIGRATE)
+    signed = impl.sign_packets(headers, width, sky, COVERING[9], 9, time_us, payloads if covers else None)
+    run, segment = joined(signed, width + 16, payloads), width + 16 + len(payloads[0])
+    assert impl.check_macs(run, segment, sky, COVERING, NOW_US + 5, SKEW_US) == [time_us] * len(payloads)
+    plain_keys = {key_id: key[:32] for key_id, key in COVERING.items()}
+    plain = impl.check_macs(run, segment, sky, plain_keys, NOW_US, SKEW_US)
+    assert plain == [None if covers else time_us] * len(payloads)
+    for number, payload in enumerate(payloads):
+        for at in range(len(payload) if op in (Op.SET, Op.MIGRATE, Op.DATA) else 0):
+            changed = bytearray(run)
+            changed[number * segment + width + 16 + at] ^= 0x80
+            expected: list[int | None] = [time_us] * len(payloads)
+            expected[number] = None if covers else time_us
+            assert impl.check_macs(changed, segment, sky, COVERING, NOW_US, SKEW_US) == expected
+
+
+def test_payloads_that_a_mac_covers_must_be_given(impl: ModuleType) -> None:
+    headers, width, payloads, sky = packets(Op.SET)
+    key = COVERING[1]
+    for its_key, its_payloads in ((key, None), (key, payloads[:-1]), (key, [*payloads, b""]), (key[:-1], payloads)):
+        with pytest.raises(ValueError, match=r"payloads|key"):
+            impl.sign_packets(headers, width, sky, its_key, 1, NOW_US, its_payloads)
+    with pytest.raises(ValueError, match="no room"):
+        impl.sign_packets(headers[:width], width, sky, key, 1, NOW_US, [bytes(65_507)])
+    with pytest.raises(TypeError):
+        impl.sign_packets(headers, width, sky, key, 1, NOW_US, [*payloads[:-1], "text"])
+    signed = impl.sign_packets(headers, width, sky, key, 1, NOW_US, payloads)
+    with pytest.raises(TypeError, match="32 or 1072 bytes"):
+        impl.check_macs(joined(signed, width + 16, payloads), width + 66, sky, {1: key[:-1]}, NOW_US, SKEW_US)
 
 
 def test_clocks_at_the_end_of_all_numbers_are_compared_alike(impl: ModuleType) -> None:

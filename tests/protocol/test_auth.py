@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.conftest import World, key_of
 from tests.protocol.datagrams import receive_datagram
+from tests.protocol.exchanged import PayloadExchanger, exchanged
 
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
@@ -122,6 +124,36 @@ def test_in_a_set_the_mac_stands_between_reference_and_payload_and_does_not_cove
             damaged = packet[:-1] + bytes([packet[-1] ^ 1])
             assert implementation.verify_segments(damaged, len(packet)) == b"\3"
             assert implementation.open_runs([(memoryview(packet), len(packet))], 0) is None
+
+
+def payload_hash(secret: bytes, payload: bytes) -> bytes:
+    """Worked out word by word."""
+    key = b"".join(hmac.digest(secret, b"skymemory payloads 1" + bytes([n]), "sha256") for n in range(33))
+
+    def sum_of(block: bytes, n: int, shift: int) -> int:
+        return int.from_bytes(block[4 * n :][:4], "little") + int.from_bytes(key[4 * (n + shift) :][:4], "little")
+
+    hashes = b""
+    for begin in range(0, len(payload), 1024):
+        block = payload[begin : begin + 1024]
+        block += bytes(-len(block) % 32)
+        pairs = [(group + lane, group + lane + 4) for group in range(0, len(block) // 4, 8) for lane in range(4)]
+        for shift in (0, 4):
+            products = ((sum_of(block, i, shift) % 2**32) * (sum_of(block, j, shift) % 2**32) for i, j in pairs)
+            hashes += (sum(products) % 2**64).to_bytes(8, "little")
+    return hashes
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 1, 31, 32, 1023, 1024, 1025, 6144])
+def test_where_answers_are_signed_the_mac_of_a_set_covers_its_payload(payload_bytes: int) -> None:
+    """Also worked out from docs/reference/wire.md."""
+    (packet,) = sets(1, authority(OLD, *LEVELS["answers"]), payload_bytes)
+    covered = bytearray(packet[:124])
+    covered[28:32] = covered[48:52] = bytes(4)
+    key = hmac.digest(OLD, b"skymemory packets 1", "sha256")
+    time_high = (int(NOW_S * 1e6) >> 32).to_bytes(4, "big")
+    signed = time_high + covered + payload_hash(OLD, packet[140:])
+    assert hmac.digest(key, signed, "sha256")[:16] == packet[124:140]
 
 
 def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> None:
@@ -489,6 +521,51 @@ def test_loss_duplication_and_reordering_are_survived_and_duplicates_counted(lev
         finished, got = world.get(info)
         assert finished.ok and got == value
     assert world.counted("packets_replayed") > 0 and world.counted("packets_refused") == 0
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_payloads_that_were_exchanged_are_refused_and_sent_again(offload: bool, value_of) -> None:
+    """With MACs on answers those of SETs and MIGRATEs cover payloads, whose CRC-32 an attacker can keep."""
+    exchanger = PayloadExchanger(0.2)
+    world, _ = guarded(authority(OLD, *LEVELS["answers"]), offload=offload, faults=exchanger)
+    written = []
+    for number in range(3):
+        value = value_of(100_000, number)
+        done, info = world.put(f"exchanged {number}", value)
+        assert done.ok, done.report
+        written.append((info, value))
+    sets = exchanger.count[Op.SET]
+    assert sets > 0 and world.counted("packets_refused") == sets
+    world.advance(1)
+    world.settle()
+    assert exchanger.count[Op.MIGRATE] > 0 and world.counted("packets_refused") == exchanger.count.total()
+    for info, value in written:
+        assert world.get(info) == (ANY, value)
+    assert world.counted("packets_malformed") == world.counted("packets_replayed") == 0
+
+
+def test_with_macs_on_commands_alone_an_exchanged_payload_is_read_as_sound(value_of) -> None:
+    """What docs/reference/wire.md admits of `on`."""
+    world, _ = guarded(authority(), faults=PayloadExchanger(1.0))
+    value = value_of(10_000)
+    done, info = world.put("exchanged", value)
+    finished, got = world.get(info)
+    assert done.ok and finished.ok and got != value and native.crc32(got) == native.crc32(value)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_of_a_run_only_the_set_whose_payload_was_exchanged_is_refused(world: type[World], which: int) -> None:
+    by = authority(OLD, *LEVELS["answers"])
+    machine, run = satellite(world(), by), sets(4, by)
+    body = len(run[0]) - 100
+    forged = run[which][:body] + exchanged(run[which][body:], 40)
+    machine.receive_batch(b"".join([*run[:which], forged, *run[which + 1 :]]), len(run[0]), GROUND, NOW_S)
+    assert counted(machine) == (1, 0, 0) and machine.counters.get("packets_received") == 4
+    assert set(machine.store.shares[KEY]) == set(range(4)) - {which}
+    ((ack, _),) = machine.datagrams_to_send(NOW_S)
+    assert parse_packet(ack.datagrams()[0]).header.op is Op.ACK, "and no refusal, which would end the put"
+    machine.receive_batch(sets(4, by, sequence=9)[which], len(run[0]), GROUND, NOW_S)
+    assert len(machine.store) == 4 and counted(machine) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("by", [None, authority(OTHER)])

@@ -1,10 +1,10 @@
 """Packets that must be refused (``refused.json``): whatever the wire page drops or refuses, byte for byte.
 
 Each entry is a packet ``from`` a link of satellite (plane 2, slot 9) of 5 planes of 19 slots, which began a minute
-before ``NOW_S`` and was sent the packets of ``before``; with ``auth`` on it has the key of ``authenticated.json``. It
-counts exactly ``counts`` of what is below, and its answer, if any, has operation and status ``answer``. Other
-implementations may run the file, too; here three do: Python, C, and a host over UDP with the native helper. Entries
-``from`` a satellite are for ground host 7, whose SET with request 0x01020304 has not been answered.
+before ``NOW_S`` and was sent the packets of ``before``; unless ``auth`` is off it has the key of
+``authenticated.json``. It counts exactly ``counts`` of what is below, and its answer, if any, has operation and status
+``answer``. Other implementations may run the file, too; here three do: Python, C, and a host over UDP with the native
+helper. Entries ``from`` a satellite are for ground host 7, whose SET with request 0x01020304 has not been answered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pytest
 from tests.flight.machine import FlightMachine, compiler
 from tests.protocol.conftest import World
 from tests.protocol.datagrams import receive_datagram
-from tests.vectors.test_authenticated_vectors import SIGNER
+from tests.protocol.exchanged import exchanged
+from tests.vectors.test_authenticated_vectors import COVERING, SIGNER
 from tests.vectors.test_authenticated_vectors import VECTORS as SIGNED
 from tests.vectors.test_wire_vectors import BEAM, HERE, KEY, NOW_S, SEQUENCE, VALUE, header
 
@@ -98,6 +99,10 @@ def signed_answer(packet: bytes, ring: KeyRing = SIGNER.ring) -> bytes:
 SIGNED_DATA = SIGNED["data"]
 
 
+def with_exchanged_payload(packet: bytes) -> bytes:
+    return packet[: PAYLOAD_AT + 16] + exchanged(packet[PAYLOAD_AT + 16 :], 3)
+
+
 def wrong_length(packet: bytes) -> bytes:
     """A right MAC over a wrong length."""
     lies = bytearray(packet)
@@ -109,6 +114,7 @@ PING = control(Op.PING)
 PONG = control(Op.PONG, messages.pack_housekeeping({}), destination=HERE, source=BEAM)
 ADVANCE = messages.pack_moves
 STRANGER = Authority(KeyRing((SecretKey(0x0102, bytes(32)),)))
+FROM_NEIGHBOUR = {"source": Address(*NEIGHBOUR), "ground": 0}
 UNKNOWN_KEY = Authority(KeyRing((SecretKey(0x0103, bytes(range(64, 96))),)))
 KEYS_181 = (181).to_bytes(2, "big") + bytes(2) + bytes(32) * 181
 SELECTION = Selection.of(KEY, [1, 11, 31], 10).pack()
@@ -219,6 +225,25 @@ ANSWERS: list[Case] = [
     ("DATA with a MAC", SIGNED_DATA, MALFORMED, ""),
     ("a command", signed(PING), REFUSED, ""),
 ]  # fmt: skip
+MIGRATE = bulk_batch(
+    header(Op.MIGRATE)._replace(**FROM_NEIGHBOUR), chunk()[52:PAYLOAD_AT], [VALUE[16:32]], SEQUENCE, NOW_S
+).datagrams()[0]
+PAYLOADS_FROM_GROUND: list[Case] = [
+    ("a SET whose payload was exchanged for another of its CRC", with_exchanged_payload(signed(chunk(), COVERING)),
+     REFUSED, ""),
+    ("a SET whose MAC does not cover its payload", signed(chunk()), REFUSED, ""),
+    ("a SET whose payload was damaged", signed(chunk(), COVERING)[:-1] + b"?", MALFORMED, ""),
+    ("a SET by an unknown key", signed(chunk(), Authority(UNKNOWN_KEY.ring, signed_answers=True)), REFUSED,
+     TURNED_AWAY),
+    ("a SET that is 31 s old", signed(chunk(), COVERING, NOW_S - 31), REFUSED, TURNED_AWAY),
+    ("a SET without a MAC where payloads are covered", chunk(), REFUSED, TURNED_AWAY),
+]  # fmt: skip
+PAYLOADS_FROM_NEIGHBOUR: list[Case] = [
+    ("a MIGRATE whose payload was exchanged for another of its CRC", with_exchanged_payload(signed(MIGRATE, COVERING)),
+     REFUSED, ""),
+    ("a MIGRATE whose MAC does not cover its payload", signed(MIGRATE), REFUSED, ""),
+]  # fmt: skip
+COVERED_SET_AGAIN: Case = ("a SET with a covered payload seen before", signed(chunk(), COVERING), REPLAYED, "")
 REPLAYS: list[Case] = [
     ("seen before", signed(PING), REPLAYED, ""),
     ("a SET seen before", signed(chunk()), REPLAYED, ""),
@@ -243,6 +268,9 @@ BUILT = [
     *(entry(case, "on", "ground") for case in SIGNED_FROM_GROUND),
     *(entry(case, "on", "neighbour") for case in SIGNED_FROM_NEIGHBOUR),
     *(entry(case, "on", "ground", (case[1],)) for case in REPLAYS),
+    *(entry(case, "answers", "ground") for case in PAYLOADS_FROM_GROUND),
+    *(entry(case, "answers", "neighbour") for case in PAYLOADS_FROM_NEIGHBOUR),
+    entry(COVERED_SET_AGAIN, "answers", "ground", (COVERED_SET_AGAIN[1],)),
     *(entry(case, "answers", "satellite") for case in ANSWERS),
 ]
 VECTORS: list[dict[str, Any]] = json.loads(FILE.read_text("utf-8"))
@@ -263,10 +291,12 @@ def answer_words(packet: bytes) -> str:
     return f"{found.op.name} {found.status.name}"
 
 
-def outcome(
-    begin: Callable[..., Any], vector: dict[str, Any], signed_answers: bool = False
-) -> tuple[dict[str, int], str]:
-    authority = Authority(SIGNER.ring, signed_answers=signed_answers) if vector["auth"] == "on" else None
+def authority_of(auth: str) -> Authority | None:
+    return None if auth == "off" else Authority(SIGNER.ring, signed_answers=auth == "answers")
+
+
+def outcome(begin: Callable[..., Any], vector: dict[str, Any], auth: str = "") -> tuple[dict[str, int], str]:
+    authority = authority_of(auth or vector["auth"])
     here = SatelliteId(HERE.plane, HERE.slot)
     machine = begin(SatelliteConfig(here, 1 << 20, authority=authority), World().sky, MoveClock(), BEGAN_S)
     link = ("10.0.0.7", 5_000) if vector["from"] == "ground" else NEIGHBOUR
@@ -298,8 +328,10 @@ def test_a_satellite_in_c_refuses_it(vector: dict[str, Any]) -> None:
 @pytest.mark.parametrize("begin", [SatelliteMachine, FlightMachine])
 def test_where_answers_are_signed_the_same_commands_are_refused(begin: Callable[..., Any]) -> None:
     compiler()
-    for vector in of_satellites:
-        assert outcome(begin, vector, signed_answers=True) == expected(vector), vector["name"]
+    without_payload = (vector for vector in of_satellites if bytes.fromhex(vector["hex"])[9:10] != bytes([Op.SET]))
+    for vector in without_payload:
+        auth = "off" if vector["auth"] == "off" else "answers"
+        assert outcome(begin, vector, auth) == expected(vector), vector["name"]
 
 
 @pytest.mark.parametrize(
@@ -319,13 +351,13 @@ def test_a_client_refuses_it_and_waits_on(vector: dict[str, Any]) -> None:
     assert event is not None and event.ok and event.number == number
 
 
-@pytest.mark.parametrize("auth", ["off", "on"])
+@pytest.mark.parametrize("auth", ["off", "on", "answers"])
 def test_a_host_over_udp_refuses_all_of_them(auth: str) -> None:
     """By the native helper, which serves plain reads and writes by itself."""
 
     async def scenario() -> None:
         plan = make_plan(hosts=local_hosts("testbed-19x5", 1, free_ports(95)), delay_scale=0.0)
-        spec = host_spec(plan, plan.hosts[0], None, Authority(SIGNER.ring) if auth == "on" else None)
+        spec = host_spec(plan, plan.hosts[0], None, authority_of(auth))
         host = UdpHost(spec, asyncio.get_running_loop())
         try:
             host._clock = UnixClock(lambda: BEGAN_S, lambda: 0.0)

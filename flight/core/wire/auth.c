@@ -5,11 +5,29 @@
 #include "store/keymap.h"
 #include "wire/crc.h"
 
-static const uint8_t PURPOSE[] = "skymemory packets 1";
+static const uint8_t PURPOSE[] = "skymemory packets 1", PAYLOADS_PURPOSE[] = "skymemory payloads 1";
 static const sky_us MAX_SKEW_US = 30 * 1000000, START_GRACE_US = 1000000, REFUSAL_US = 1000000 / 100;
 enum { MOST_PACKETS = SKY_MAX_PACKET_BYTES / SKY_COMMAND_PREFIX_BYTES + 2, SEQUENCE_BITS = 14, LARGEST_SIGNED_CHUNK = SKY_MAX_CHUNK_BYTES - SKY_MAC_BYTES };
 
 /* --- MACs --- */
+
+static void derive(const sky_hmac_key *by_secret, const uint8_t *purpose, size_t bytes, uint8_t derived[SKY_SHA_BYTES]) {
+    sky_sha inner = by_secret->inner;
+    sky_sha_take(&inner, purpose, bytes);
+    sky_hmac_end(by_secret, &inner, derived);
+}
+
+/* The beginning of what is derived for the purpose and a number, from 0. */
+static void derive_payload_key(const sky_hmac_key *by_secret, uint8_t key[SKY_NH_KEY_BYTES]) {
+    uint8_t purpose[sizeof PAYLOADS_PURPOSE], derived[SKY_SHA_BYTES];
+    (void)memcpy(purpose, PAYLOADS_PURPOSE, sizeof purpose);
+    for (size_t at = 0; at < (size_t)SKY_NH_KEY_BYTES; at += sizeof derived) {
+        const size_t left = (size_t)SKY_NH_KEY_BYTES - at;
+        purpose[sizeof purpose - 1U] = (uint8_t)(at / sizeof derived); /* in the place of the 0 that ends it */
+        derive(by_secret, purpose, sizeof purpose, derived);
+        (void)memcpy(key + at, derived, left < sizeof derived ? left : sizeof derived);
+    }
+}
 
 void sky_authority_begin(sky_authority *authority, const sky_ring *ring) {
     (void)memset(authority, 0, sizeof *authority);
@@ -17,12 +35,12 @@ void sky_authority_begin(sky_authority *authority, const sky_ring *ring) {
     authority->auth = ring->auth;
     for (uint32_t i = 0; i < ring->count; i++) {
         sky_hmac_key by_secret;
-        sky_sha inner;
         uint8_t derived[SKY_SHA_BYTES];
         sky_hmac_begin(&by_secret, ring->keys[i].secret);
-        inner = by_secret.inner;
-        sky_sha_take(&inner, PURPOSE, sizeof PURPOSE - 1U);
-        sky_hmac_end(&by_secret, &inner, derived);
+        derive(&by_secret, PURPOSE, sizeof PURPOSE - 1U, derived);
+        if (ring->auth == SKY_AUTH_ANSWERS) {
+            derive_payload_key(&by_secret, authority->keys[i].payload_key);
+        }
         authority->keys[i].id = ring->keys[i].id;
         authority->keys[i].from = ring->keys[i].from;
         sky_hmac_begin(&authority->keys[i].hmac, derived);
@@ -35,19 +53,35 @@ bool sky_authority_signs(const sky_authority *authority, uint8_t op, uint32_t de
                                       (authority->auth == SKY_AUTH_ANSWERS && to_ground && op != SKY_DATA));
 }
 
-/* Over the high half of the time and the packet up to the MAC, with its CRC and what forwarders change as zero. */
-static void mac_of(const sky_mac_key *key, uint32_t time_high, const uint8_t *packet, size_t end,
-                   uint8_t mac[SKY_MAC_BYTES]) {
-    uint8_t head[4 + SKY_TELEMETRY_PREFIX_BYTES], digest[SKY_SHA_BYTES];
+/* Over the high half of the time and the packet up to the MAC, with its CRC and what forwarders change as zero; then over the
+ * payload's hash, if MACs of this operation cover payloads. */
+static void mac_begin(sky_signing *its, const sky_authority *authority, const sky_mac_key *key, uint32_t time_high,
+                      const uint8_t *packet, size_t end) {
+    uint8_t head[4 + SKY_TELEMETRY_PREFIX_BYTES];
     const size_t sky = sky_header_start(packet), prefix = sky + SKY_HEADER_BYTES;
-    sky_sha inner = key->hmac.inner;
+    its->key = key;
+    its->inner = key->hmac.inner;
+    its->covers_payload = authority->auth == SKY_AUTH_ANSWERS && (packet[0] & SKY_COMMAND_BIT) != 0U &&
+                          sky_op_carries(packet[sky + SKY_OP_AT]);
     sky_store32(head, time_high);
     (void)memcpy(head + 4, packet, prefix);
     (void)memset(head + 4 + sky + SKY_HOP_LIMIT_AT, 0, SKY_MUTABLE_END - SKY_HOP_LIMIT_AT);
     (void)memset(head + 4 + sky + SKY_CRC_AT, 0, SKY_HEADER_BYTES - SKY_CRC_AT);
-    sky_sha_take(&inner, head, 4U + prefix);
-    sky_sha_take(&inner, packet + prefix, end - prefix);
-    sky_hmac_end(&key->hmac, &inner, digest);
+    sky_sha_take(&its->inner, head, 4U + prefix);
+    sky_sha_take(&its->inner, packet + prefix, end - prefix);
+    sky_nh_begin(&its->payload, key->payload_key);
+}
+
+void sky_signing_take(sky_signing *signing, const uint8_t *piece, size_t bytes) {
+    if (signing->covers_payload) {
+        sky_nh_take(&signing->payload, &signing->inner, piece, bytes);
+    }
+}
+
+static void mac_end(sky_signing *its, uint8_t mac[SKY_MAC_BYTES]) {
+    uint8_t digest[SKY_SHA_BYTES];
+    sky_nh_end(&its->payload, &its->inner);
+    sky_hmac_end(&its->key->hmac, &its->inner, digest);
     (void)memcpy(mac, digest, SKY_MAC_BYTES);
 }
 
@@ -60,7 +94,7 @@ static const sky_mac_key *active(const sky_authority *authority, sky_us now) {
     return &authority->keys[at];
 }
 
-bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
+bool sky_signing_begin(sky_signing *signing, const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
     const sky_mac_key *const key = active(authority, now + authority->wall_shift); /* by which keys are made */
     const bool command = (packet[0] & SKY_COMMAND_BIT) != 0U;
     const uint64_t time = command && now > 0 ? (uint64_t)now : 0U;
@@ -75,9 +109,24 @@ bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t 
     if (command) {
         sky_store32(sky + SKY_TIMESTAMP_AT, (uint32_t)(time & 0xFFFFFFFFU));
     }
-    mac_of(key, (uint32_t)(time >> 32), packet, end, packet + end);
-    sky_packet_seal(packet, end + SKY_MAC_BYTES);
+    mac_begin(signing, authority, key, (uint32_t)(time >> 32), packet, end);
+    signing->packet = packet;
+    signing->end = end;
     return true;
+}
+
+void sky_signing_end(sky_signing *signing) {
+    mac_end(signing, signing->packet + signing->end);
+    sky_packet_seal(signing->packet, signing->end + SKY_MAC_BYTES);
+}
+
+bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now) {
+    sky_signing signing;
+    const bool signs = sky_signing_begin(&signing, authority, packet, end, now);
+    if (signs) {
+        sky_signing_end(&signing);
+    }
+    return signs;
 }
 
 size_t sky_mac_end(const uint8_t *packet, size_t bytes) {
@@ -95,22 +144,17 @@ size_t sky_mac_end(const uint8_t *packet, size_t bytes) {
     return end;
 }
 
-bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, size_t bytes, sky_us now, sky_us skew,
-                         sky_us *sent) {
-    const size_t end = sky_mac_end(packet, bytes);
+/* The key that a packet which has a MAC names, if it is known and the packet of now; else NULL. */
+static const sky_mac_key *key_of(const sky_authority *authority, const uint8_t *packet, sky_us now, sky_us skew,
+                                 sky_us *sent) {
     const sky_mac_key *key = NULL;
-    uint8_t expected[SKY_MAC_BYTES], wrong = 0;
     uint32_t id;
     *sent = 0;
-    /* The headers here, because a packet whose MAC is taken off gets another length and another CRC. */
-    if (end == 0U || sky_packet_verify_headers(packet, bytes) != SKY_SOUND) {
-        return false;
-    }
     if ((packet[0] & SKY_COMMAND_BIT) != 0U) { /* the low half of the time is sent; the high half is that nearest to now */
         const uint32_t low = sky_load32(packet + SKY_COMMAND_BYTES + SKY_TIMESTAMP_AT) - (uint32_t)((uint64_t)now & 0xFFFFFFFFU);
         const sky_us ahead = (sky_us)low - (low >= 1U << 31 ? (sky_us)1 << 32 : 0);
         if ((ahead < 0 ? -ahead : ahead) > skew) {
-            return false;
+            return NULL;
         }
         *sent = now + ahead;
     }
@@ -120,10 +164,27 @@ bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, 
             key = &authority->keys[i];
         }
     }
+    return key;
+}
+
+bool sky_authority_check(const sky_authority *authority, const uint8_t *packet, size_t bytes, sky_us now, sky_us skew,
+                         sky_us *sent) {
+    const size_t end = sky_mac_end(packet, bytes);
+    const sky_mac_key *key;
+    sky_signing its;
+    uint8_t expected[SKY_MAC_BYTES], wrong = 0;
+    *sent = 0;
+    /* The headers here, because a packet whose MAC is taken off gets another length and another CRC. */
+    if (end == 0U || sky_packet_verify_headers(packet, bytes) != SKY_SOUND) {
+        return false;
+    }
+    key = key_of(authority, packet, now, skew, sent);
     if (key == NULL) {
         return false;
     }
-    mac_of(key, (uint32_t)((uint64_t)*sent >> 32 & 0xFFFFFFFFU), packet, end - SKY_MAC_BYTES, expected);
+    mac_begin(&its, authority, key, (uint32_t)((uint64_t)*sent >> 32 & 0xFFFFFFFFU), packet, end - SKY_MAC_BYTES);
+    sky_signing_take(&its, packet + end, bytes - end);
+    mac_end(&its, expected);
     for (uint32_t i = 0; i < SKY_MAC_BYTES; i++) { /* all of it, whatever differs: the time tells nothing */
         wrong |= (uint8_t)(expected[i] ^ packet[end - SKY_MAC_BYTES + i]);
     }
@@ -448,6 +509,17 @@ static bool count_wrong(sky_gate *gate, const uint8_t *packet, size_t bytes) {
     return sound;
 }
 
+/* Whether a refused SET names a known key and is of now: then its payload may be what is wrong. It gets no answer, since one
+ * would end the operation of a sender who need only repeat it. */
+static bool may_be_exchanged(const sky_gate *gate, const uint8_t *packet, size_t bytes, sky_us now) {
+    const sky_authority *const authority = gate->authority;
+    sky_us sent;
+    return authority->auth == SKY_AUTH_ANSWERS && sky_mac_end(packet, bytes) != 0U &&
+           packet[sky_header_start(packet) + SKY_OP_AT] == SKY_SET &&
+           (key_of(authority, packet, now, MAX_SKEW_US, &sent) != NULL ||
+            key_of(authority, packet, now + authority->wall_shift, MAX_SKEW_US, &sent) != NULL);
+}
+
 /* Counts the packets from `first` to `end` that are not `kept`; answers the first sound command of a ground host. */
 static void turn_away(sky_gate *gate, const group *its, size_t first, size_t end, const bool *kept) {
     bool answered = false;
@@ -455,7 +527,7 @@ static void turn_away(sky_gate *gate, const group *its, size_t first, size_t end
         if (!kept[n]) {
             size_t bytes;
             const uint8_t *const packet = packet_of(its, n, &bytes);
-            if (count_wrong(gate, packet, bytes) && !answered) {
+            if (count_wrong(gate, packet, bytes) && !answered && !may_be_exchanged(gate, packet, bytes, its->now)) {
                 answered = true;
                 if ((packet[0] & SKY_COMMAND_BIT) != 0U && is_beam(its->source) && may_answer(gate, its->now)) {
                     gate->refuse(gate->context, packet, bytes, its->source, its->now);

@@ -10,6 +10,7 @@
 #include "arena.h"
 #include "config.h"
 #include "counters.h"
+#include "wire/nh.h"
 #include "wire/packet.h"
 #include "wire/sha.h"
 
@@ -17,6 +18,7 @@ typedef struct {
     uint16_t id;
     sky_us from;
     sky_hmac_key hmac;
+    uint8_t payload_key[SKY_NH_KEY_BYTES]; /* where answers are signed */
 } sky_mac_key;
 
 /* The keys that may command, derived for MACs. */
@@ -33,6 +35,19 @@ bool sky_authority_signs(const sky_authority *authority, uint8_t op, uint32_t de
 /* Adds a MAC to a packet that is sealed; `end`: of its body, where 16 bytes more must have room (a payload is kept elsewhere).
  * Commands get the time `now`. False: no room for a MAC in a packet with so large a payload. */
 bool sky_authority_sign(const sky_authority *authority, uint8_t *packet, size_t end, sky_us now);
+
+/* The same in steps, for a payload that comes in pieces: begin (false as above), take each piece, end. */
+typedef struct {
+    const sky_mac_key *key;
+    uint8_t *packet;
+    size_t end;
+    bool covers_payload;
+    sky_sha inner;
+    sky_nh payload;
+} sky_signing;
+bool sky_signing_begin(sky_signing *signing, const sky_authority *authority, uint8_t *packet, size_t end, sky_us now);
+void sky_signing_take(sky_signing *signing, const uint8_t *piece, size_t bytes);
+void sky_signing_end(sky_signing *signing);
 /* Where the MAC of a packet ends; 0: it has none, or is too short or too large. */
 size_t sky_mac_end(const uint8_t *packet, size_t bytes);
 /* Whether it is authentic, and of now (`skew`: how far a command's time may be off); *sent: when a command was made. */

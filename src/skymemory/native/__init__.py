@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skymemory.native.twin import backend
+from skymemory.native.twin.nh import PAYLOAD_KEY_BYTES
 from skymemory.native.twin.relay import BY_PLANE_LINK, BY_SLOT_LINK, Link, Passed, Slot, Transit
 from skymemory.native.twin.runs import AnswerTerms, Guard, Landing, Run, Served, Tally
 from skymemory.native.twin.segments import Rows
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NATIVE", "SLOT_BYTES", "Ack", "AnswerTerms", "Arrival", "Guard", "Landing", "Rows", "Run"]
 __all__ += ["BY_PLANE_LINK", "BY_SLOT_LINK", "Link", "Passed", "Served", "Slot", "Tally", "Transit"]
-__all__ += ["chain_hashes", "crc32_chunks", "piece_hashes"]
+__all__ += ["PAYLOAD_KEY_BYTES", "chain_hashes", "crc32_chunks", "piece_hashes"]
 __all__ += backend.__all__
 
 _CRC, _HASH = np.dtype(np.uint32), np.dtype(np.uint64)

@@ -1,12 +1,17 @@
 /* MACs of whole runs of packets: created, checked, removed. Twin and contract: twin/segments.py. */
 #include "sha.h"
 
-enum { LONGEST_PACKET = 65507, MOST_SIGNED_CHUNK_BYTES = LONGEST_PACKET - LONGEST_BULK_HEADER - MAC_BYTES };
+enum { MOST_SIGNED_CHUNK_BYTES = LONGEST_PACKET - LONGEST_BULK_HEADER - MAC_BYTES };
 
 static int carries(const uint8_t *packet, size_t sky)
 {
     uint8_t op = packet[sky + 1];
     return op == OP_SET || op == OP_MIGRATE || op == OP_DATA;
+}
+
+int sky_mac_covers_payload(const MacKey *mac, const uint8_t *packet, size_t sky)
+{
+    return mac->covers_payloads && sky == COMMAND_BYTES && carries(packet, sky);
 }
 
 static int has_library(void)
@@ -45,12 +50,13 @@ int sky_find_mac_key(MacCheck *check, long key_id)
     Py_XDECREF(number);
     if (!key)
         return PyErr_Occurred() ? -1 : 0;
-    if (!PyBytes_Check(key) || PyBytes_Size(key) != MAC_KEY_BYTES) {
+    if (!PyBytes_Check(key) ||
+        !sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AsString(key), (size_t)PyBytes_Size(key))) {
         Py_DECREF(key);
-        PyErr_Format(PyExc_TypeError, "keys: expected %d bytes by number", MAC_KEY_BYTES);
+        PyErr_Format(PyExc_TypeError, "keys: expected %d or %d bytes by number", MAC_KEY_BYTES,
+                     MAC_KEY_BYTES + NH_KEY_BYTES);
         return -1;
     }
-    sky_mac_key(&check->mac, (const uint8_t *)PyBytes_AsString(key));
     Py_DECREF(key);
     check->key_id = key_id;
     return 1;
@@ -78,7 +84,8 @@ int sky_check_mac(MacCheck *check, const uint8_t *packet, size_t size, size_t sk
         return known;
     uint8_t expected[MAC_BYTES], wrong = 0;
     uint32_t time_high = (uint32_t)((unsigned long long)*sent_us >> 32);
-    sky_mac_of(&check->mac, time_high, packet, sky, end - MAC_BYTES, expected);
+    Payload payload = {packet + end, size - end};
+    sky_mac_of(&check->mac, time_high, packet, sky, end - MAC_BYTES, payload, expected);
     for (size_t i = 0; i < MAC_BYTES; i++) /* in constant time */
         wrong |= expected[i] ^ packet[end - MAC_BYTES + i];
     return !wrong;
@@ -95,7 +102,8 @@ void sky_strip_mac(const uint8_t *packet, size_t size, size_t sky, size_t end, u
     put32(out + sky + CRC_AT, sky_header_crc(out, sky, head));
 }
 
-int sky_sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us)
+int sky_sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id, unsigned long long time_us,
+             Payload payload)
 {
     uint32_t length = be16(row + 4) + MAC_BYTES;
     if (length + 7 > LONGEST_PACKET)
@@ -105,39 +113,63 @@ int sky_sign(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned
     put16(row + sky + KEY_ID_AT, key_id);
     if (sky == COMMAND_BYTES)
         put32(row + sky + TIMESTAMP_AT, (uint32_t)time_us);
-    sky_mac_of(mac, (uint32_t)(time_us >> 32), row, sky, width, row + width);
+    sky_mac_of(mac, (uint32_t)(time_us >> 32), row, sky, width, payload, row + width);
     put32(row + sky + CRC_AT, sky_header_crc(row, sky, width + MAC_BYTES));
     return 1;
+}
+
+/* Sign a row, whose payload is in ``payloads`` (a tuple, or NULL); 0 with an exception. */
+static int sign_row(uint8_t *row, size_t width, size_t sky, const MacKey *mac, unsigned key_id,
+                    unsigned long long time_us, PyObject *payloads, Py_ssize_t number)
+{
+    Py_buffer held = {0};
+    int covers = sky_mac_covers_payload(mac, row, sky);
+    if (covers && !payloads) {
+        PyErr_SetString(PyExc_ValueError, "the MAC covers payloads: expected them");
+        return 0;
+    }
+    if (covers && PyObject_GetBuffer(PyTuple_GetItem(payloads, number), &held, PyBUF_SIMPLE) < 0)
+        return 0;
+    Payload payload = {held.buf, (size_t)held.len};
+    int signs = held.len < LONGEST_PACKET && sky_sign(row, width, sky, mac, key_id, time_us, payload);
+    if (covers)
+        PyBuffer_Release(&held);
+    if (!signs)
+        PyErr_SetString(PyExc_ValueError, "a packet with no room for a MAC");
+    return signs;
 }
 
 PyObject *sky_py_sign_packets(PyObject *self, PyObject *args)
 {
     Py_buffer headers, key;
-    Py_ssize_t width, sky, signed_width;
+    Py_ssize_t width, sky, signed_width, rows;
     unsigned key_id;
     long long time_us;
-    if (!PyArg_ParseTuple(args, "y*nny*IL:sign_packets", &headers, &width, &sky, &key, &key_id, &time_us))
+    PyObject *payloads = Py_None, *kept = NULL, *result = NULL;
+    MacKey mac;
+    if (!PyArg_ParseTuple(args, "y*nny*IL|O:sign_packets", &headers, &width, &sky, &key, &key_id, &time_us, &payloads))
         return NULL;
-    PyObject *result = NULL;
     if (!has_library() || !is_sky(sky)) {
-    } else if (width < sky + SKY_BYTES || headers.len % width || key.len != MAC_KEY_BYTES || !key_id || key_id > 0xFFFF) {
+    } else if (width < sky + SKY_BYTES || headers.len % width || !key_id || key_id > 0xFFFF ||
+               !sky_mac_key(&mac, key.buf, (size_t)key.len)) {
         PyErr_Format(PyExc_ValueError, "%zd bytes of headers in rows of %zd, key %u of %zd bytes", headers.len, width,
                      key_id, key.len);
+    } else if (payloads != Py_None && (kept = PySequence_Tuple(payloads)) == NULL) {
+    } else if (rows = headers.len / width, kept && PyTuple_Size(kept) != rows) {
+        PyErr_Format(PyExc_ValueError, "%zd payloads for %zd rows", PyTuple_Size(kept), rows);
     } else if ((signed_width = sky_sum(width, MAC_BYTES)) >= 0 &&
-               (result = sky_new_bytearray(headers.len / width, signed_width)) != NULL) {
-        MacKey mac;
+               (result = sky_new_bytearray(rows, signed_width)) != NULL) {
         uint8_t *row = (uint8_t *)PyByteArray_AsString(result);
         const uint8_t *plain = headers.buf;
-        sky_mac_key(&mac, key.buf);
-        for (Py_ssize_t at = 0; at < headers.len; at += width, row += signed_width) {
-            memcpy(row, plain + at, (size_t)width);
-            if (!sky_sign(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us)) {
-                PyErr_SetString(PyExc_ValueError, "a packet with no room for a MAC");
+        for (Py_ssize_t number = 0; number < rows; number++, plain += width, row += signed_width) {
+            memcpy(row, plain, (size_t)width);
+            if (!sign_row(row, (size_t)width, (size_t)sky, &mac, key_id, (unsigned long long)time_us, kept, number)) {
                 Py_CLEAR(result);
                 break;
             }
         }
     }
+    Py_XDECREF(kept);
     PyBuffer_Release(&headers);
     PyBuffer_Release(&key);
     return result;

@@ -77,13 +77,20 @@ static void padded(ShaState *state, const uint8_t *key, uint8_t pad)
     sha.update(state, block, sizeof block);
 }
 
-void sky_mac_key(MacKey *mac, const uint8_t *key)
+int sky_mac_key(MacKey *mac, const uint8_t *key, size_t size)
 {
+    if (size != MAC_KEY_BYTES && size != MAC_KEY_BYTES + NH_KEY_BYTES)
+        return 0;
     padded(&mac->inner, key, INNER_PAD);
     padded(&mac->outer, key, OUTER_PAD);
+    mac->covers_payloads = size > MAC_KEY_BYTES;
+    if (mac->covers_payloads)
+        memcpy(mac->payload_key, key + MAC_KEY_BYTES, NH_KEY_BYTES);
+    return 1;
 }
 
-void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, uint8_t *out)
+void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, size_t sky, size_t end, Payload payload,
+                uint8_t *out)
 {
     uint8_t head[4 + TELEMETRY_BYTES + SKY_BYTES], digest[SHA_BYTES];
     put32(head, time_high);
@@ -93,6 +100,10 @@ void sky_mac_of(const MacKey *mac, uint32_t time_high, const uint8_t *packet, si
     ShaState state = mac->inner;
     sha.update(&state, head, 4 + sky + SKY_BYTES);
     sha.update(&state, packet + sky + SKY_BYTES, end - sky - SKY_BYTES);
+    if (sky_mac_covers_payload(mac, packet, sky)) {
+        uint8_t hashes[(LONGEST_PACKET / NH_BLOCK + 1) * NH_HASH_BYTES];
+        sha.update(&state, hashes, sky_nh(mac->payload_key, payload.bytes, payload.size, hashes));
+    }
     sha.final(digest, &state);
     state = mac->outer;
     sha.update(&state, digest, sizeof digest);

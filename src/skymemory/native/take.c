@@ -117,7 +117,7 @@ static PyObject *acknowledgement(Service *service, const uint8_t *request, const
     if (count % 8)
         body[SELECTION_BYTES + bitmap - 1] = (uint8_t)((1u << count % 8) - 1);
     if (service->signer)
-        sky_sign(row, size, TELEMETRY_BYTES, &service->check.mac, service->signer, 0);
+        sky_sign(row, size, TELEMETRY_BYTES, &service->check.mac, service->signer, 0, (Payload){NULL, 0});
     else
         put32(row + TELEMETRY_BYTES + CRC_AT, sky_header_crc(row, TELEMETRY_BYTES, size));
     return packet;

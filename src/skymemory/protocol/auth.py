@@ -3,9 +3,10 @@
 An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and a MAC of 16 bytes at the
 end of its body: truncated HMAC-SHA-256 over the high half of the sender's time in microseconds (4 bytes, not sent: the
 receiver can infer it within 35 minutes) and the packet up to there, with its CRC and the fields that forwarders change
-as zero. The payload of SET, MIGRATE and DATA follows and is not covered, just as the header CRC does not cover it: the
-chunk reference is, and with it key, number, length and CRC-32. Forwarders and stores do not read payloads; that one is
-what its writer wrote is checked by the writer's tenant (``store.sealed``), who shares no key with satellites.
+as zero. The payload of SET, MIGRATE and DATA follows. The chunk reference is covered, and with it the payload's CRC-32;
+where answers are signed, the MACs of SET and MIGRATE also cover the payload's hash (``native.twin.nh``), or other bytes
+of the same CRC would be stored. That a payload is what its writer wrote is checked by the writer's tenant
+(``store.sealed``), who shares no key with satellites.
 
 The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
 """
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from skymemory import native
 from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import ValueTooLarge
-from skymemory.keys import KeyRing
+from skymemory.keys import SECRET_BYTES, KeyRing, SecretKey
 from skymemory.metrics import Counters
-from skymemory.native import Run
+from skymemory.native import PAYLOAD_KEY_BYTES, Run
 from skymemory.protocol.wire import (
+    CHUNK_REF_BYTES,
     COMMAND_BIT,
     COMMAND_BYTES,
     GROUND_SHELL,
@@ -43,7 +45,7 @@ from skymemory.protocol.wire import (
 
 FLAG_AUTHENTICATED = 0x01
 MAC_BYTES = 16
-FLAGS_OFFSET, KEY_ID_OFFSET = 2, 38
+FLAGS_OFFSET, TIMESTAMP_OFFSET, KEY_ID_OFFSET = 2, 24, 38
 """Within the SKY header."""
 MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
 """The largest chunk where packets carry a MAC (65,359 bytes)."""
@@ -52,6 +54,7 @@ CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
 
 _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
+_PAYLOADS_PURPOSE = b"skymemory payloads 1"
 _CHANGE_CLOCK_S = 0.5
 """Operations that run together are refused together: within this time only the first refusal counts."""
 
@@ -59,7 +62,7 @@ _CHANGE_CLOCK_S = 0.5
 @dataclass(slots=True)
 class Authority:
     """The keys that may command, as a ring that may be replaced at any time. ``every_packet``: answers have MACs too;
-    ``signed_answers``: those to ground hosts have, except DATA.
+    ``signed_answers``: those to ground hosts have, except DATA, and MACs of SET and MIGRATE cover payloads.
     """
 
     ring: KeyRing
@@ -90,8 +93,16 @@ class Authority:
         """The accepted keys, derived for MACs, by id."""
         if self._keys is None or self._keys[0] is not self.ring:
             ring = self.ring
-            self._keys = (ring, {key.key_id: key.derive(_PURPOSE) for key in ring.keys})
+            self._keys = (ring, {key.key_id: self._mac_key(key) for key in ring.keys})
         return self._keys[1]
+
+    def _mac_key(self, key: SecretKey) -> bytes:
+        return key.derive(_PURPOSE) + (payload_key(key) if self.covers_payloads else b"")
+
+    @property
+    def covers_payloads(self) -> bool:
+        """Whether MACs of SET and MIGRATE cover their payloads."""
+        return self.signed_answers and not self.every_packet
 
     @property
     def proves_answers(self) -> bool:
@@ -125,12 +136,18 @@ class Authority:
         sky = COMMAND_BYTES if command else TELEMETRY_BYTES
         time_us, width = microseconds(wall_s if self.signs_by_wall else now_s) if command else 0, batch.header_bytes
         try:
-            signed = native.sign_packets(batch.headers, width, sky, keys[key_id], key_id, time_us)
+            signed = native.sign_packets(batch.headers, width, sky, keys[key_id], key_id, time_us, batch.payloads)
         except ValueError as error:
             raise ValueTooLarge(
                 f"{error}: at most {MAX_PACKET_BYTES} bytes with it; use chunks of {MAX_SIGNED_CHUNK_BYTES} at most"
             ) from None
         return SegmentBatch(signed, width + MAC_BYTES, batch.payloads)
+
+
+def payload_key(key: SecretKey) -> bytes:
+    """The key of the payload hash: the beginning of what is derived for the purpose and a number, from 0."""
+    parts = (key.derive(_PAYLOADS_PURPOSE + bytes([number])) for number in range(-(-PAYLOAD_KEY_BYTES // SECRET_BYTES)))
+    return b"".join(parts)[:PAYLOAD_KEY_BYTES]
 
 
 def claims_mac(packet: memoryview, sky: int) -> bool:
@@ -381,11 +398,25 @@ class SatelliteGate:
             self._turn_away(view, size, authentic, source, now_s)
         return bytes(keep)
 
+    def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
+        """Whether a refused SET names a known key and is of now: then its payload may be what is wrong. It gets no
+        answer, since one would end the operation of a sender who need only repeat it.
+        """
+        sky = packet[COMMAND_BYTES:]
+        if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
+            return False
+        if len(sky) - SKY_BYTES - CHUNK_REF_BYTES - MAC_BYTES > MAX_SIGNED_CHUNK_BYTES:
+            return False
+        low = int.from_bytes(sky[TIMESTAMP_OFFSET : TIMESTAMP_OFFSET + 4], "big")
+        clocks_us = (microseconds(now_s + shift_s) for shift_s in (0.0, self._authority.wall_shift_s))
+        of_now = any(abs((low - us + (1 << 31)) % (1 << 32) - (1 << 31)) <= _MAX_SKEW_US for us in clocks_us)
+        return of_now and _sender(packet)[0] in self._authority.mac_keys
+
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
         """Count packets that are not admitted; answer the first sound command of a ground host, once per run."""
         packets = [view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if not kept]
         self._counters.add("packets_received", len(packets))
-        sound = count_wrong(self._counters, packets)
+        sound = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
         if sound and sound[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
             self._refuse(sound[0], source, now_s)
 

@@ -6,7 +6,8 @@ All bytes are untrusted: no access goes beyond the given buffers, whatever the b
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
 the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body; the payload of SET, MIGRATE
-and DATA follows it and is not covered. ``protocol.auth`` says why.
+and DATA follows it and is not covered. With a longer key, that of SET and MIGRATE is: then its hash (``nh``) ends what
+the MAC is over. ``protocol.auth`` says when.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from skymemory.native.twin.nh import PAYLOAD_KEY_BYTES, payload_hash
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -292,39 +295,66 @@ def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
     return inner, outer
 
 
-def mac_of(key: bytes, time_high: int, head: Buffer, sky: int) -> bytes:
-    """The MAC of a packet that starts with ``head``, everything before the MAC."""
+def mac_of(key: bytes, time_high: int, head: Buffer, sky: int, payload: Buffer) -> bytes:
+    """The MAC of a packet that starts with ``head``, everything before the MAC. A longer key covers payloads of SET and
+    MIGRATE.
+    """
+    mac_key, payload_key = key[:MAC_KEY_BYTES], key[MAC_KEY_BYTES:]
     covered = bytearray(head)
     covered[sky + MUTABLE_AT : sky + MUTABLE_END] = bytes(MUTABLE_END - MUTABLE_AT)
     covered[sky + CRC_AT : sky + SKY_BYTES] = bytes(SKY_BYTES - CRC_AT)
-    inner, outer = (state.copy() for state in _states(key))
+    inner, outer = (state.copy() for state in _states(mac_key))
     inner.update((time_high & 0xFFFFFFFF).to_bytes(4, "big") + covered)
+    if _covers_payload(key, covered, sky):
+        inner.update(payload_hash(payload_key, payload))
     outer.update(inner.digest())
     return outer.digest()[:MAC_BYTES]
 
 
+def _covers_payload(key: bytes, packet: Buffer, sky: int) -> bool:
+    return len(key) > MAC_KEY_BYTES and sky == COMMAND_BYTES and memoryview(packet)[sky + 1] in CARRIERS
+
+
 def sign_packets(
-    headers: Buffer, header_bytes: int, sky_offset: int, key: bytes, key_id: int, time_us: int
+    headers: Buffer,
+    header_bytes: int,
+    sky_offset: int,
+    key: bytes,
+    key_id: int,
+    time_us: int,
+    payloads: Sequence[Buffer] | None = None,
 ) -> bytearray:
     """Add MACs to rows of ``header_bytes``, each a packet without its payload; returns them 16 bytes longer, sealed.
 
-    ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0).
+    ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0). A key
+    has ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads, too.
 
     Raises:
-        ValueError: a packet would be too long; or no whole number of rows, or an invalid offset or key id.
+        ValueError: a packet would be too long; or no whole number of rows, no payload for each, or an invalid offset,
+            key or key id.
     """
     rows = memoryview(headers).cast("B")
     _check_offset(sky_offset)
     if (
         header_bytes < sky_offset + SKY_BYTES
         or len(rows) % header_bytes
-        or len(key) != MAC_KEY_BYTES
+        or len(key) not in (MAC_KEY_BYTES, MAC_KEY_BYTES + PAYLOAD_KEY_BYTES)
         or not 1 <= key_id <= 0xFFFF
     ):
         raise ValueError(f"{len(rows)} bytes of headers in rows of {header_bytes}, key {key_id} of {len(key)} bytes")
+    given = None if payloads is None else tuple(payloads)
+    if given is not None and len(given) != len(rows) // header_bytes:
+        raise ValueError(f"{len(given)} payloads for {len(rows) // header_bytes} rows")
     signed = bytearray()
-    for at in range(0, len(rows), header_bytes):
-        row = bytearray(rows[at : at + header_bytes])
+    for number in range(len(rows) // header_bytes):
+        row = bytearray(rows[number * header_bytes : (number + 1) * header_bytes])
+        payload: Buffer = b""
+        if _covers_payload(key, row, sky_offset):
+            if given is None:
+                raise ValueError("the MAC covers payloads: expected them")
+            payload = memoryview(given[number])
+            if payload.nbytes >= _LONGEST_PACKET:
+                raise ValueError("a packet with no room for a MAC")
         length = int.from_bytes(row[4:6], "big") + MAC_BYTES
         if length + 7 > _LONGEST_PACKET:
             raise ValueError("a packet with no room for a MAC")
@@ -335,7 +365,7 @@ def sign_packets(
             low = (time_us & 0xFFFFFFFF).to_bytes(4, "big")
             row[sky_offset + TIMESTAMP_AT : sky_offset + TIMESTAMP_AT + 4] = low
         signed += row
-        signed += mac_of(key, time_us >> 32, row, sky_offset)
+        signed += mac_of(key, time_us >> 32, row, sky_offset, payload)
     seal_headers(signed, header_bytes + MAC_BYTES, sky_offset)
     return signed
 
@@ -347,7 +377,8 @@ def check_macs(
 
     A packet is not authentic without a MAC, with a wrong one, one by a key not in ``keys``, or (commands) with a time
     more than ``skew_us`` from ``now_us``; nor is a chunk that no answer could carry with its MAC. So is none whose
-    headers are not sound: without its MAC it has another length and another CRC. The payload's CRC is not checked.
+    headers are not sound: without its MAC it has another length and another CRC. The payload's CRC is not checked; the
+    payload of a SET or MIGRATE is where a key covers payloads (``sign_packets``).
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
@@ -368,7 +399,9 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
     key = keys.get(int.from_bytes(packet[sky + KEY_ID_AT : sky + KEY_ID_AT + 2], "big"))
     if key is None:
         return None
-    expected = mac_of(key, sent_us >> 32, packet[: end - MAC_BYTES], sky)
+    if len(key) not in (MAC_KEY_BYTES, MAC_KEY_BYTES + PAYLOAD_KEY_BYTES):
+        raise TypeError(f"keys: expected {MAC_KEY_BYTES} or {MAC_KEY_BYTES + PAYLOAD_KEY_BYTES} bytes by number")
+    expected = mac_of(key, sent_us >> 32, packet[: end - MAC_BYTES], sky, packet[end:])
     return sent_us if hmac.compare_digest(expected, packet[end - MAC_BYTES : end]) else None
 
 
