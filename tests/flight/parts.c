@@ -628,7 +628,7 @@ static void ring_of(sky_ring *ring, uint32_t count, const int64_t *ids, const ui
         memcpy(ring->keys[i].secret, secrets + 32 * i, 32);
     }
 }
-/* With the payload in pieces of so many bytes. */
+/* With the payload in pieces of `piece` bytes. */
 size_t parts_sign(uint32_t count, const int64_t *ids, const uint8_t *secrets, int auth, uint8_t *packet, size_t end,
                   const uint8_t *payload, size_t bytes, size_t piece, sky_us now) {
     sky_ring ring;

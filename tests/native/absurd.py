@@ -33,6 +33,7 @@ Call = Callable[..., Any]
 NUMBERS = (0, 1, 2, 3, 5, 7, 8, 16, 44, 48, 52, 60, 124, 180, -1, -2, 255, 65_535, 65_536, 2**31 - 1, 2**31, -(2**31))
 NUMBERS += (2**32 - 1, 2**32, 2**40, 2**61, 2**62, 2**63 - 60, 2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, 2**64, 10**30)
 KEY, CHUNKS, CHUNK_BYTES, VALUE_BYTES = bytes(32), 5, 48, 209
+COVERING_KEY = random.Random(1).randbytes(32 + 1040)
 TERMS = (0, 0, 9, 1, 2, 3)
 SLOT_BYTES = 65_536
 _DEEPEST, _MOST_ITEMS = 3, 50
@@ -82,6 +83,8 @@ class Scene:
         self.signed_get = bytes(signed(self.get, len(self.get), 8, KEY, 1, 5))
         heads = b"".join(_packet(8, 1, ref) for ref in self.refs[:1])
         self.signed_set = bytes(signed(heads, len(heads), 8, KEY, 1, 5)) + parts[0]
+        self.heads = heads
+        self.covered_set = bytes(signed(heads, len(heads), 8, COVERING_KEY, 1, 5, parts[:1])) + parts[0]
         self.victims: list[Any] = []
         self.depth = 0
         self.collecting = False
@@ -180,8 +183,18 @@ class Scene:
             "crc_select": lambda: ("best",),
             "sha_ready": tuple,
             "sha_select": lambda: (True,),
-            "sign_packets": lambda: (self.get * 2, len(self.get), 8, KEY, 1, 5),
-            "check_macs": lambda: (self.signed_get * 2, len(self.signed_get), 8, {1: KEY}, 5, 9),
+            "sign_packets": lambda: self.dice.choice(
+                (
+                    (self.get * 2, len(self.get), 8, KEY, 1, 5),
+                    (self.heads * 2, len(self.heads), 8, COVERING_KEY, 1, 5, [self.parts[0]] * 2),
+                )
+            ),
+            "check_macs": lambda: self.dice.choice(
+                (
+                    (self.signed_get * 2, len(self.signed_get), 8, {1: KEY}, 5, 9),
+                    (self.covered_set * 2, len(self.covered_set), 8, {1: COVERING_KEY}, 5, 9),
+                )
+            ),
             "strip_macs": lambda: (self.signed_get * 2, len(self.signed_get), 8, b"\1\0"),
             "seal_headers": lambda: (bytearray(104), 52, 8),
             "verify_segments": lambda: (bytearray(answers), 180),

@@ -166,14 +166,14 @@ for _ in range(3000):
     while fast.recv_batch(a.fileno(), scratch, 4):
         pass
 assert went > 500, went
-keys, taken, now = {1: bytes(32), 2: bytes(range(32))}, 0, 1_700_000_000_000_000
+keys, taken, now = {1: bytes(32), 2: bytes(range(32)), 3: dice.randbytes(1072)}, 0, 1_700_000_000_000_000
 shares = {}
 for n in range(6000):
     op, i = dice.choice((1, 1, 2)), dice.randrange(chunks)
     plain = request(op, i, value[:chunk])
     head = 124 if op == 1 else len(plain)
-    which = dice.choice((1, 1, 2))
-    signed = fast.sign_packets(plain[:head], head, 8, keys[which], which, now + dice.choice((0, 0, n, 2**31, -(2**40))))
+    which, when = dice.choice((1, 1, 2, 3)), now + dice.choice((0, 0, n, 2**31, -(2**40)))
+    signed = fast.sign_packets(plain[:head], head, 8, keys[which], which, when, [bytes(plain[head:])])
     packet = signed + plain[head:]
     for _ in range(dice.choice((0, 0, 1, 3))):
         packet[dice.randrange(len(packet))] = dice.randrange(256)

@@ -1,6 +1,6 @@
 """The keyed hash of payloads that MACs cover: 16 bytes for each block of 1,024.
 
-It hides nothing and proves nothing by itself: it goes into the HMAC, whose output tells nothing of it.
+It hides nothing and proves nothing by itself: it goes into the HMAC, whose output reveals nothing of it.
 """
 
 from __future__ import annotations
