@@ -57,27 +57,25 @@ class RetryBudget:
 
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
         self.share, self.floor = share, floor
-        self.under_way = 0
         self._seconds: deque[list[int]] = deque()
-        """Of each second: its number, requests that began, retries."""
+        """Of each second: its number, requests that had begun before, retries."""
         self._next_s = -math.inf
         """When the last of these has ended."""
-        self._requests = self._retries = 0
+        self._begun = self._ended = self._retries = 0
 
     def on_request(self, now_s: float) -> None:
-        self.under_way += 1
-        self._requests += 1
         if now_s >= self._next_s:
             self._second(now_s)
-        self._seconds[-1][1] += 1
+        self._begun += 1
 
     def on_request_end(self) -> None:
-        self.under_way -= 1
+        self._ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
         """Count a retry; False: there are too many already. ``is_free``: it is counted, and allowed even so."""
         second = self._second(now_s)
-        if not is_free and self._retries + 1 > max(self.floor, self.share * max(self._requests, self.under_way) + 1e-9):
+        requests = self._begun - min(self._seconds[0][1], self._ended)  # begun lately, or under way
+        if not is_free and self._retries + 1 > max(self.floor, self.share * requests + 1e-9):
             return False
         self._retries += 1
         second[2] += 1
@@ -88,10 +86,8 @@ class RetryBudget:
         if seconds and seconds[-1][0] >= number:
             return seconds[-1]
         while seconds and seconds[0][0] <= number - WINDOW_S:
-            _, requests, retries = seconds.popleft()
-            self._requests -= requests
-            self._retries -= retries
-        seconds.append([number, 0, 0])
+            self._retries -= seconds.popleft()[2]
+        seconds.append([number, self._begun, 0])
         self._next_s = number + 1.0
         return seconds[-1]
 

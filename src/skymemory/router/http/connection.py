@@ -22,7 +22,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -170,20 +169,10 @@ class Application(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class Incoming:
     """A client's request."""
 
-    connection: Connection
-    method: str
-    target: str
-    """Path and query, as sent."""
-    version: str
-    headers: Headers
-    keep_alive: bool
-    path: str = ""
-    began_s: float = field(default_factory=time.monotonic)
-    """When its head was complete."""
+    # Of the class, until a request needs its own.
     body: bytes = b""
     body_bytes: int = 0
     expects: bool = False
@@ -204,8 +193,6 @@ class Incoming:
     refusal: ApiError | None = None
     """Set where it is refused before it is complete."""
     listener: Listener | None = None
-    holder: str = ""
-    """Whose share of the limits it counts to: its tenant, or its client's address."""
     rate: LeastRate | None = None
     """Of a body that comes in several reads."""
     rated_bytes: int = 0
@@ -213,9 +200,17 @@ class Incoming:
     """It is among the incomplete ones of ``Application.arriving``."""
     _pieces: list[bytes] | None = None
 
-    def __post_init__(self) -> None:
-        self.path = self.target.partition("?")[0]
-        self.holder = self.connection.holder
+    def __init__(
+        self, connection: Connection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
+    ) -> None:
+        """``target``: path and query, as sent."""
+        self.connection, self.method, self.target, self.version = connection, method, target, version
+        self.headers, self.keep_alive = headers, keep_alive
+        self.path = target.partition("?")[0]
+        self.holder = connection.holder
+        """Whose share of the limits it counts to: its tenant, or its client's address."""
+        self.began_s = time.monotonic()
+        """When its head was complete."""
 
     def turn_away(self, is_slow: bool) -> None:
         """Refuse it, incomplete as it is: memory is short."""

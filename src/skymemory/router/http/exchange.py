@@ -109,13 +109,10 @@ _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
-@dataclass(slots=True, eq=False)
 class RequestLog:
     """Result of a request, for metrics and the access log."""
 
-    began_s: float
-    outcome: str = ""
-    status: int = 0
+    # Of the class, until a request has its own.
     decision: Decision | None = None
     prefill: Decision | None = None
     """Of the server that prefilled, where another one answers (``decision``)."""
@@ -124,10 +121,12 @@ class RequestLog:
     streamed_tokens: int = 0
     """Of its prompt and a stream without usage, by its events."""
     retries: int = 0
-    why: str = ""
     bytes_out: int = 0
     lease: QuotaLease | None = None
     """What it holds of its tenant's quota."""
+
+    def __init__(self, began_s: float, outcome: str = "", status: int = 0, why: str = "") -> None:
+        self.began_s, self.outcome, self.status, self.why = began_s, outcome, status, why
 
 
 @dataclass(slots=True, eq=False)
@@ -754,7 +753,6 @@ class Exchange(Attempts):
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
         assert response is not None and reader is not None
-        self.heard_s = time.monotonic()
         self._pieces += 1
         if (stream := self._stream) is not None:
             piece = stream.add(piece, ended)
@@ -780,7 +778,9 @@ class Exchange(Attempts):
                 self._on_complete(status < 400)
             self._finish()
             connection.end(connection.keeps(response.framed))
-        elif connection.full:
+            return
+        self.heard_s = time.monotonic()
+        if connection.full:
             self.client_full()
         else:
             connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)

@@ -210,7 +210,7 @@ class Proxy:
 
     def refuse(self, request: Incoming, error: ApiError) -> None:
         if self._goes_to_server(request.path):
-            result = RequestLog(request.began_s, outcome_of(error.status), error.status, why=error.message)
+            result = RequestLog(request.began_s, outcome_of(error.status), error.status, error.message)
             self._ended(request, result)
         try:
             send_error(request, error)

@@ -45,6 +45,8 @@ LAST_CALL_S = 0.5
 """When draining, idle connections are kept so long: a request may be on its way."""
 HANDSHAKE_S = 2.0
 """When draining, for a TLS handshake."""
+COLLECTED_OBJECTS = 20_000
+"""New objects after which the collector looks for cycles: only connections leave some, requests none."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -255,6 +257,7 @@ async def serve(
     raise_open_files()
     await server.start()
     gc.freeze()  # long-lived objects: keep the collector from scanning them in the middle of a request
+    gc.set_threshold(COLLECTED_OBJECTS)
     host, _ = host_and_port(settings.listen)
     scheme = "http" if settings.door.tls_cert is None else "https"
     say(

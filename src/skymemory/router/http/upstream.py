@@ -291,9 +291,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers.clear()
         reason, self._reason = self._reason, b""
         version = self._parser.get_http_version()
-        if version != "1.1" and version != "1.0":
-            raise UpstreamError(f"it speaks HTTP/{version}; expected 1.0 or 1.1")
-        self._is_old = version == "1.0"
+        if version != "1.1":
+            if version != "1.0":
+                raise UpstreamError(f"it speaks HTTP/{version}; expected 1.0 or 1.1")
+            self._is_old = True
         if 100 <= status < 200:
             return  # informational
         self._head = ResponseHead(status, reason.decode("latin-1"), Headers(headers))
