@@ -6,7 +6,8 @@ where there is one; `--cores all`: all have all). Bodies of 8 KB at 1, 8 and 64 
 starts when all are connected: a router that accepts slowly would else be measured with fewer connections. *Added* is
 the difference of the percentiles to asking directly in the same run; *processor* is what the router's process used,
 user and system, for a request. `--against PYTHON` measures another version's default beside ours (the Python of an
-environment that has it), and prints the ratios of the pairs.
+environment that has it), and prints the ratios of the pairs; both are started again for each turn, as one process
+differs from the next of the same program by up to a tenth (where its objects lie in memory).
 
 Peers: sglang-router and vllm-router (their wheels in an environment of their own, `--peers DIR`, made if it is not
 there), policy cache_aware; Envoy and nginx, which know no prompts, round robin. What cannot be had is left out, and the
@@ -242,10 +243,16 @@ def main() -> None:
         command = (sys.executable, str(HERE / "_proxy_engine.py"))
         engines = [int(stack.enter_context(process(*command, core=REST_CORE))[1]) for _ in range(ENGINES)]
         ways: dict[str, tuple[int | None, int]] = {"an engine, directly": (None, engines[0])}
-        ways[OURS] = stack.enter_context(our_router(engines))
-        if args.against:
-            ways[BEFORE] = stack.enter_context(our_router(engines, python=args.against))
-        else:
+        pair = ((OURS, sys.executable), (BEFORE, args.against)) if args.against else ((OURS, sys.executable),)
+        turn = stack.enter_context(ExitStack())
+
+        def start_pair() -> None:
+            turn.close()
+            for name, python in pair:
+                ways[name] = turn.enter_context(our_router(engines, python=python))
+
+        start_pair()
+        if not args.against:
             for name, more in (
                 ("skymemory route --strategy approximate", ("--strategy", "approximate")),
                 ("skymemory route --strategy round-robin", ("--strategy", "round-robin")),
@@ -258,6 +265,10 @@ def main() -> None:
             load(port, WARM, 1000)
         measured: Measured = {name: {case: [] for case in CASES} for name in ways}
         for number in range(rounds):
+            if args.against:
+                start_pair()
+                for name, _ in pair:
+                    load(ways[name][1], WARM, 2000)
             for case, times in CASES.items():
                 # Every second turn the other way round: what comes first meets another machine than what comes last.
                 for name, (pid, port) in list(ways.items())[:: -1 if number % 2 else 1]:
