@@ -267,8 +267,9 @@ def main() -> None:
         for number in range(rounds):
             if args.against:
                 start_pair()
-                for name, _ in pair:
-                    load(ways[name][1], WARM, 2000)
+                for case in CASES:  # their connections to engines open, too
+                    for name, _ in pair:
+                        load(ways[name][1], case, 4 * case.connections)
             for case, times in CASES.items():
                 # Every second turn the other way round: what comes first meets another machine than what comes last.
                 for name, (pid, port) in list(ways.items())[:: -1 if number % 2 else 1]:

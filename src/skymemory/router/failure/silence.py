@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 KEPT = 64
 """Waits that are kept."""
+UNREAD = 16_384
+"""And before they are read."""
 SHARE = 0.9
 """The usual wait is what this share of answers stays within."""
 QUIET = 3.0
@@ -54,27 +56,35 @@ class Sent(NamedTuple):
 class UsualWait:
     """Time from sending to the first byte, of recent answers of all servers."""
 
-    __slots__ = ("_is_current", "_seconds", "_waits", "longest_s")
+    __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
 
     def __init__(self) -> None:
-        self.longest_s = 0.0
+        self._new: deque[float] = deque(maxlen=UNREAD)
+        """Added since it was last read, which is a few times a second; every request adds one."""
+        self.add = self._new.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
-        self._is_current = True
-
-    def add(self, wait_s: float) -> None:
-        self._waits.append(wait_s)
-        longest_s = FORGOTTEN * self.longest_s
-        self.longest_s = wait_s if wait_s > longest_s else longest_s
-        self._is_current = False
+        self._longest_s = 0.0
 
     @property
     def seconds(self) -> float | None:
         """What ``SHARE`` of them stay within; None before the first answer."""
-        if not self._is_current:  # read a few times a second, added to by every request
-            ordered = sorted(self._waits)
-            self._seconds, self._is_current = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))], True
+        self._read()
         return self._seconds
+
+    @property
+    def longest_s(self) -> float:
+        self._read()
+        return self._longest_s
+
+    def _read(self) -> None:
+        if self._new:
+            for wait_s in self._new:
+                self._longest_s = max(wait_s, FORGOTTEN * self._longest_s)
+            self._waits.extend(self._new)
+            self._new.clear()
+            ordered = sorted(self._waits)
+            self._seconds = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
 
 
 def expected_s(sent: Sent, usual_s: float | None) -> float:
