@@ -136,7 +136,7 @@ def _limits() -> str:
         ),
         (
             "bodies that are read at once (decompressed, decoded)",
-            f"1 of those from {_size(LARGE_BYTES)}, which counts twice towards `max_held` meanwhile",
+            f"1 of those from {_size(LARGE_BYTES)}, beside `max_held`",
             "later requests, in turns between tenants (addresses)",
             "they wait",
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from tests.router.apis.chats import answer, calls, events_in, message_of, messag
 
 from skymemory.router.api_error import ApiError
 from skymemory.router.apis.chat import EventLines, PartReader, UnreadableAnswer
-from skymemory.router.apis.translation import API_PATHS, MESSAGES, RESPONSES, Translation, prompt_body
+from skymemory.router.apis.translation import API_PATHS, COUNT_TOKENS, MESSAGES, RESPONSES, Translation, prompt_body
 from skymemory.router.prompts.reader import CHAT_COMPLETIONS, PromptReader
 from skymemory.router.settings import Prompts, Settings
 
@@ -271,6 +273,134 @@ def test_any_answer_is_translated_or_unreadable(path: str, found: Any) -> None:
         json.loads(Translation(path, ASKED[path]).answer(json.dumps(found).encode()))
     except UnreadableAnswer as error:
         assert str(error)
+
+
+ODD: list[Any] = [None, True, 0, 5, -1, 1.5, "", "x", [], [None], ["x"], [5], [[]], {}, {"a": 1}, [{}], [{"type": 5}]]
+SOUND: dict[str, dict[str, Any]] = {
+    RESPONSES: {
+        "model": "m",
+        "instructions": "be brief",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]},
+            {"role": "user", "content": [{"type": "input_image", "image_url": "data:x", "detail": "low"}]},
+        ],
+        "tools": [{"type": "function", "name": "f", "description": "d", "parameters": {}, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}, "verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "max_output_tokens": 9,
+        "stream": True,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+    },
+    MESSAGES: {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "so", "signature": "s"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "4"}]},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}},
+                ],
+            },
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {}}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+        "output_config": {"format": {"type": "json_schema", "schema": {}}, "effort": "low"},
+        "metadata": {"user_id": "u"},
+        "stop_sequences": ["x"],
+    },
+}
+ANSWERED: dict[str, Any] = {
+    "id": "i",
+    "model": "m",
+    "created": 5,
+    "choices": [
+        {
+            "index": 0,
+            "message": {
+                "content": "hi",
+                "reasoning": "so",
+                "refusal": "no",
+                "tool_calls": [
+                    {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            "logprobs": {
+                "content": [
+                    {
+                        "token": "hi",
+                        "logprob": -1.0,
+                        "bytes": [104, 105],
+                        "top_logprobs": [{"token": "hi", "logprob": -1.0, "bytes": [104, 105]}],
+                    }
+                ]
+            },
+            "finish_reason": "stop",
+            "stop_reason": "x",
+        }
+    ],
+    "usage": {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    },
+}
+
+
+def with_one_odd(sound: Any) -> Iterator[Any]:
+    """Copies in which one value, at any depth, is an odd one."""
+    if isinstance(sound, dict | list):
+        for key in list(sound) if isinstance(sound, dict) else range(len(sound)):
+            for odd in (*ODD, *with_one_odd(sound[key])):
+                copied = copy.copy(sound)
+                copied[key] = odd
+                yield copied
+
+
+@pytest.mark.parametrize("path", [*SOUND, COUNT_TOKENS])
+def test_a_field_of_any_type_is_translated_or_refused(path: str) -> None:
+    sound = SOUND[MESSAGES if path == COUNT_TOKENS else path]
+    Translation(path, json.dumps(sound).encode())
+    for fields in with_one_odd(sound):
+        body = json.dumps(fields).encode()
+        for read in (Translation, prompt_body):
+            try:
+                read(path, body)
+            except ApiError as error:
+                assert error.status == 400 and error.message
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_answer_with_a_field_of_any_type_is_translated_or_unreadable(path: str) -> None:
+    asked = Translation(path, ASKED[path])
+    asked.answer(json.dumps(ANSWERED).encode())
+    for odd in with_one_odd(ANSWERED):
+        body = json.dumps(odd).encode()
+        try:
+            json.loads(asked.answer(body))
+        except UnreadableAnswer as error:
+            assert str(error)
+        stream = asked.stream()
+        last = events_in(stream.read(b"data: %s\n\n" % body) + stream.end())[-1]["type"]
+        assert last in ("response.failed", "response.completed", "response.incomplete", "error", "message_stop")
 
 
 lines = st.lists(st.sampled_from([b"data: a", b"data:b", b"\r", b"\n", b"\r\n", b": c", b"event: x", b"data"]))

@@ -116,7 +116,7 @@ def _strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
             refuse("reasoning.effort", f"is not one of {', '.join(_EFFORTS)}")
         found["reasoning_effort"] = effort
     most = fields.get("top_logprobs")
-    if most or _LOGPROBS in (fields.get("include") or ()):
+    if most or _LOGPROBS in list_of(fields.get("include") or [], "include"):
         found |= {"logprobs": True, "top_logprobs": most or 0}
     return found
 
@@ -212,7 +212,7 @@ class _Turns:
             call_id = text_of(item.get("call_id"), f"{param}.call_id")
             self._turns.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "reasoning":
-            parts = item.get("content") or ()
+            parts = list_of(item.get("content") or [], f"{param}.content")
             self._thoughts = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         elif kind == "item_reference":
             refuse(
@@ -458,7 +458,8 @@ def _usage(usage: ChatUsage) -> dict[str, Any]:
 
 
 def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    likeliest = token.get("top_logprobs") or ()
+    found = token.get("top_logprobs")
+    likeliest = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     own = {name: token.get(name) for name in ("token", "logprob", "bytes")}
     return {**own, "top_logprobs": [{name: each.get(name) for name in own} for each in likeliest]}
 

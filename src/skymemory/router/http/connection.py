@@ -207,6 +207,8 @@ class Incoming:
         self.connection, self.method, self.target, self.version = connection, method, target, version
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
+        self.remote = connection.remote
+        """The client's IP address."""
         self.holder = connection.holder
         """Whose share of the limits it counts to: its tenant, or its client's address."""
         self.began_s = time.monotonic()
@@ -219,11 +221,6 @@ class Incoming:
         else:
             error = _bodies_too_large()
         self.connection.turn_away(self, error)
-
-    @property
-    def remote(self) -> str:
-        """The client's IP address."""
-        return self.connection.remote
 
     def add(self, piece: bytes) -> None:
         """``piece``: all that one turn has parsed. Chunks are not kept apart: tiny ones would take many times their
@@ -731,19 +728,15 @@ class Connection(asyncio.Protocol):
             raise _bodies_too_large()
 
     def hold(self, request: Incoming, more_bytes: int) -> None:
-        """Count memory that a complete request takes beside its body, until its end."""
-        self._app.arriving.limit.change(request.holder, more_bytes)
-        request.body_bytes += more_bytes
+        """Count memory that a complete request takes beside its body, until its end.
 
-    @contextlib.contextmanager
-    def held_for(self, request: Incoming, more_bytes: int) -> Iterator[None]:
-        """Count memory that is needed for a while."""
-        limit, holder = self._app.arriving.limit, request.holder
-        limit.change(holder, more_bytes)
-        try:
-            yield
-        finally:
-            limit.change(holder, -more_bytes)
+        Raises:
+            ApiError: 503, the memory for bodies is full.
+        """
+        has_room = self._app.arriving.limit.add(request.holder, more_bytes)
+        request.body_bytes += more_bytes
+        if not has_room and not self._make_room(request, request.holder):
+            raise _bodies_too_large()
 
     # -- time
 
@@ -810,7 +803,7 @@ class Connection(asyncio.Protocol):
         request = self._current
         if request is None or self.closing:
             return
-        keep = self._keeps(request) and not close
+        keep = self.keeps(True) and not close
         length = b"" if status == 204 else b"Content-Length: %d\r\n" % len(body)
         ends = _date(int(time.time())) + length + connection_line(request, keep)
         head = b"".join((status_line(status), headers, request.response_headers, ends, b"\r\n"))
@@ -819,10 +812,8 @@ class Connection(asyncio.Protocol):
 
     def keeps(self, framed: bool) -> bool:
         """Whether the connection stays open after a response. ``framed``: its head says where it ends."""
-        return framed and self._current is not None and self._keeps(self._current)
-
-    def _keeps(self, request: Incoming) -> bool:
-        return request.keep_alive and not self._app.draining
+        request = self._current
+        return framed and request is not None and request.keep_alive and not self._app.draining
 
     def write(self, data: bytes) -> None:
         if not self.closing:

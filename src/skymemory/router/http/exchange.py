@@ -281,11 +281,12 @@ class Exchange(Attempts):
             self._start(read)
 
     async def _in_thread(self, work: Callable[[], T], size_bytes: int) -> T:
-        """Do it in a thread; ``size_bytes``: of what it makes. If that is large, one after the other, and counted."""
+        """Do it in a thread. ``size_bytes``: of what it makes; if that is large, one after the other, so that it is in
+        memory once, beside what is counted.
+        """
         if size_bytes < LARGE_BYTES:
             return await asyncio.to_thread(work)
-        with self.incoming.connection.held_for(self.incoming, size_bytes):
-            return await self._of.turns.run(self.incoming.holder, work)
+        return await self._of.turns.run(self.incoming.holder, work)
 
     # -- picking and sending
 
@@ -445,7 +446,7 @@ class Exchange(Attempts):
     def _ask_translated(self, server: str, translation: Translation) -> None:
         incoming, pool, left_out = self.incoming, self._of.pools[server], self._left_out | _READ_HERE
         head = request_head(incoming, pool, len(translation.body), self._of.via, left_out, CHAT_COMPLETIONS)
-        receiver = self._translated = TranslatedResponse(self, translation)
+        receiver = self._translated = TranslatedResponse(self, translation, self._fault)
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:

@@ -8,6 +8,8 @@ API that its client has asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from skymemory.router.apis.chat import MAX_ANSWER_BYTES, UnreadableAnswer
 from skymemory.router.apis.translation import StreamTranslation, Translation
 from skymemory.router.http.connection import Headers
@@ -53,9 +55,11 @@ class MissingApis:
 class TranslatedResponse:
     """Reports the response to a chat completion as one of the API that was asked."""
 
-    def __init__(self, receiver: Receiver, translation: Translation) -> None:
+    def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
+        """``on_fault`` is called while an exception of the translation's own is handled; it ends the request."""
         self.call: Call | None = None
         """To be set when it is sent."""
+        self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation
         self._head: ResponseHead | None = None
@@ -79,6 +83,13 @@ class TranslatedResponse:
         self._receiver.response_begins(self._head)
 
     def response_data(self, piece: bytes, ended: bool) -> None:
+        try:
+            self._read(piece, ended)
+        except Exception:
+            self._drop()
+            self._on_fault()
+
+    def _read(self, piece: bytes, ended: bool) -> None:
         stream = self._stream
         if stream is None:
             self._collect(piece, ended)

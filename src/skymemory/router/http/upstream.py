@@ -77,8 +77,10 @@ class ResponseHead:
         self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
         """Whether the head says where the body ends; else it ends with the connection."""
         if b"transfer-encoding" in headers.first:
-            codings = transfer_codings(headers.all_of(b"transfer-encoding"))
-            if codings and codings != [CHUNKED]:
+            lines = headers.all_of(b"transfer-encoding")
+            codings = transfer_codings(lines)
+            # The parser reads chunks only where that is the last word: "chunked," has an empty element behind it.
+            if codings and (codings != [CHUNKED] or not lines[-1].rstrip().lower().endswith(CHUNKED)):
                 # The router asks for no other one, and a client must not get a body whose coding no header names.
                 shown = b", ".join(codings)[:100].decode("latin-1")
                 raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
