@@ -6,15 +6,18 @@ import contextlib
 import gzip
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.router.running import PATIENCE_S, Running, until
 
 from skymemory.router.api_keys import new_key, with_key
+from skymemory.router.http import exchange
 from skymemory.router.limits import connections, held_bytes, rates
 from skymemory.router.limits.connections import State
 from skymemory.router.prompts.reader import PromptReader
@@ -78,6 +81,25 @@ def test_a_body_behind_a_request_that_is_being_answered_pays_too(run: Run) -> No
     with many(running, 4, first + POST + b"Content-Length: 1000000\r\n\r\n" + bytes(900_000)):
         time.sleep(0.3)
         assert running.complete(prompt="x" * 900_000).status == 200
+
+
+def test_bodies_that_wait_to_be_read_take_nothing_from_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones are read one after the other: until its turn each takes its own bytes."""
+    go_on, read = threading.Event(), PromptReader.read
+
+    def in_its_time(self: PromptReader, path: str, headers: Any, body: bytes, *more: Any, **named: Any) -> Any:
+        if len(body) >= exchange.LARGE_BYTES:
+            go_on.wait(PATIENCE_S)
+        return read(self, path, headers, body, *more, **named)
+
+    monkeypatch.setattr(PromptReader, "read", in_its_time)
+    running = run(engines=1, limits={"max_body": "2MiB", "max_held": "8MiB"})
+    body = json.dumps({"prompt": "x" * 1_500_000}).encode()
+    with many(running, 4, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body) as sockets:
+        until(lambda: running.server is not None and running.server.proxy.arriving.held_bytes >= 4 * len(body))
+        assert running.complete().status == 200
+        go_on.set()
+        assert {raw.recv(12) for raw in sockets} == {b"HTTP/1.1 200"}
 
 
 def test_half_heads_pay_and_others_connect(run: Run) -> None:
