@@ -13,6 +13,7 @@ from tests.router.chat_engine import CHAT, ChatEngine
 from tests.router.running import Answer, Loop, Running, until
 
 from skymemory.router.api_keys import new_key, with_key
+from skymemory.router.apis.translation import StreamTranslation, Translation
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 ALL = frozenset((CHAT, RESPONSES, MESSAGES, COUNT))
@@ -319,6 +320,22 @@ def test_an_engines_key_comes_as_it_reads_it(doors: Callable[..., Doors]) -> Non
     assert door.ask("POST", MESSAGES, body, {"x-api-key": "engine's"}).status == 200
     passed, translated = (each["headers"] for each in door.scripted[0].seen)
     assert passed["x-api-key"] == "engine's" and translated["authorization"] == "Bearer engine's"
+
+
+def test_a_fault_of_the_translation_ends_its_request_and_is_counted(
+    doors: Callable[..., Doors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> bytes:
+        raise ZeroDivisionError
+
+    door = doors()
+    monkeypatch.setattr(Translation, "answer", fails)
+    assert door.respond("hi").status == 500
+    monkeypatch.setattr(StreamTranslation, "read", fails)
+    assert door.respond("hi", stream=True).status == 500
+    assert door.metric("faults_total", where="request") == 2
+    monkeypatch.undo()
+    assert door.respond("hi").status == 200
 
 
 def test_answers_that_are_no_chat_completion_are_502(doors: Callable[..., Doors]) -> None:
