@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,6 @@ def test_wall_clocks_that_are_set_lock_no_host_out(sky: Sky) -> None:
     plan = load_plan(sky.run_dir / "constellation.json")
     assert hosts_of_another_time(host_clocks_s(plan, 5.0)).keys() == {"host-1"}
     said = sky("constellation", "revive")
-    assert "the clock of host-1 is 3600" in said and "started again, empty: host-1" in said
+    assert re.search(r"the clock of host-1 is 3(600|599)\b", said) and "started again, empty: host-1" in said
     assert not hosts_of_another_time(host_clocks_s(plan, 5.0))
     sky.serves_a_new_client()

@@ -83,7 +83,7 @@ def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it
     assert demo.wait(20) == 130
     shown = seen.decode()
     assert "\x1b[?25l" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
-    assert "\x1b[48;5;215;30m" in shown and "A" in shown and "Traceback" not in shown
+    assert "48;5;215" in shown and shown.count("\x1b[H") >= 2 and "Traceback" not in shown
     assert nothing_is_left(tmp_path)
 
 

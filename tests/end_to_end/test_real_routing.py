@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LEAST, MOST = 0.25, 1.5
+LEAST, MOST = 0.25, 2.5
 """Of what it took of a processor, how little a token may be believed to take (whole answers alone may not show it, and
 then what is believed at first stays), and how much of what it took of time, which other programs lengthen. Answers take
 many times as long as their prompts here: a whole one taken for a prefill is off by more.

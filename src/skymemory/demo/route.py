@@ -63,9 +63,8 @@ OFFERED = 0.85
 PROBE_TOKENS = 600
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Plans for the time that the README promises, with a margin."""
-_FEWER = ((1, 1.0), (1, 0.7), (1, 0.5), (1, 0.35), (1, 0.25))
-"""Rounds, and the share of the requests, that slower and slower computers send."""
-_LEAST_REQUESTS = 10
+_SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
+"""Of text that slower and slower computers send, in one round: as many requests, of which as much is shared."""
 _START_S, _ROUTER_S = 8.0, 1.2
 """Of the engines' start, and of a router's start and end, on the reference computer."""
 _TAIL = 1.4
@@ -95,7 +94,7 @@ class Load:
     """Share of tokens that one such cache would supply."""
 
 
-def make_load(workload: str, requests: int, seed: int) -> Load:
+def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> Load:
     """Requests with the statistics of ``workload``; equal arguments give equal requests."""
     kind = WORKLOADS[workload]
     span_s = requests * TRACE_S_PER_REQUEST
@@ -114,7 +113,7 @@ def make_load(workload: str, requests: int, seed: int) -> Load:
     known: set[bytes] = set()
     asked, supplied = [], 0
     for request in drawn:
-        prompt = render_text(request, CHARACTERS_PER_BLOCK)
+        prompt = render_text(request, characters_per_block)
         ids = tokenizer.encode(prompt).ids
         blocks = hash_blocks(_CONTEXT, ids, BLOCK_TOKENS)
         held = sum(block in known for block in blocks)
@@ -249,7 +248,7 @@ def run_route(args: argparse.Namespace) -> int:
     """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
     progress = Progress(sys.stderr if args.json else sys.stdout)
     screen = Screen(progress.stream, progress.began_s)
-    progress.say("four engines are started, and their speed is measured, which decides how many requests are sent")
+    progress.say("four engines are started, and their speed is measured, which decides how long the prompts are")
     try:
         stage, loads, estimate_s = asyncio.run(_until_interrupted(_demonstrate(args, screen, progress)))
     except asyncio.CancelledError:
@@ -278,12 +277,8 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
-    tokens, distinct = sum(load.tokens for load in loads), sum(load.distinct_blocks for load in loads) / len(loads)
+    tokens, distinct = _tokens(loads), _distinct(loads)
     cache_blocks = max(1, int(distinct * CACHE_SHARE))
-    screen.say(
-        f"{sum(len(load.asked) for load in loads)} prompts, {tokens / sum(len(load.asked) for load in loads):,.0f} "
-        f"tokens each on average; one cache with room for everything would supply {_best_hits(loads):.0%} of them"
-    )
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
         words = ("serve", "--model", "small", "--engines", str(ENGINES), "--listen", "127.0.0.1:0", "--threads", "1")
@@ -302,19 +297,24 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
             speed = await stage.measure(args.seed + 1)
         around_s = len(order) * _ROUTER_S * slowdown()
         left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
-        # A slow computer sends fewer requests, in one round rather than in two: --requests is obeyed.
+        # A slow computer sends shorter prompts, in one round rather than in two: --requests is obeyed.
         if args.requests is None:
-            for rounds, share in _FEWER:
+            for characters in _SHORTER:
                 if _seconds_of(loads, speed, order, around_s) <= left_s:
                     break
-                loads = _loads(args, max(_LEAST_REQUESTS, round(count * share)), min(rounds, len(loads)))
-            tokens = sum(load.tokens for load in loads)
-        stage.expect(sum(len(load.asked) for load in loads))
+                loads = _loads(args, count, 1, characters)
+            tokens, distinct = _tokens(loads), _distinct(loads)
+        requests = sum(len(load.asked) for load in loads)
+        stage.expect(requests)
         estimate_s = progress.seconds + _seconds_of(loads, speed, order, around_s)
         screen.say(
-            f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each ({CACHE_SHARE:.0%} of what is "
-            f"asked); together {speed:,.0f} tokens/s uncached, of which {OFFERED:.0%} are sent: "
-            f"{tokens / (OFFERED * speed):.0f} s of requests for each strategy"
+            f"{requests} prompts, {tokens / requests:,.0f} tokens each on average; one cache with room for everything "
+            f"would supply {_best_hits(loads):.0%} of them"
+        )
+        screen.say(
+            f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each "
+            f"({min(1.0, cache_blocks / distinct):.0%} of what is asked); together {speed:,.0f} tokens/s uncached, of "
+            f"which {OFFERED:.0%} are sent: {tokens / (OFFERED * speed):.0f} s of requests for each strategy"
         )
         say_estimate(progress, estimate_s)
         for at, load in enumerate(loads):
@@ -330,18 +330,29 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
         return stage, loads, estimate_s
 
 
-def _loads(args: argparse.Namespace, count: int, rounds: int) -> list[Load]:
-    return [make_load(args.workload, count, args.seed + 7919 * at) for at in range(rounds)]
+def _loads(
+    args: argparse.Namespace, count: int, rounds: int, characters_per_block: int = CHARACTERS_PER_BLOCK
+) -> list[Load]:
+    seeds = (args.seed + 7919 * at for at in range(rounds))
+    return [make_load(args.workload, count, seed, characters_per_block) for seed in seeds]
+
+
+def _tokens(loads: Sequence[Load]) -> int:
+    return sum(load.tokens for load in loads)
+
+
+def _distinct(loads: Sequence[Load]) -> float:
+    """Blocks of a round, on average."""
+    return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
 def _seconds_of(loads: Sequence[Load], speed: float, strategies: Sequence[str], around_s: float) -> float:
     """Seconds of all requests under all strategies; ``around_s``: of the routers' starts in one round."""
-    tokens = sum(load.tokens for load in loads)
-    return len(strategies) * tokens / (OFFERED * speed) * _TAIL + len(loads) * around_s
+    return len(strategies) * _tokens(loads) / (OFFERED * speed) * _TAIL + len(loads) * around_s
 
 
 def _best_hits(loads: Sequence[Load]) -> float:
-    return sum(load.best_hits * load.tokens for load in loads) / sum(load.tokens for load in loads)
+    return sum(load.best_hits * load.tokens for load in loads) / _tokens(loads)
 
 
 def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound: bool) -> dict[str, Any]:

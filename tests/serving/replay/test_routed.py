@@ -15,7 +15,7 @@ PATIENCE_S = 90.0
 
 @pytest.mark.slow
 def test_both_engines_counted_together_what_the_answers_said() -> None:
-    """Tokens, hits and requests to the unit; and caches are used, which is what the router is for."""
+    """Tokens, hits and requests to the unit; and caches are used: the requests come one after another."""
     reported = asyncio.run(_replayed())
     assert reported["completed"] == reported["asked"] == 24 and not reported["faults"]
     assert reported["engines"] == {
@@ -33,7 +33,7 @@ async def _replayed() -> dict[str, object]:
         backends = [word for url in engines for word in ("--backend", url)]
         async with service("the router", 1, "route", *backends, "--listen", "127.0.0.1:0") as (router,):
             metrics = [word for url in engines for word in ("--metrics", url)]
-            words = ("--workload", "tenants", "--requests", "24", "--rate", "2", "--scale-lengths", "0.02")
+            words = ("--workload", "tenants", "--requests", "24", "--rate", "0.15", "--scale-lengths", "0.02")
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
