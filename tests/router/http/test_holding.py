@@ -349,7 +349,7 @@ def test_who_shows_a_key_is_not_a_stranger(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_is_read_counts_while_it_is_read_and_one_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes, and as many again for what they decode to; plain, compressed, and for a server without the API."""
+    """Plain and compressed: what it decodes to is beside what is counted, of one request at a time."""
     running = run(engines=1)
     assert running.server is not None
     arriving = running.server.proxy.arriving
@@ -375,7 +375,7 @@ def test_what_is_read_counts_while_it_is_read_and_one_at_a_time(run: Run, monkey
         headers = {"Content-Encoding": "gzip"}
         plain += [clients.submit(running.ask, "POST", "/v1/completions", packed, headers) for _ in range(2)]
         assert [each.result(PATIENCE_S).status for each in plain] == [200] * 4
-    assert most == 1 and min(held) >= 2 * len(body)
+    assert most == 1 and min(held) >= len(body)
     until(lambda: arriving.held_bytes == 0)
 
 
