@@ -19,6 +19,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy computer stands still for longer than a store is waited for."""
+    if request.node.get_closest_marker("impatient") is None:
+        monkeypatch.setattr("skymemory.cache.patience.MIN_PATIENCE_S", 5.0)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     from skymemory.engine.models import train_tokenizer

@@ -19,7 +19,7 @@ from skymemory.cache.tiers.tier import TierSettings  # noqa: E402
 from skymemory.engine.guard import ComputeClock, estimated_token_s  # noqa: E402
 from skymemory.store.memory import MemoryStore  # noqa: E402
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.impatient]
 SLACK_S = 10.0
 """For a busy computer: half of what is waited for a tier whose worth is unknown."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import logging
+import math
 import threading
 from typing import Any
 
@@ -17,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.engine.families import build, known  # noqa: E402
 from tests.engine.generation import BLOCK, manager  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from skymemory import KVCManager  # noqa: E402
 from skymemory.engine.kv_cache import CacheSource, SkyCache  # noqa: E402
@@ -756,6 +759,118 @@ def test_a_step_that_failed_is_not_tried_again_with_its_cache(
         kvc.add_blocks(ids)
         assert generate(model, longer, kvc.get_cache(longer)) == generate(model, longer)
         assert kvc.last.cached_tokens == 5 * BLOCK
+
+
+class FailingCall(TorchFunctionMode):  # type: ignore[misc]
+    """The call of torch with this number fails."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self._number, self.calls = number, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == self._number:
+            raise Broken
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("how", ["whole", "begun", "two rows"])
+def test_wherever_a_first_pass_fails_another_try_with_its_cache_is_right_or_refused(how: str) -> None:
+    """A sample of all of torch's calls in it, from the embedding to the last logits."""
+    model, ids = build("Llama"), torch.randint(3, 60, (1, 4 * BLOCK + 6), generator=torch.Generator().manual_seed(2))
+
+    def ask(cache: Any = None) -> Any:
+        at = cache.begin() if how == "begun" and cache is not None else 0
+        given = ids[:, at:].expand(2 if how == "two rows" else 1, -1)
+        return model(given, past_key_values=cache, logits_to_keep=1).logits
+
+    with manager(model, None, weights="w") as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(ids)
+        wanted = ask()
+        ask(kvc.get_cache_ids(ids))
+        with FailingCall(math.inf) as counted:
+            ask(kvc.get_cache_ids(ids))
+        outcomes = {True: 0, False: 0}
+        for number in range(1, counted.calls + 1, 11):
+            cache = kvc.get_cache_ids(ids)
+            with contextlib.suppress(Broken), FailingCall(number):
+                ask(cache)
+                continue  # it did not fail: asked again, the prompt would follow itself
+            try:
+                logits = ask(cache)
+            except CacheMisuse:
+                outcomes[False] += 1
+            else:
+                outcomes[True] += 1
+                assert torch.allclose(logits, wanted, atol=1e-4), number
+        assert sum(outcomes.values()) > 20 and outcomes[True] and bool(outcomes[False]) == (how == "begun")
+
+
+def test_contents_of_another_model_are_refused(ids: Any) -> None:
+    """Whether it has a manager of its own or not; a copy is another one."""
+    model, others = build("Llama"), [build("Llama"), build("Llama")]
+    with (
+        manager(model, None, weights="w") as kvc,
+        manager(others[0], None, weights="v"),
+        torch.inference_mode(),
+    ):
+        kvc.add_blocks_ids(ids)
+        for other in (*others, copy.deepcopy(model)):
+            cache = kvc.get_cache_ids(ids)
+            rest = ids[:, cache.begin() :]
+            with pytest.raises(CacheMisuse, match="another one"):
+                other(rest, past_key_values=cache, logits_to_keep=1)
+            assert cache.result.used_tokens == 0
+            logits = model(rest, past_key_values=cache, logits_to_keep=1).logits
+            assert torch.allclose(logits, model(ids, logits_to_keep=1).logits, atol=1e-4)
+        cache = kvc.get_cache_ids(ids)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        with pytest.raises(CacheMisuse, match="another one"):
+            others[0](ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["2-D", "4-D of truth values", "4-D to be added"])
+def test_a_mask_that_hides_what_was_begun_is_refused(ids: Any, kind: str) -> None:
+    model, width = build("Llama"), ids.shape[1]
+    with manager(model, None, weights="w") as kvc, torch.inference_mode():
+        kvc.add_blocks_ids(ids)
+        for hidden in (0, 10):
+            cache = kvc.get_cache_ids(ids)
+            start = cache.begin()
+            mask = torch.arange(width)[None] >= hidden
+            if kind != "2-D":
+                places = torch.arange(width)
+                mask = (mask & (places[start:, None] >= places))[None, None]
+            if kind == "4-D to be added":
+                mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+            given: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "logits_to_keep": 1}
+            if hidden:
+                with pytest.raises(CacheMisuse, match="hides"):
+                    model(ids[:, start:], **given)
+            else:
+                logits = model(ids[:, start:], **given).logits
+                assert torch.allclose(logits, model(ids, logits_to_keep=1).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_that_do_not_reach_what_was_loaded_are_refused(ids: Any, steps: int) -> None:
+    """Those of a prompt that was computed in the same graph are right."""
+    model = build("Llama")
+    with manager(model, None, weights="w") as kvc:
+        plain = model(ids, logits_to_keep=1).logits.sum()
+        plain.backward()
+        wanted = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+        model.zero_grad()
+        model(ids, past_key_values=kvc.get_cache_ids(ids), logits_to_keep=1).logits.sum().backward()
+        assert torch.allclose(model.model.layers[0].self_attn.k_proj.weight.grad, wanted, atol=1e-5)
+        kvc.add_blocks_ids(ids)
+        cache = kvc.get_cache_ids(ids)
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        for _ in range(steps - 1):
+            logits = model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits
+        with pytest.raises(CacheMisuse, match="no gradient"):
+            logits.sum().backward()
 
 
 @pytest.mark.parametrize("counted", ["", "attention_mask", "position_ids"])

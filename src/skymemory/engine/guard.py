@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,10 @@ class Guard:
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         found = find_cache(args, kwargs)
-        if found is None or found.guard is not self or module is not self._model:
+        if found is None or module is not self._model:
+            return None
+        if found.guard is not self:
+            self._check_model(found)
             return None
         cache: SkyCache = found
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
@@ -94,7 +98,7 @@ class Guard:
         unused = given.get("use_cache") is False  # each call then has all tokens
         if unused and cache._is_user_defined:
             cache.rewind()  # generate passes the cache with each of them anyway
-        if cache.torn:
+        if cache.has_failed:
             _check_whole(cache)
         if cache.padding:
             given = _without_padding(given, cache.padding)
@@ -112,6 +116,17 @@ class Guard:
                     "as it was: get another cache, kvc.get_cache(tokens), and pass the tokens behind its begin()"
                 )
             _check_follows(cache, start, given)
+            if first:
+                _check_sees(start, given)
+        cache.enter()
+        try:
+            return (), self._prepare(cache, start, given)
+        except CacheMisuse:
+            cache.passed()  # nothing was computed
+            raise
+
+    def _prepare(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Make of the cache and the input what the pass needs; returns the input."""
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if not cache.saw(start):  # the loaded tokens do not continue contents from unseen passes
@@ -125,7 +140,16 @@ class Guard:
         cache.note(ids, plain=self._is_plain(held, ids, given))
         if cache.plain and ids is not None and given.get("position_ids") is None:
             given = {**given, **at_positions(self._model, held, ids.shape[1], ids.shape[0])}
-        return (), given
+        return given
+
+    def _check_model(self, cache: SkyCache) -> None:
+        """Raises CacheMisuse for contents of another model, unless one of the two is a part of the other."""
+        other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held else self._model
+        if other not in self._model.modules() and self._model not in other.modules():
+            raise CacheMisuse(
+                f"a model is given a cache whose {cache.held} tokens are of another one: get one from a KVCManager of "
+                "the model that you call"
+            )
 
     def look(self, cache: SkyCache, care: Care = Care.USE) -> bool:
         """Check that the model is as it was when the cache was made; else drop the loaded tokens and store nothing
@@ -138,9 +162,11 @@ class Guard:
         cache.context = None
         return False
 
-    def passed(self, cache: SkyCache) -> None:
+    def passed(self, cache: SkyCache, output: object = None) -> None:
         """A forward pass with ``cache`` has ended: count the loaded tokens that it skipped."""
         cache.passed()
+        if cache.filled and torch.is_grad_enabled():
+            _refuse_gradients(output, cache.filled)
         if cache.skipping is not None and cache.guard is self:
             (start, stop), cache.skipping = cache.skipping, None
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
@@ -150,9 +176,6 @@ class Guard:
         by. A cache that was never given to a model is only counted.
         """
         usage = cache.result.usage
-        if cache.passed_unseen and cache.skipping is not None:  # made contents by ``begin``, and continued
-            (start, stop), cache.skipping = cache.skipping, None
-            self._count("used_tokens_total", usage.use(start, stop))
         self.settle_unseen(cache)
         reason = BEYOND if usage.is_in_use else DROPPED
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
@@ -261,6 +284,7 @@ class Guard:
         why = "a cut that its windows do not reach"
         self._count("unused_tokens_total", cache.result.usage.refuse(0, start, why), why)
         cache.reset()
+        cache.filled = start
         ids = torch.from_numpy(known).to(self._model.device)[None]
         cache.guard = None  # this pass is our own
         try:
@@ -369,13 +393,29 @@ class GuardHook:
             return None
         if output:  # the pass has ended
             if (cache := find_cache(args, kwargs)) is not None:
-                cache.passed() if guard is None else guard.passed(cache)
+                cache.passed() if guard is None else guard.passed(cache, output[0])
             return None
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
         """A copied model has no guard."""
         return GuardHook, ()
+
+
+def _refuse_gradients(output: object, tokens: int) -> None:
+    """Let ``backward`` through an output raise CacheMisuse: no gradient reaches what was computed at another time."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            output.register_hook(partial(_no_gradient, tokens))
+    elif isinstance(output, Mapping | tuple | list):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            _refuse_gradients(each, tokens)
+
+
+def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
+    raise CacheMisuse(
+        f"no gradient reaches the {tokens} tokens that a cache supplied: train without a cache, past_key_values=None"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,13 +522,13 @@ def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
 
 
 def _check_whole(cache: SkyCache) -> None:
-    """After a failed pass: reset an empty cache; raises CacheMisuse for one with contents."""
-    if cache.get_seq_length():
+    """After a failed pass: empty a cache that had been empty; raises CacheMisuse for one with contents."""
+    if cache.pass_start:
         raise CacheMisuse(
-            "a forward pass with this cache failed and left its layers at different lengths: get another one and pass "
-            "all tokens, past_key_values=kvc.get_cache(tokens)"
+            "a forward pass with this cache failed midway, and its contents are not what they were: get another one "
+            "and pass all tokens, past_key_values=kvc.get_cache(tokens)"
         )
-    cache.rewind()
+    cache.undo()
 
 
 def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
@@ -505,6 +545,20 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
             f"the {cache.taken} tokens that begin() returned, pass the prompt's others, ids[:, cache.begin() :], or "
             "get a cache for the prompt that you pass, kvc.get_cache(ids)"
         )
+
+
+def _check_sees(start: int, given: dict[str, Any]) -> None:
+    """Raises CacheMisuse where the attention mask hides tokens that ``begin`` made contents: those behind them saw
+    them.
+    """
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
+        loaded = mask[..., :start]
+        if not bool((loaded if mask.dim() == 2 or mask.dtype == torch.bool else loaded == 0).all()):
+            raise CacheMisuse(
+                f"the attention mask hides some of the {start} tokens that begin() made contents: get a cache for the "
+                "prompt and pass the whole prompt with its mask, past_key_values=kvc.get_cache(prompt)"
+            )
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:

@@ -507,6 +507,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Left padding of the caller's prompt that the model is not given."""
         self.taken = 0
         """Number of tokens that ``begin`` made contents; the caller passes those that follow them."""
+        self.filled = 0
+        """Number of tokens in its contents that no pass with gradients has computed."""
         self.skipping: tuple[int, int] | None = None
         """Loaded tokens that became contents, until the forward pass that skips them has ended."""
         self._layout = layout
@@ -519,6 +521,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Sequence lock: odd during a reset, for readers in other threads."""
         self._in_a_pass = False
         """A forward pass has begun and not ended."""
+        self.pass_start = 0
+        """Number of tokens that it held before that."""
         self._handed_to_generate = False
         self.used_before = False
         """Whether it had contents when ``generate`` took it, and prepared its inputs for them."""
@@ -536,8 +540,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             layer.fill(len(tokens))
         if self.states and len(tokens):
             self.states.put(self.layers, self.stops[len(tokens)], self._room.device)
-        self._accounted = len(tokens)
-        self._seen, self._seen_tokens, self._closed, self._in_a_pass = [tokens], len(tokens), False, False
+        self._accounted = self.filled = len(tokens)
+        self._seen, self._seen_tokens, self._closed = [tokens], len(tokens), False
         if len(tokens) > len(self.loaded):
             self.loaded = tokens
 
@@ -562,10 +566,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def rewind(self) -> None:
         """Empty it, keeping its known contents as loaded tokens for the next forward pass."""
         if not self.get_seq_length():
-            if self.torn:
-                loaded, stops = self.loaded, self.stops
-                self.reset()
-                self.loaded, self.stops = loaded, stops
+            if self.has_failed:
+                self.undo()
             return
         held = self.tokens() if all(layer.in_place for layer in self._attention) else _NO_TOKENS
         stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(held)}
@@ -590,7 +592,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             if self.guard is None:
                 return 0
             self.guard.look(self)
-            self._handed_to_generate = False
+            self._handed_to_generate = self._in_a_pass = False
             self.advance(self.usable(len(self.loaded)))
             self.taken = self.held
         return int(self.get_seq_length())
@@ -666,10 +668,23 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         finally:
             self._readers -= 1
 
+    def enter(self) -> None:
+        """A forward pass begins: from now on contents change."""
+        self._in_a_pass, self.pass_start = True, self.held
+
     @property
-    def torn(self) -> bool:
-        """Whether a failed pass left layers at different lengths (unknown for states, so assumed)."""
-        return self._in_a_pass and (bool(self.states) or len({layer.get_seq_length() for layer in self._attention}) > 1)
+    def has_failed(self) -> bool:
+        """Whether the last pass failed and left other contents than it found (unknown for states, so assumed)."""
+        if not self._in_a_pass:
+            return False
+        return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
+
+    def undo(self) -> None:
+        """Empty it after a first pass that failed; what was loaded can still be used."""
+        loaded = self.loaded if all(layer.in_place for layer in self._attention) else _NO_TOKENS
+        stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(loaded)}
+        self.reset()
+        self.loaded, self.stops = loaded, stops
 
     def passed(self) -> None:
         """The forward pass has ended."""
@@ -721,6 +736,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
                 f"a model of more than {layer_idx} layers is given the cache of one with {len(self.layers)}: get one "
                 "from a KVCManager of that model"
             )
+        if not self._in_a_pass and self.skipping is not None and self.guard is not None:
+            raise CacheMisuse(
+                f"behind the {self.taken} tokens that begin() returned the cache's own model is called, model(…), not "
+                "another one, nor model.forward(…) or a part of it: nothing else is known to go on with them"
+            )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -744,7 +764,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = 0
         self._seen, self._seen_tokens, self._closed, self.loaded, self.padding = [], 0, False, _NO_TOKENS, 0
         self.stops, self._latest_stop, self._in_a_pass = {}, 0, False
-        self.taken, self.skipping = 0, None
+        self.taken, self.filled, self.skipping = 0, 0, None
         self.begun += 1
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

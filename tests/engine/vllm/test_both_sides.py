@@ -190,6 +190,7 @@ def test_a_damaged_value_is_a_miss(store: MemoryStore) -> None:
     engine.close()
 
 
+@pytest.mark.impatient
 def test_a_load_that_hangs_is_given_up_and_writes_no_block_of_who_comes_next() -> None:
     words = prompt(3 * VALUE + 1)
     with Lossy() as store:
@@ -318,6 +319,7 @@ def test_a_store_that_takes_nothing_is_not_waited_for_without_end() -> None:
         engine.close()
 
 
+@pytest.mark.impatient
 @pytest.mark.parametrize("read_back", [True, False])
 def test_where_loading_is_slower_than_computing_no_prompt_or_one_waits_for_it(read_back: bool) -> None:
     """What an engine has saved it reads back once; without that, the first load is given up and teaches the rate."""
