@@ -5,8 +5,9 @@ A page marks a figure by ``<!-- figure: NAME -->…<!-- end -->``; this command 
 ``--check`` (part of ``make check``) prints, and exits with 1 for:
 
 - a marked figure, a table or a demo's output that differs from its run;
-- a quantity in README, ARCHITECTURE or a guide that is neither marked nor listed in ``stated_quantities.toml``, which
-  holds what was not measured: settings, limits, versions, definitions, and results of others;
+- a quantity in README, ARCHITECTURE, docs/benchmarks.md or a guide that is neither marked nor listed in
+  ``stated_quantities.toml``, which holds what was not measured: settings, limits, versions, definitions, and results
+  of others;
 - any other number that differs from the one accepted in ``prose_numbers.json``.
 """
 
@@ -23,12 +24,18 @@ from pathlib import Path
 from skymemory.testbed.carrying import most_time_scale
 from skymemory.testbed.plan import Faults, make_plan
 from tools import admission_tables, arena_tables, benchmark_tables, demo_outputs, prose_numbers
-from tools.benchmark_tables import FOLDER, Row, rows_of
+from tools.benchmark_tables import FOLDER, Row, row_of, rows_of
+from tools.goal_figures import GOALS, extent
 from tools.prose_numbers import GENERATED, MARKED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
-PROSE = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/guide/*.md"))]
+PROSE = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted(ROOT.glob("docs/guide/*.md")),
+    ROOT / "docs/benchmarks.md",
+]
 """Pages in which every quantity has a source."""
 STATED = Path(__file__).with_name("stated_quantities.toml")
 
@@ -40,18 +47,6 @@ _QUANTITY = re.compile(rf"{_MEASURED}|(?<![\w.,/#-])\d+\.\d+(?![\w.]*\w)")
 
 
 # --- what the runs say ---
-
-
-def row_of(name: str, **wanted: object) -> Row:
-    """The only row of the run ``name`` with these values."""
-    (row,) = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
-    return row
-
-
-def _range(values: list[float], digits: int = 2) -> str:
-    """``0.29 to 0.82``."""
-    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
 
 
 def _sizes(verb: str, path: str, at_most_bytes: int) -> list[float]:
@@ -232,27 +227,28 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ttft without, second": lambda: f"{row_of('ttft_xeon', delay='real', tokens=4096)['without_s']:.1f} s",
     "ttft machine, second": lambda: _machine("ttft_xeon"),
     "ttft, of a file": lambda: _of_file("off"),
-    "ttft, of a file, real delays": lambda: _range(
+    "ttft, of a file, real delays": lambda: extent(
         [row["of_file"] for row in rows_of("ttft") if row["delay"] == "real"]
     ),
-    "arena, of its best rival": lambda: _range(_below_saturation("ratio")),
-    "writes below 1 MB": lambda: _range(_sizes("write", "by size", 999_999)),
-    "daemon, small values": lambda: _range(
+    "arena, of its best rival": lambda: extent(_below_saturation("ratio")),
+    "writes below 1 MB": lambda: extent(_sizes("write", "by size", 999_999)),
+    "daemon, small values": lambda: extent(
         [row["ratio"] for row in rows_of("store_daemon") if row["size_bytes"] <= 65_536]
     ),
     "start": lambda: f"{row_of('footprint')['start_s']:.2f} s",
     "start, memory": lambda: f"{row_of('footprint')['memory_MB']:.0f} MB",
     "MACs and seal": lambda: _percent(1 - row_of("security", way="both")["read_x"]),
-    "MACs, writes": lambda: _range(
+    "MACs, writes": lambda: extent(
         [row_of("security", way=way)["write_x"] for way in ("MAC on commands", "both")], digits=2
     ),
-    "flood packet": lambda: _range(_packet_costs_us(), digits=1) + " µs",
+    "flood packet": lambda: extent(_packet_costs_us(), digits=1) + " µs",
     "p99 climbing": lambda: f"{max(_cluster_access_p99('climbing')):.0f} ms",
-    "p99 nearest": lambda: _range([ms / 1000 for ms in _cluster_access_p99("nearest")], digits=1) + " s",
-    "elastic engines": lambda: _range(_goodput_over_best_fixed(), digits=1),
+    "p99 nearest": lambda: extent([ms / 1000 for ms in _cluster_access_p99("nearest")], digits=1) + " s",
+    "elastic engines": lambda: extent(_goodput_over_best_fixed(), digits=1),
     "time scale": lambda: _time_scale(Faults()),
     "time scale with faults": lambda: _time_scale(Faults(loss=0.02)),
     "table 3, handed over": lambda: f"{demo_outputs.outputs()['table-3']['counts'][demo_outputs.HANDED_OVER]} chunks",
+    "goal: elastic engines": lambda: extent((100 * times for times in _goodput_over_best_fixed()), 0) + " %",
     "migration at 960": lambda: _percent(row_of("motion", kind="cost", scale=960)["cpu_share"]),
     "hierarchy": lambda: _added_us(row_of("tiers", tier="hierarchy", what="over memory")),
     "first prompt, worst": lambda: _worst_above_hindsight(_cold_loads(512, random=False)),
@@ -268,6 +264,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "flight, 1,584": lambda: _flight_memory(keys=False),
     "flight, 1,584 with keys": lambda: _flight_memory(keys=True),
+    **GOALS,
 }
 
 
