@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
+from skymemory.eviction import POLICIES
 from tools import admission_tables
-from tools.benchmark_tables import FOLDER, OURS, Row, row_of, rows_of
+from tools.arena_tables import FOLDER
+from tools.benchmark_tables import OURS, Row, row_of, rows_of
 
 KB_4, KB_64, KB_512, MB_2_9, MB_16 = 4096, 65_536, 524_288, 2_949_120, 16_777_216
 
@@ -110,9 +112,7 @@ def _vllm_step(step: str) -> str:
 
 def _behind_the_best_policy() -> str:
     def behind(row: Row) -> float:
-        return (
-            max(share for name, share in row.items() if name not in ("capacity", "belady", "last 30 %")) - row["lrfu"]
-        )
+        return float(max(row[name] for name in POLICIES) - row["lrfu"])
 
     if any(behind(row) > 0 for row in rows_of("policies")):
         raise SystemExit("docs/benchmarks.md says that lrfu is the best on the conversation trace")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tools import goal_figures
 from tools.goal_figures import GOALS, extent, missed
+
+from tools import goal_figures
 
 
 def test_runs_of_values_that_miss_their_goals_are_marked() -> None:

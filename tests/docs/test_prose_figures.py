@@ -118,7 +118,7 @@ def test_a_changed_digit_is_found(name: str, figure: str, monkeypatch: pytest.Mo
     assert found is not None
     at = found.start(1)
     _show(monkeypatch, name, text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
-    assert name in next(faults())
+    assert any(fault.startswith(name) for fault in faults())
 
 
 @pytest.mark.parametrize("instead", ["`0.18 s`", "half a second", ""])
