@@ -246,7 +246,7 @@ compatibility-page: $(VENV)/.installed-dev $(VLLM)/.installed $(ENGINES)/.instal
 small-model: $(VENV)/.installed-dev ## train the small model from scratch: up to an hour (needs Debian's documentation; says which)
 	@$(BIN)/python -m tools.small_model $(ARGS)
 
-check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures in prose against their runs
+check: $(VENV)/.installed-dev ## style, types, who may import whom, the word list, and figures, tables and numbers of the docs against their runs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff check --quiet --preview --select PLW1514 src tools benchmarks
 	@$(BIN)/ruff format --check .

@@ -44,6 +44,12 @@ def rows_of(name: str) -> list[Row]:
     return rows
 
 
+def row_of(name: str, **wanted: object) -> Row:
+    """The only row of the run ``name`` with these values."""
+    (row,) = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
+    return row
+
+
 def columns(name: str, *shown: Column, where: Callable[[Row], bool] = lambda row: True) -> str:
     """One line for each row, one column for each of ``shown``."""
     heads = [head for head, _ in shown]

@@ -4,49 +4,49 @@ A page marks a figure by ``<!-- figure: NAME -->…<!-- end -->``; this command 
 
 ``--check`` (part of ``make check``) prints, and exits with 1 for:
 
-- a marked figure that differs from its run;
-- a quantity in README, ARCHITECTURE or a guide that is neither marked nor listed in ``stated_quantities.toml``, which
-  holds what was not measured: settings, limits, versions, definitions, and results of others.
+- a marked figure, a table or a demo's output that differs from its run;
+- a quantity in README, ARCHITECTURE, docs/benchmarks.md or a guide that is neither marked nor listed in
+  ``stated_quantities.toml``, which holds what was not measured: settings, limits, versions, definitions, and results
+  of others;
+- any other number that differs from the one accepted in ``prose_numbers.json``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.benchmark_tables import FOLDER, Row, rows_of
+from skymemory.testbed.carrying import most_time_scale
+from skymemory.testbed.plan import Faults, make_plan
+from tools import admission_tables, arena_tables, benchmark_tables, demo_outputs, prose_numbers
+from tools.benchmark_tables import FOLDER, Row, row_of, rows_of
+from tools.goal_figures import GOALS, extent
+from tools.prose_numbers import GENERATED, MARKED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/**/*.md"))
-PROSE = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(ROOT.glob("docs/guide/*.md"))]
+PROSE = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted(ROOT.glob("docs/guide/*.md")),
+    ROOT / "docs/benchmarks.md",
+]
 """Pages in which every quantity has a source."""
 STATED = Path(__file__).with_name("stated_quantities.toml")
 
-_MARKED = re.compile(r"<!-- figure: ([^>]+?) -->(.*?)<!-- end -->", re.DOTALL)
-_GENERATED = re.compile(r"<!-- (?:\w+: [^\n]+|settings|limits|metrics|outcomes|picker) -->\n.*?<!-- end -->", re.DOTALL)
-_CODE = re.compile(r"^( *)(```+).*?^\1\2 *$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^( *)(```+).*?^\1\2 *$|`([^`\n]+)`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 _NUMBER = r"(?<![\w.,/#-])\d[\d,]*(?:\.\d+)?"
 _UNIT = r"ns|µs|us|ms|s|seconds?|min|minutes?|hours?|[KMGT]i?B(?:/s)?|kB|%|×|times|requests/s"
-_QUANTITY = re.compile(rf"{_NUMBER}[ -]?(?:{_UNIT})(?!\w)|(?<![\w.,/#-])\d+\.\d+(?![\w.]*\w)")
+_MEASURED = rf"{_NUMBER}(?:[ -]?(?:{_UNIT})| (?:a|per) (?:second|minute|hour))(?!\w)|× {_NUMBER}"
+_QUANTITY = re.compile(rf"{_MEASURED}|(?<![\w.,/#-])\d+\.\d+(?![\w.]*\w)")
 
 
 # --- what the runs say ---
-
-
-def row_of(name: str, **wanted: object) -> Row:
-    """The only row of the run ``name`` with these values."""
-    (row,) = [row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items())]
-    return row
-
-
-def _range(values: list[float], digits: int = 2) -> str:
-    """``0.29 to 0.82``."""
-    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
 
 
 def _sizes(verb: str, path: str, at_most_bytes: int) -> list[float]:
@@ -198,6 +198,16 @@ def _codecs() -> str:
     return f"{times:.2f} × at {higher:.2f} ± {error:.2f} %"
 
 
+def _time_scale(faults: Faults) -> str:
+    """Largest that two cores carry with keys and delays, by the costs of moves (docs/benchmarks/sky.md); rounded down
+    to two digits.
+    """
+    plan = make_plan(preset="testbed-19x5", auth="on", keys_file="keys", faults=faults)
+    most = most_time_scale(plan, processor_s_per_s=2)
+    step = 10 ** (math.floor(math.log10(most)) - 1)
+    return f"× {math.floor(most / step) * step}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "ttft, shares": _ttft_shares,
     "cake": _cake,
@@ -217,24 +227,28 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ttft without, second": lambda: f"{row_of('ttft_xeon', delay='real', tokens=4096)['without_s']:.1f} s",
     "ttft machine, second": lambda: _machine("ttft_xeon"),
     "ttft, of a file": lambda: _of_file("off"),
-    "ttft, of a file, real delays": lambda: _range(
+    "ttft, of a file, real delays": lambda: extent(
         [row["of_file"] for row in rows_of("ttft") if row["delay"] == "real"]
     ),
-    "arena, of its best rival": lambda: _range(_below_saturation("ratio")),
-    "writes below 1 MB": lambda: _range(_sizes("write", "by size", 999_999)),
-    "daemon, small values": lambda: _range(
+    "arena, of its best rival": lambda: extent(_below_saturation("ratio")),
+    "writes below 1 MB": lambda: extent(_sizes("write", "by size", 999_999)),
+    "daemon, small values": lambda: extent(
         [row["ratio"] for row in rows_of("store_daemon") if row["size_bytes"] <= 65_536]
     ),
     "start": lambda: f"{row_of('footprint')['start_s']:.2f} s",
     "start, memory": lambda: f"{row_of('footprint')['memory_MB']:.0f} MB",
     "MACs and seal": lambda: _percent(1 - row_of("security", way="both")["read_x"]),
-    "MACs, writes": lambda: _range(
+    "MACs, writes": lambda: extent(
         [row_of("security", way=way)["write_x"] for way in ("MAC on commands", "both")], digits=2
     ),
-    "flood packet": lambda: _range(_packet_costs_us(), digits=1) + " µs",
+    "flood packet": lambda: extent(_packet_costs_us(), digits=1) + " µs",
     "p99 climbing": lambda: f"{max(_cluster_access_p99('climbing')):.0f} ms",
-    "p99 nearest": lambda: _range([ms / 1000 for ms in _cluster_access_p99("nearest")], digits=1) + " s",
-    "elastic engines": lambda: _range(_goodput_over_best_fixed(), digits=1),
+    "p99 nearest": lambda: extent([ms / 1000 for ms in _cluster_access_p99("nearest")], digits=1) + " s",
+    "elastic engines": lambda: extent(_goodput_over_best_fixed(), digits=1),
+    "time scale": lambda: _time_scale(Faults()),
+    "time scale with faults": lambda: _time_scale(Faults(loss=0.02)),
+    "table 3, handed over": lambda: f"{demo_outputs.outputs()['table-3']['counts'][demo_outputs.HANDED_OVER]} chunks",
+    "goal: elastic engines": lambda: extent((100 * times for times in _goodput_over_best_fixed()), 0) + " %",
     "migration at 960": lambda: _percent(row_of("motion", kind="cost", scale=960)["cpu_share"]),
     "hierarchy": lambda: _added_us(row_of("tiers", tier="hierarchy", what="over memory")),
     "first prompt, worst": lambda: _worst_above_hindsight(_cold_loads(512, random=False)),
@@ -250,6 +264,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "flight, 1,584": lambda: _flight_memory(keys=False),
     "flight, 1,584 with keys": lambda: _flight_memory(keys=True),
+    **GOALS,
 }
 
 
@@ -258,7 +273,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 def page(path: Path) -> str:
     """The page as it should be."""
-    return _MARKED.sub(
+    return MARKED.sub(
         lambda found: f"<!-- figure: {found[1]} -->{FIGURES[found[1]]()}<!-- end -->", path.read_text("utf-8")
     )
 
@@ -269,8 +284,9 @@ def unsourced(text: str, stated: frozenset[str]) -> Iterator[tuple[int, str]]:
     def blank(found: re.Match[str]) -> str:
         return "\n" * found[0].count("\n")
 
-    for pattern in (_GENERATED, _MARKED, _CODE):
+    for pattern in (GENERATED, MARKED):
         text = pattern.sub(blank, text)
+    text = _CODE.sub(lambda found: found[0] if re.fullmatch(_MEASURED, found[3] or "") else blank(found), text)
     for at, line in enumerate(text.splitlines(), 1):
         yield from ((at, found[0]) for found in _QUANTITY.finditer(line) if found[0] not in stated)
 
@@ -285,14 +301,20 @@ def stated_in(path: Path) -> frozenset[str]:
     return frozenset(listed)
 
 
-def faults() -> Iterator[str]:
+def mark_faults() -> Iterator[str]:
+    marks = set()
     for path in PAGES:
         name, text = path.relative_to(ROOT), path.read_text("utf-8")
-        for found in _MARKED.finditer(text):
+        for found in MARKED.finditer(text):
+            marks.add(found[1])
             if found[1] not in FIGURES:
                 yield f"{name}: no figure is called {found[1]!r}"
             elif (due := FIGURES[found[1]]()) != found[2]:
                 yield f"{name}: {found[1]}: says {found[2]}, the run says {due}: run python -m tools.prose_figures"
+    yield from (f"no page has the figure {name!r}" for name in FIGURES if name not in marks)
+
+
+def quantity_faults() -> Iterator[str]:
     for path in PROSE:
         for line, quantity in unsourced(path.read_text("utf-8"), stated_in(path)):
             yield (
@@ -301,6 +323,24 @@ def faults() -> Iterator[str]:
             )
         for quantity in unused(path.read_text("utf-8"), stated_in(path)):
             yield f"{STATED.relative_to(ROOT)}: {quantity} no longer stands in {path.relative_to(ROOT)}"
+
+
+def table_faults() -> Iterator[str]:
+    """Tables and outputs that are not those of their runs."""
+    due = {
+        **{path: ("benchmark_tables", benchmark_tables.page(path)) for path in benchmark_tables.PAGES},
+        arena_tables.PAGE: ("arena_tables", arena_tables.page()),
+        admission_tables.PAGE: ("admission_tables", admission_tables.page()),
+    }
+    for path, (tool, text) in due.items():
+        if path.read_text("utf-8") != text:
+            yield f"{path.relative_to(ROOT)}: a table is not that of its run: run python -m tools.{tool}"
+    yield from demo_outputs.faults()
+
+
+def faults() -> Iterator[str]:
+    for check in (mark_faults, quantity_faults, table_faults, prose_numbers.faults):
+        yield from check()
 
 
 if __name__ == "__main__":
