@@ -326,6 +326,7 @@ def _forked(
         return pid
     code = 1
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on: a terminal sends it to all processes
         os.close(held)
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
@@ -350,9 +351,14 @@ def _end_with(line: int) -> None:
 
 
 def _wait_for(children: set[int]) -> None:
-    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM; when one fails, the others are stopped."""
+    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM, which ends those that still load; when one fails, the others
+    are stopped.
+    """
+    stopped = False
 
     def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
         for pid in children:
             os.kill(pid, signal.SIGTERM)
 
@@ -362,7 +368,8 @@ def _wait_for(children: set[int]) -> None:
         while children:
             pid, status = os.wait()
             children.discard(pid)
-            if os.waitstatus_to_exitcode(status) and not failed:
+            code = os.waitstatus_to_exitcode(status)
+            if code and not failed and not (stopped and code == -signal.SIGTERM):
                 failed = pid
                 stop()
     finally:
