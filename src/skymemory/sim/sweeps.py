@@ -72,9 +72,10 @@ def sweep(
             raise SkyMemoryError(f"one of {jobs} worker processes was killed: run fewer in parallel") from error
         except BaseException as error:
             if not isinstance(error, Exception):  # a signal that the workers may not have received
-                for pid in {worker.pid for worker in set(active_children()) - before} - {None}:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGINT)
+                for worker in set(active_children()) - before:
+                    if worker.pid is not None:
+                        with suppress(ProcessLookupError):
+                            os.kill(worker.pid, signal.SIGINT)
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]

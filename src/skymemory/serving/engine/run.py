@@ -351,8 +351,8 @@ def _end_with(line: int) -> None:
 
 
 def _wait_for(children: set[int]) -> None:
-    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM, which ends those that still load; when one fails, the others
-    are stopped.
+    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM, which ends those that still load; when one fails, the
+    others are stopped.
     """
     stopped = False
 
