@@ -36,7 +36,7 @@ COMMANDS = {
     "demo": ["demo", "demo --quick --model small-random"],
     "demo cake": ["demo cake --quick"],
     "demo cells": ["demo cells --grid 2x2 --legs 1 --servers 1 --value 1KiB --json"],
-    "demo conductor": ["demo conductor --quick --no-play --report page.png"],
+    "demo conductor": ["demo conductor --quick --trace nowhere"],
     "demo disagg": ["demo disagg", "demo disagg --engine own", "demo disagg --python /bin/sh --model model"],
     "demo motion": ["demo motion --seconds 0"],
     "demo route": ["demo route --quick"],

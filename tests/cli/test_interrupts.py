@@ -115,3 +115,25 @@ def test_workers_say_nothing_of_an_interrupt(importing_s: float, ready: str, gro
     code, text, took_s = _ended([sys.executable, "program.py"], ready, tmp_path, group)
     assert code == 130 and "Traceback" not in text and "KeyboardInterrupt" not in text, text
     assert took_s < 30
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_engines_that_load_say_nothing_of_an_interrupt(tmp_path: Path) -> None:
+    program = """
+        import time
+        from skymemory.serving.engine import run
+
+        def load(*_):
+            print("loading", flush=True)
+            time.sleep(60)
+
+        run.run_engine = load
+        try:
+            run.run_engines(run.EngineSettings(), 2, print)
+        except KeyboardInterrupt:  # before the second is started
+            pass
+        print("ended", flush=True)
+    """
+    code, text, _ = _ended([sys.executable, "-c", textwrap.dedent(program)], "loading", tmp_path, group=True)
+    assert (code, text.replace("loading\n", "")) == (0, "ended\n")

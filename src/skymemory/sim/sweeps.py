@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from multiprocessing import active_children, get_context
 from typing import Any, Literal, TypeVar, get_args
 
 from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
+from skymemory.forks import interrupts_held
 
 Cell = TypeVar("Cell")
 Answer = TypeVar("Answer")
@@ -63,7 +64,7 @@ def sweep(
     before = set(active_children())
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 futures = {pool.submit(_run_in_worker, run, cell): number for number, cell in enumerate(cells)}
             for done, future in enumerate(as_completed(futures), 1):
                 keep(futures[future], future.result())
@@ -79,16 +80,6 @@ def sweep(
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Holds SIGINT back here, and from their start in processes that are started within."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _is_interrupted = False

@@ -20,6 +20,7 @@ from aiohttp import web
 from skymemory.addresses import format_address
 from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
+from skymemory.forks import interrupts_held
 from skymemory.progress import Progress
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
@@ -303,7 +304,8 @@ def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]
             listeners.append(bound(settings.host, settings.port + at if settings.port else 0))
         sys.stdout.flush()  # else each child would print what is buffered, too
         line, held = os.pipe()
-        children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
+        with interrupts_held():
+            children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
     finally:
         for listener in listeners:
             listener.close()
@@ -326,7 +328,8 @@ def _forked(
         return pid
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on: a terminal sends it to all processes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(held)
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
