@@ -82,6 +82,26 @@ def test_a_repository_or_a_page_is_named_by_its_address(monkeypatch: pytest.Monk
     assert _requirement(installation.install_command("redis")) == "skymemory[redis] @ https://host/skymemory.whl"
 
 
+def test_make_is_called_where_its_makefile_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert installation.make_command("flight") == "`make flight`"
+    monkeypatch.chdir(tmp_path)
+    assert installation.make_command("flight") == f"`make -C {shlex.quote(str(ROOT))} flight`"
+    _noted(monkeypatch, {"url": tmp_path.as_uri(), "dir_info": {}})
+    (tmp_path / "Makefile").touch()
+    monkeypatch.chdir("/")
+    assert installation.make_command("flight") == f"`make -C {shlex.quote(str(tmp_path))} flight`"
+    _noted(monkeypatch, {"url": "https://host/skymemory.whl", "archive_info": {}})
+    assert "source distribution" in installation.make_command("flight")
+
+
+def test_no_error_calls_make_without_its_folder() -> None:
+    """Pages of help speak of the checkout; errors are read in any folder."""
+    bare = re.compile(r"raise \w+\((?:[^()]|\([^()]*\))*`make ", re.S)
+    sources = (ROOT / "src" / "skymemory").rglob("*.py")
+    assert [path.name for path in sources if bare.search(path.read_text("utf-8"))] == []
+
+
 @pytest.mark.parametrize("origin", [None, {"url": "file:///no/such/skymemory.whl", "archive_info": {}}])
 def test_where_nothing_is_known_no_name_is_given_that_an_index_may_have(
     origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,8 @@ import math
 import os
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,47 @@ def test_a_disk_that_takes_nothing_is_distinguished(
     said = capsys.readouterr().err
     assert said.startswith("skymemory: 'nothing' was not stored in the store ")
     assert f"{folder}: {DISK[fault]}" in said and "no room, or no answer" not in said
+
+
+def test_a_file_that_may_not_be_so_large_is_named(tmp_path: Path) -> None:
+    """A limit of the user's, which the system does not name the file for."""
+    (tmp_path / "value").write_bytes(bytes(10_000))
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        "from pathlib import Path; from skymemory.cli.main import main; from skymemory.files import write_output\n"
+        "from skymemory.files import write_private; import skymemory.cli.layout as layout\n"
+        "layout.run = lambda args: write_{}(Path('there'), bytes(5000))\n"
+        "sys.exit(main(['layout']))"
+    )
+    for way in ("output", "private"):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(way)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        assert "there: File too large: " in done.stderr and "ulimit -f" in done.stderr, done.stderr
+
+
+def test_a_key_that_is_not_utf_8_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "ä").write_text("x")
+    done = subprocess.run(
+        [sys.executable, "-m", "skymemory", "kv", "put", "ä", "--store", f"disk://{tmp_path}/values?budget=1MiB"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "LC_ALL=C.UTF-8" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "# only a comment\n"])
+def test_an_empty_scenario_is_refused(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text(content)
+    assert command.main(["simulate", "empty"]) == 2
+    assert "empty: it has no key of a scenario" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["get nothing", "pin nothing", "delete nothing"])

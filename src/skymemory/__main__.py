@@ -1,6 +1,6 @@
 """``python -m skymemory``: the same as the ``skymemory`` command."""
 
-from skymemory.cli.main import main
+from skymemory_command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

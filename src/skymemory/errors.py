@@ -156,6 +156,16 @@ def no_room_reason(folder: object, error: OSError) -> str:
     return f"{folder}: {what}"
 
 
+def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
+    """Where text ``what`` cannot be written as UTF-8: most often it was typed in another locale, and holds its bytes as
+    surrogates.
+    """
+    return InvalidInput(
+        f"{what} is not encodable as UTF-8 ({error.reason}): if it was typed in a terminal, set a UTF-8 locale there, "
+        "such as LC_ALL=C.UTF-8"
+    )
+
+
 def cannot_read(what: object, error: OSError) -> str:
     """The message where a file cannot be read; one wording for all verbs."""
     return f"cannot read {what}: {os_reason(error)}"

@@ -10,7 +10,8 @@ import errno
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,17 @@ MAX_TOKENIZER_BYTES = 512 * 2**20
 """The largest ``tokenizer.json`` of the models that are served today has 33 MB."""
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Names the file in an error of writing it, where the system does not: a full disk, a limit of size."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
     """Write a file that only its owner may read, whole or not at all: a reader sees the old one or the new one.
 
@@ -40,7 +52,7 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
     """
     fd, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(fd, "wb") as file:
+        with _naming(path), os.fdopen(fd, "wb") as file:
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             if durable:
                 file.flush()
@@ -68,12 +80,14 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
         OSError: it cannot be written.
     """
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        with _naming(path):
+            path.write_bytes(data)
         return
     path = path.resolve()
     scratch = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with _naming(path), open(fd, "wb") as file:
             if path.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(data)

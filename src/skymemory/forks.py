@@ -12,9 +12,10 @@ marks all owners and locks of the parent.
 from __future__ import annotations
 
 import os
+import signal
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any, NoReturn
 
@@ -72,6 +73,18 @@ class _ParentsLock(OwnLock):
     def __enter__(self) -> NoReturn:
         self.owner.check()
         raise AssertionError("a parent's lock whose owner is here")
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds SIGINT back here, and from their start in processes that are started within: a terminal sends it to all,
+    and a child that is not yet prepared for it would print where it was, or lose it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()

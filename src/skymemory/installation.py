@@ -58,6 +58,20 @@ def small_model_command() -> str:
     return f"{_pip()} ./FILE, where FILE is the wheel skymemory_small_model-….whl, or models/small of a checkout"
 
 
+def make_command(target: str) -> str:
+    """Returns what to do where only ``make TARGET`` of a source tree helps: the command, for any directory, or which
+    tree is needed where this code runs from none.
+    """
+    checkout = find_checkout()
+    if checkout is None:
+        kind, source = _origin()
+        checkout = Path(source) if kind == "path" and (Path(source) / "Makefile").is_file() else None
+    if checkout is not None:
+        here = Path.cwd() == checkout
+        return f"`make {target}`" if here else f"`make -C {shlex.quote(str(checkout))} {target}`"
+    return f"`make {target}` in a checkout of SkyMemory or its unpacked source distribution (skymemory-….tar.gz)"
+
+
 def _pip() -> str:
     """The command that installs into this environment, also where the environment is not activated."""
     python = sys.executable or "python3"

@@ -141,7 +141,10 @@ class Table:
         """The table in one block if it fits ``width``, else in several, with an empty line between them."""
         room = width - len(indent)
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        fixed = min(sum(widths[: self.keys]) + len(_GAP) * self.keys, max(LEAST_WIDTH, room // 2))
+        # Keys of words give way to half of the width, and to no less than their longest words.
+        least = sum(self._longest_word(at) if at in self.left else widths[at] for at in range(self.keys))
+        gaps = len(_GAP) * self.keys
+        fixed = min(sum(widths[: self.keys]) + gaps, max(LEAST_WIDTH, room // 2, least + gaps))
         found: list[str] = []
         for block in self._blocks(widths, room - fixed):
             if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 from collections.abc import Callable
@@ -114,9 +115,20 @@ def _check_installed(what: str, *packages: str, extras: str = "router") -> None:
         raise missing_extra(what, ", ".join(absent), extras)
 
 
+_ADVICE = {
+    errno.ENOSPC: "free some of the disk, or choose another folder",
+    errno.EDQUOT: "free some of this user's quota, or choose another folder",
+    errno.EFBIG: "raise this shell's limit (ulimit -f), or choose another file system",
+    errno.EROFS: "choose a folder that can be written",
+}
+
+
 def os_error(error: OSError) -> str:
-    """An error of the system as users read it: the file and the reason, no number."""
-    return os_reason(error) if error.filename is None else f"{os.fsdecode(error.filename)}: {os_reason(error)}"
+    """An error of the system as users read it: the file, the reason and what to do, no number."""
+    reason = os_reason(error)
+    if error.errno in _ADVICE and reason == os.strerror(error.errno):  # not of a file that we refuse to read
+        reason += f": {_ADVICE[error.errno]}"
+    return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
 
 def token_ids(text: str) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
         )
     for host in report.hosts:
         if host.state == "dead":
-            print(f"{host.name} is dead" + (f"; its log ends with:\n{host.log_tail}" if host.log_tail else ""))
+            write_line(f"{host.name} is dead" + (f"; its log ends with:\n{host.log_tail}" if host.log_tail else ""))
 
 
 def print_rotation(report: Rotation, *, as_json: bool) -> None:

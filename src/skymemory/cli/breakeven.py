@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, add_links, rate
 from skymemory.errors import InvalidInput
-from skymemory.text import Table, write
+from skymemory.text import Table, write, write_line
 from skymemory.units import format_duration
 
 if TYPE_CHECKING:
@@ -213,14 +213,14 @@ def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None
     rates = list(dict.fromkeys(cell.rate_bit_s for cell in cells))
     found = {(cell.tokens, cell.tokens_per_s, cell.rate_bit_s): cell for cell in cells}
     for tokens in lengths:
-        print(f"\n{tokens} tokens: tokens/s down, bit/s across")
+        write_line(f"\n{tokens} tokens: tokens/s down, bit/s across")
         map_rows = []
         for speed in _SPEEDS:
             shown = (found[tokens, speed, each] for each in rates)
             marks = [f"{_LETTERS[one.best]}{max(0, one.saved) * 100:>3.0f}" for one in shown]
             map_rows.append([_si(speed), *marks])
         Table(["", *map(_si, rates)], map_rows, left=()).print()
-    print("\nengines, each with its own KV, over the beam down as given")
+    write_line("\nengines, each with its own KV, over the beam down as given")
     engines = []
     for row in rows:
         even = "never" if row["even_bit_s"] is None else _si(float(str(row["even_bit_s"])))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, check_router_installed, check_serving_installed, duration
 from skymemory.errors import InvalidInput, SkyMemoryError, os_reason
-from skymemory.text import Table
+from skymemory.text import Table, write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -153,7 +153,7 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
             state = _await_ready(directory, supervisor, args.timeout, gate, ray is not None)
         _print_table(state)
         if args.foreground:
-            print("until Ctrl-C", flush=True)
+            write_line("until Ctrl-C")
             while not gate.closed and supervisor.poll() is None:
                 time.sleep(_POLL_S)
             return 0
@@ -383,7 +383,7 @@ def _status(directory: Path, *, as_json: bool) -> int:
     else:
         _print_table(state)
         if not state.supervised:
-            print("its supervisor is gone: nothing is started again; `skymemory cluster down` ends what is left")
+            write_line("its supervisor is gone: nothing is started again; `skymemory cluster down` ends what is left")
     return 0 if state.supervised and all(one.state == "healthy" for one in state.services) else 1
 
 
@@ -439,7 +439,7 @@ def _down(directory: Path) -> int:
 
     state = read_state(directory) if directory.is_dir() else None
     if state is None:
-        print(f"no cluster runs in {directory}")
+        write_line(f"no cluster runs in {directory}")
         return 0
     with RunDirectory(directory).locked():
         plan = read_plan(directory)
@@ -450,5 +450,5 @@ def _down(directory: Path) -> int:
             _constellation("down", "--run-dir", plan.constellation)
         _sweep(directory)
     killed = f", {orphans} of them by force: their supervisor was gone" if orphans else ""
-    print(f"the cluster {state.name!r} has ended: {len(state.services)} processes{killed}")
+    write_line(f"the cluster {state.name!r} has ended: {len(state.services)} processes{killed}")
     return 0

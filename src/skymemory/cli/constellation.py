@@ -329,7 +329,7 @@ def _up(args: argparse.Namespace) -> int:
     with SignalGate() as gate:
         with directory.locked():
             started = _start(args, directory, gate)
-        print("Ctrl-C stops it", flush=True)
+        write_line("Ctrl-C stops it")
         return watch(directory, started, lambda words: print(words, file=sys.stderr, flush=True), gate)
 
 
@@ -388,9 +388,9 @@ def _down(args: argparse.Namespace) -> int:
     directory = _directory(args)
     stopped, forced = stop(directory)
     if not stopped:
-        print(f"no constellation runs in {directory.path}")
+        write_line(f"no constellation runs in {directory.path}")
     else:
-        print(f"stopped {_processes(stopped)}" + (f", {forced} of them killed" if forced else ""))
+        write_line(f"stopped {_processes(stopped)}" + (f", {forced} of them killed" if forced else ""))
     return 0
 
 
@@ -466,7 +466,7 @@ def _disable(args: argparse.Namespace) -> int:
     _check_some_are_named(args)
     directory = _directory(args)
     dead = control.disable(directory, _chosen(args, directory.running_plan()))
-    print(f"{_satellites(len(dead))} disabled")
+    write_line(f"{_satellites(len(dead))} disabled")
     return 0
 
 
@@ -479,7 +479,7 @@ def _enable(args: argparse.Namespace) -> int:
         raise InvalidInput("--all with named satellites: leave one of them out")
     directory = _directory(args)
     dead = control.enable(directory, None if args.all else _chosen(args, directory.running_plan()))
-    print(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")
+    write_line(f"{_satellites(len(dead))} disabled" if dead else "no satellite is disabled")
     return 0
 
 
@@ -497,9 +497,11 @@ def _revive(args: argparse.Namespace) -> int:
     wrong = hosts_of_another_time(clocks_s)
     for host, ahead_s in wrong.items():
         side = "ahead of" if ahead_s > 0 else "behind"
-        print(f"the clock of {host} is {format_duration(abs(ahead_s))} {side} the others', which refuse its commands")
+        write_line(
+            f"the clock of {host} is {format_duration(abs(ahead_s))} {side} the others', which refuse its commands"
+        )
     hosts = start_again(directory, wrong=wrong)
-    print(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
+    write_line(f"started again, empty: {', '.join(hosts)}" if hosts else "no host process is dead")
     return 0
 
 
@@ -545,14 +547,14 @@ def _check_plan(plan: ConstellationPlan, insecure: bool) -> None:
 def _print_how_to_share(plan: ConstellationPlan, path: Path, insecure: bool) -> None:
     flag = " --insecure" if insecure and plan.auth == "off" else ""
     if plan.auth == "off":
-        print(f"wrote {path}; copy it to each computer and run there:")
+        write_line(f"wrote {path}; copy it to each computer and run there:")
     else:
-        print(f"wrote {path}, whose keys are in {plan.keys_file}: copy both into one folder of each computer,")
-        print("the keys over a secure channel, and run there:")
+        write_line(f"wrote {path}, whose keys are in {plan.keys_file}: copy both into one folder of each computer,")
+        write_line("the keys over a secure channel, and run there:")
     for number, host in enumerate(plan.hosts):
         print(f"  on {host.ip}: skymemory satellite --plan {path.name} --host {number}{flag}")
     if flag:
-        print("packets are not authenticated: use a network that only your computers reach")
+        write_line("packets are not authenticated: use a network that only your computers reach")
 
 
 def _attach(args: argparse.Namespace) -> int:
@@ -562,7 +564,7 @@ def _attach(args: argparse.Namespace) -> int:
     directory = _directory(args)
     plan = load_plan(args.plan)
     attach(directory, plan)
-    print(f"attached to {plan.preset}: {_hosts_heard(plan)}; detach with `skymemory constellation down`")
+    write_line(f"attached to {plan.preset}: {_hosts_heard(plan)}; detach with `skymemory constellation down`")
     if fragments := _fragments(plan):
         print(fragments)
     return 0

@@ -270,6 +270,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "disagg":
         if not 1 <= args.requests <= 40 or not 2 <= args.burst <= 40:
             raise InvalidInput(f"--requests {args.requests}, --burst {args.burst}: expected 1 to 40, and 2 to 40")
+        check_serving_installed("small" if args.model is None else None)
         from skymemory.demo.disagg import run_disagg
 
         return run_disagg(args)

@@ -25,6 +25,7 @@ from skymemory.cli._options import (
 )
 from skymemory.errors import InvalidInput
 from skymemory.files import read_json
+from skymemory.text import width_of, write_line
 from skymemory.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
     if args.json:
         print(json.dumps(_object(measured, fitted, notes), indent=1))
     else:
-        print("\n".join(_lines(args, measured, fitted)))
+        write_line("\n".join(_lines(args, measured, fitted)))
     worst = fitted.errors["prefills held out"].worst
     return 1 if args.within is not None and worst > args.within else 0
 
@@ -409,4 +410,5 @@ def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict
 def _progress(what: str, share: float) -> None:
     """Progress in one line that is overwritten; only on a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{f'measuring {what}: {share:.0%}' if what else ''}", end="", file=sys.stderr, flush=True)
+        line = f"measuring {what}: {share:.0%}" if what else ""
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)

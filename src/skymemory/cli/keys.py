@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skymemory.cli._options import add_json, check_router_installed, duration
+from skymemory.text import write_line
 from skymemory.units import format_duration
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _print_ring(ring: KeyRing, as_json: bool) -> None:
             state = f"accepted, in use in {format_duration(key.from_s - now_s)}"
         else:
             state = "accepted, no longer used"
-        print(f"key {key.key_id:>5}  {state}")
+        write_line(f"key {key.key_id:>5}  {state}")
 
 
 def _add_api_key(path: Path, tenant: str, note: str) -> int:

@@ -15,6 +15,7 @@ from skymemory.cli._options import add_json, add_run_dir, argument, duration
 from skymemory.cli.constellation import ACCESS_CHOICES
 from skymemory.errors import CommandsRefused, InvalidInput, SkyMemoryError, cannot_read, quoted
 from skymemory.files import read_bounded, write_output
+from skymemory.text import write_line
 from skymemory.units import format_duration, format_size, parse_duration
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ def _open(args: argparse.Namespace) -> Store:
 
 def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
-    print(json.dumps(facts) if args.json else _printable(text), file=stream)
+    if args.json:
+        print(json.dumps(facts), file=stream)
+    else:
+        write_line(_printable(text), stream)
     return 0
 
 
@@ -279,9 +283,9 @@ def _list(args: argparse.Namespace, store: Store) -> int:
         print(json.dumps([{"key": value.name, "bytes": value.size_bytes, "chunks": value.chunks} for value in values]))
         return 0
     for value in values:
-        print(f"{format_size(value.size_bytes):>10}  {value.chunks:>6} chunks  {_printable(value.name)}")
+        write_line(f"{format_size(value.size_bytes):>10}  {value.chunks:>6} chunks  {_printable(value.name)}")
     if not values:
-        print("no named values", file=sys.stderr)
+        write_line("no named values", sys.stderr)
     return 0
 
 
@@ -319,12 +323,12 @@ def _prefetch(args: argparse.Namespace) -> int:
         print(json.dumps(_prefetch_facts(predictor, expected, near)))
         return 0
     recurring = sum(habit.recurs for habit in habits)
-    print(f"{len(habits):,} prompts, {recurring:,} of them seen on more than one day; times in {zone or 'UTC'}")
+    write_line(f"{len(habits):,} prompts, {recurring:,} of them seen on more than one day; times in {zone or 'UTC'}")
     for number, one in enumerate(expected):
         brought = "" if near is None else f"  near {near[number]}"
-        print(f"{_wall(one, zone):%a %Y-%m-%d %H:%M}  {len(one.keys):>6,} blocks  {_label(one)}{brought}")
+        write_line(f"{_wall(one, zone):%a %Y-%m-%d %H:%M}  {len(one.keys):>6,} blocks  {_label(one)}{brought}")
     if not expected:
-        print(f"nothing is expected within {format_duration(args.within)}")
+        write_line(f"nothing is expected within {format_duration(args.within)}")
     return 0
 
 

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import skymemory
+from skymemory.cli._interrupts import interruptible_imports
 from skymemory.cli._options import argument, os_error
 from skymemory.cli._output import (
     OutputLost,
@@ -135,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_with_stdin()
         del arguments[0]
     try:
-        status = _run(arguments)
+        with interruptible_imports():
+            status = _run(arguments)
         flush_output()
         return status
     # InvalidInput first: it is a SkyMemoryError too, and for scripts 2 (mend the command) differs from 1 (try again).

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json, argument
 from skymemory.errors import InvalidInput, cannot_read
-from skymemory.text import Table, write_line
+from skymemory.text import Table, width_of, write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -146,7 +146,7 @@ def _passes(args: argparse.Namespace) -> int:
             raise InvalidInput(
                 f"{stale}: expected at most {_MOST_DAYS:g}, beyond which SGP4 is no answer; use newer ones"
             )
-        print(f"skymemory: {stale}: times may be off by minutes", file=sys.stderr)
+        write_line(f"skymemory: {stale}: times may be off by minutes", sys.stderr)
     found = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
     left_out = {sky.name(at): why for at, why in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
     where = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
@@ -178,9 +178,9 @@ def _passes(args: argparse.Namespace) -> int:
         best = ""
         if found.highest is not None:
             best = f": the highest, {sky.name(found.highest)}, reaches {found.highest_deg:.1f}°"
-        print(f"skymemory: none of {asked} in {args.hours:g} h{best}", file=sys.stderr)
+        write_line(f"skymemory: none of {asked} in {args.hours:g} h{best}", sys.stderr)
         for why, count in Counter(left_out.values()).most_common():
-            print(f"skymemory: {count} left out: {why}", file=sys.stderr)
+            write_line(f"skymemory: {count} left out: {why}", sys.stderr)
         return 1
     return 0
 
@@ -188,7 +188,7 @@ def _passes(args: argparse.Namespace) -> int:
 def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         line = "" if done == of else f"{done} of {of} satellites"
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _utc(unix_s: float, sep: str = "T") -> str:
@@ -209,14 +209,14 @@ def _as_json(one: Pass, sky: Sky) -> dict[str, Any]:
 
 def _print_passes(found: Passes, sky: Sky) -> None:
     seen = found.in_sight
-    print(f"in sight      at least {seen.fewest}, on average {seen.mean:.1f}, at most {seen.most}")
+    write_line(f"in sight      at least {seen.fewest}, on average {seen.mean:.1f}, at most {seen.most}", hanging=14)
     if seen.longest_gap_s:
         longest = _span(seen.longest_gap_s)
-        print(f"none in sight {1 - seen.covered:.1%} of the time, for {longest} at the longest")
+        write_line(f"none in sight {1 - seen.covered:.1%} of the time, for {longest} at the longest", hanging=14)
     if seen.highest_for_s is not None:
-        print(f"the highest   changes every {_span(seen.highest_for_s)} on average")
+        write_line(f"the highest   changes every {_span(seen.highest_for_s)} on average", hanging=14)
     more = f", the first {_SHOWN}" if len(found.passes) > _SHOWN else ""
-    print(f"passes        {len(found.passes)}{more}:")
+    write_line(f"passes        {len(found.passes)}{more}:")
     rows = [
         [
             _clock(one.rise_unix_s, "before"),
@@ -259,7 +259,7 @@ def _shells(args: argparse.Namespace) -> int:
     else:
         _print_shells(found, drifts, file)
     if not found.shells:
-        print(f"skymemory: no shell in {args.file}: {len(file.elements)} satellites are in no planes", file=sys.stderr)
+        write_line(f"skymemory: no shell in {args.file}: {len(file.elements)} satellites are in no planes", sys.stderr)
         return 1
     return 0
 
@@ -274,9 +274,11 @@ def _kind(shell: ClusteredShell) -> str:
 
 def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> None:
     placed = sum(shell.satellites for shell in found.shells)
-    print(f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out")
+    write_line(
+        f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out"
+    )
     if found.shells:
-        print(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
+        write_line(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
         rows = [
             [
                 f"{number}",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from skymemory.cli._options import add_json, check_router_installed, duration, token_ids
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read, connection_reason
+from skymemory.text import write_line
 
 if TYPE_CHECKING:
     import aiohttp
@@ -178,9 +179,9 @@ def _replay(args: argparse.Namespace, key: str | None) -> int:
     if args.json:
         print(json.dumps(_object(one, report, url, interrupted), indent=1))
     else:
-        print("\n".join([*lines_of(report), *_engine_lines(one, report)]))
+        write_line("\n".join([*lines_of(report), *_engine_lines(one, report)]))
         if interrupted:
-            print("interrupted: the report covers what was done until then")
+            write_line("interrupted: the report covers what was done until then")
     return 130 if interrupted else 0 if report.completed else 1
 
 
@@ -339,9 +340,9 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
         )
     print(words, file=stream)
     if one.plan.too_long:
-        print(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", file=stream)
+        write_line(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", stream)
     for note in notes:
-        print(f"note: {note}", file=stream)
+        write_line(f"note: {note}", stream)
     stream.flush()
     return prompts
 

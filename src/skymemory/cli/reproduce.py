@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from skymemory.errors import InvalidInput
-from skymemory.text import Table, width_of, write
+from skymemory.text import Table, width_of, write, write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -136,7 +136,7 @@ def _write(results: list[Reproduction], folder: Path, stream: TextIO) -> None:
             drawn = exhibit_of(result)
             print(save(drawn.draw(), folder / f"{drawn.stem}.png", PRINT_DPI), file=stream)
     except MissingExtra as error:
-        print(f"skymemory: no PNG: {error}", file=sys.stderr)
+        write_line(f"skymemory: no PNG: {error}", sys.stderr)
 
 
 def _add_figures(subparsers: Subparsers) -> None:
@@ -187,7 +187,7 @@ def _figures(args: argparse.Namespace) -> int:
     for words in missing:
         print(words, file=sys.stderr)
     if "16" in wanted:
-        print("\nConclusions of the paper, and what its model gives (all: skymemory reproduce claims):")
+        write_line("\nConclusions of the paper, and what its model gives (all: skymemory reproduce claims):")
         for what, paper, model in claims():
             print(f"  {what}\n    paper: {paper}\n    model: {model}")
     return 0

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from skymemory.addresses import format_address, host_and_port
 from skymemory.cli._options import check_router_installed, duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.text import write_line
 from skymemory.units import parse_whole
 
 if TYPE_CHECKING:
@@ -231,8 +232,8 @@ def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json:
         print(json.dumps({"servers": [each.as_json() for each in found], "with_problems": problems}, indent=2))
         return int(problems > 0)
     for each in found:
-        print("\n".join(_lines(each)))
-    print(f"{len(found) - problems} of {len(found)} servers have no problem")
+        write_line("\n".join(_lines(each)), hanging=2)
+    write_line(f"{len(found) - problems} of {len(found)} servers have no problem")
     return int(problems > 0)
 
 

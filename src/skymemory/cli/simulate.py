@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skymemory.cli._options import add_json
 from skymemory.errors import InvalidInput
-from skymemory.text import Table, write
+from skymemory.text import Table, width_of, write, write_line
 from skymemory.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
         args.view.mkdir(parents=True, exist_ok=True)
         first, name = cells[0].scenario, Path(args.scenario).stem
         for path in (write_czml(first, args.view / f"{name}.czml"), write_animation(first, args.view / f"{name}.html")):
-            print(f"{path}  {format_size(path.stat().st_size)}", file=sys.stderr)
+            write_line(f"{path}  {format_size(path.stat().st_size)}", sys.stderr)
     results = run_scenario(scenario, args.out, jobs=args.jobs, way=args.on, progress=_progress)
     if args.json:
         print(results.as_json(), end="")
     else:
         _print(results)
         if args.out is not None:
-            print(f"\nresults in {args.out}")
+            write_line(f"\nresults in {args.out}")
     return 0
 
 
@@ -75,7 +75,7 @@ def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         full = _BAR * done // of
         line = f"{'█' * full}{'░' * (_BAR - full)} {done} of {of} cells" if done < of else ""
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _print(results: Results) -> None:
@@ -85,7 +85,7 @@ def _print(results: Results) -> None:
     rows += [_row(cell) for cell in results.cells[:_SHOWN]]
     _table(rows, len(swept))
     if len(results.cells) > _SHOWN:
-        print(f"… {len(results.cells) - _SHOWN} cells more")
+        write_line(f"… {len(results.cells) - _SHOWN} cells more")
     if "isl_bytes" in results.cells[0].figures:
         print()
         names = ["up", "down", "isl", "lost packets", "moves", "gateway handovers", "chunks handed over"]
@@ -93,10 +93,10 @@ def _print(results: Results) -> None:
     _say_reasons(results)
     fresh = [cell for cell in results.cells if not cell.kept]
     if len(fresh) < len(results.cells):
-        print(f"{len(results.cells) - len(fresh)} of {len(results.cells)} cells were there already")
+        write_line(f"{len(results.cells) - len(fresh)} of {len(results.cells)} cells were there already")
     packets, wall_s = sum(cell.packets for cell in fresh), sum(cell.wall_s for cell in fresh)
     if packets:
-        print(f"{packets} packets on links in {format_duration(wall_s)} of work, {packets / wall_s:.0f} a second")
+        write_line(f"{packets} packets on links in {format_duration(wall_s)} of work, {packets / wall_s:.0f} a second")
 
 
 def _say_reasons(results: Results) -> None:
@@ -108,7 +108,7 @@ def _say_reasons(results: Results) -> None:
             write(f"{what}: {', '.join(f'{count} {why}' for why, count in reasons.most_common())}")
     wrong = sum(cell.figures.get("wrong_values", 0) for cell in results.cells)
     if wrong:  # never: values have checksums
-        print(f"{wrong} values were read that differ from what was stored: a fault of SkyMemory", file=sys.stderr)
+        write_line(f"{wrong} values were read that differ from what was stored: a fault of SkyMemory", sys.stderr)
 
 
 def _row(cell: CellResult) -> list[str]:

@@ -14,6 +14,7 @@ from skymemory.addresses import ListenAddress
 from skymemory.cli._options import duration, size
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen, cannot_read, os_reason
 from skymemory.files import read_bounded
+from skymemory.text import write_line
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 signal.signal(number, lambda *_: daemon.stop())
             for address, listener in listeners:
                 where = address if address.path else replace(address, port=listener.getsockname()[1])
-                print(f"the store {store.name} is served at {where} until Ctrl-C", flush=True)
+                write_line(f"the store {store.name} is served at {where} until Ctrl-C")
             daemon.serve([listener for _, listener in listeners])
         finally:
             for address, listener in listeners:

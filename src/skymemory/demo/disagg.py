@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from skymemory.demo.engines import (
     constellation,
+    environment_hint,
     own_engine,
     random_model,
     router,
@@ -34,7 +35,7 @@ from skymemory.demo.engines import (
 )
 from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.resources import contention, slowdown
-from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
+from skymemory.engine.inputs import check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.progress import Progress
 from skymemory.text import Table, width_of, write
@@ -90,11 +91,7 @@ def run_disagg(args: argparse.Namespace) -> int:
     python = args.python.absolute()
     own = args.engine == "own" or (args.engine is None and not python.is_file())
     if not own and not python.is_file():
-        raise InvalidInput(
-            f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM, --engine own does "
-            "without"
-        )
-    check_engine_installed("small" if args.model is None else None)
+        raise InvalidInput(f"--python {args.python}: no such file; {environment_hint()}; --engine own does without")
     if args.model is not None:
         check_model_folder(args.model)
     progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown() * contention(2)

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skymemory.engine.vllm.settings import transfer_config
+from skymemory.installation import make_command
 from skymemory.progress import Progress
-from skymemory.serving.cluster.supervisor import guard
-from skymemory.testbed.liveness import StartWait
+from skymemory.testbed.liveness import StartWait, guard
 
 _GRACE_S = 15.0
 _SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
@@ -152,6 +152,14 @@ def vllm_server(
         "vLLM",
         folder / f"{name}.log",
         {"PYTHONPATH": our_package(), **quiet, **cpu},
+    )
+
+
+def environment_hint() -> str:
+    """How to come to an environment with vLLM, for errors."""
+    return (
+        f"{make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, or name the Python of any "
+        "other"
     )
 
 

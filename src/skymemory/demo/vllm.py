@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from skymemory.demo.engines import constellation, our_package, random_model, store_daemon, vllm_server
+from skymemory.demo.engines import constellation, environment_hint, our_package, random_model, store_daemon, vllm_server
 from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.resources import slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
@@ -38,7 +38,7 @@ def run_vllm(args: argparse.Namespace) -> int:
 
     python = args.python.absolute()
     if not python.is_file():
-        raise InvalidInput(f"--python {args.python}: no such file; `make demo-vllm` makes an environment with vLLM")
+        raise InvalidInput(f"--python {args.python}: no such file; {environment_hint()}")
     if args.model is None:
         check_engine_installed("small")
     else:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skymemory import native
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, not_utf8
 
 Buffer = bytes | bytearray | memoryview
 BlockHash = bytes
@@ -93,7 +93,7 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
     try:
         return hashlib.sha256(_KEY_TAG + namespace_digest + key.encode()).digest()
     except UnicodeEncodeError as error:
-        raise InvalidInput(f"key {key!r} is not encodable as UTF-8 ({error.reason})") from None
+        raise not_utf8(f"key {key!r}", error) from None
 
 
 def _token_bytes(tokens: Tokens) -> bytes | memoryview:

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-from skymemory.errors import InvalidInput
+from skymemory.errors import InvalidInput, not_utf8
 
 ENCODING_VERSION = 1
 DEFAULT_BLOCK_TOKENS = 128
@@ -51,7 +51,7 @@ class CacheContext:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise InvalidInput(f"cache context: {name} is not encodable as UTF-8 ({error.reason})") from None
+                raise not_utf8(f"cache context: {name}", error) from None
         if not isinstance(self.lossless, bool):
             raise InvalidInput(f"cache context: lossless must be True or False, got {self.lossless!r}")
         tokens = self.block_tokens

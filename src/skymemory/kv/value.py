@@ -19,7 +19,7 @@ import struct
 from dataclasses import dataclass
 
 from skymemory import native
-from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge
+from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueTooLarge, not_utf8
 from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
@@ -67,7 +67,7 @@ class ValueHeader:
         try:
             name_bytes = len(self.name.encode())
         except UnicodeEncodeError as error:
-            raise InvalidInput(f"name {self.name!r} is not encodable as UTF-8 ({error.reason})") from None
+            raise not_utf8(f"name {self.name!r}", error) from None
         if name_bytes > MAX_NAME_BYTES:
             raise ValueTooLarge(f"a name of {name_bytes} bytes: the limit is {MAX_NAME_BYTES}")
         if self.layout is not None and self.layout.block_bytes != self.raw_bytes:

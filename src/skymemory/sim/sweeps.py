@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, Literal, TypeVar, get_args
 
 from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
+from skymemory.forks import interrupts_held
 
 Cell = TypeVar("Cell")
 Answer = TypeVar("Answer")
@@ -58,18 +61,47 @@ def sweep(
             progress(number + 1, len(cells))
         return answers
     # Spawned, not forked: a fork would copy threads' locks (BLAS, sockets) in whatever state they are.
+    before = set(active_children())
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(run, cell): number for number, cell in enumerate(cells)}
         try:
+            with interrupts_held():
+                futures = {pool.submit(_run_in_worker, run, cell): number for number, cell in enumerate(cells)}
             for done, future in enumerate(as_completed(futures), 1):
                 keep(futures[future], future.result())
                 progress(done, len(cells))
         except BrokenProcessPool as error:  # most often the kernel's out-of-memory killer
             raise SkyMemoryError(f"one of {jobs} worker processes was killed: run fewer in parallel") from error
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # a signal that the workers may not have received
+                for worker in set(active_children()) - before:
+                    if worker.pid is not None:
+                        with suppress(ProcessLookupError):
+                            os.kill(worker.pid, signal.SIGINT)
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
+
+
+_is_interrupted = False
+"""Whether this process is a worker that SIGINT has reached."""
+
+
+def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:
+    """Runs the cell where SIGINT, which a terminal sends to all processes, is an answer as any other error is.
+    Everywhere else in a worker it would print where the worker was, or leave half an answer in the pipe for which the
+    parent waits forever.
+    """
+    global _is_interrupted
+    try:
+        if _is_interrupted:
+            raise KeyboardInterrupt
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        return run(cell)
+    except KeyboardInterrupt:
+        _is_interrupted = True
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def has_ray() -> bool:

@@ -20,6 +20,7 @@ from skymemory.constellation.sight import OrbitSight
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.constellation.visibility import WGS84_E2, ground_angle_rad
 from skymemory.errors import ConstellationError, InvalidInput
+from skymemory.installation import make_command
 from skymemory.protocol.satellite.state import SatelliteConfig
 from skymemory.testbed.connect import clock_of, shell_of
 from skymemory.testbed.plan import ConstellationPlan, HostShare
@@ -70,7 +71,11 @@ def daemon_path() -> Path:
     beside = Path(sys.executable).with_name(DAEMON)
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(DAEMON)
     if found is None:
-        raise ConstellationError(f"no {DAEMON} beside {sys.executable}: build the satellite in C with `make flight`")
+        raise ConstellationError(
+            f"no {DAEMON} beside {sys.executable}: {make_command('flight')} builds the "
+            f"satellite in C; where this Python is not of that tree's .venv, set {DAEMON_SETTING} to its "
+            f"build/flight/{DAEMON}"
+        )
     return Path(found)
 
 

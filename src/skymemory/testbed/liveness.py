@@ -1,11 +1,13 @@
-"""Whether a process that starts makes progress: it logs, reads files, uses a processor or waits for one.
+"""Whether a process that starts makes progress: it logs, reads files, uses a processor or waits for one. And a guard
+that ends a process when this one ends.
 
-Linux' ``/proc`` says so. Where there is none, only the log and the time count.
+Linux' ``/proc`` says so of progress. Where there is none, only the log and the time count.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ IDLE_S, MOST_S = 60.0, 1800.0
 _LOOK_S = 0.5
 _READ_BYTES_PER_S = 1 << 20
 """A process that reads files at this rate is loading, however little of a processor it uses."""
+_GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
+"""Of a service that does not end with its standard input: a shell whose own ends with us, and which then ends it."""
 
 
 def wanted_s(pid: int) -> float | None:
@@ -205,3 +209,14 @@ class StartWait:
             did = "it waited for a processor"
         if did:
             self._progress_s, self._did = now_s, did
+
+
+def guard(pid: int) -> subprocess.Popen[bytes]:
+    """Ends the process group ``pid`` when this process ends, however it does: kill the guard first to keep it."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

@@ -160,7 +160,7 @@ def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str
     lines += ["", *flowed(legend, columns)]
     handovers = shown.handovers
     if handovers:
-        lines += ["", f"handed over since they were set: {_count(len(handovers), 'server')}"]
+        lines += ["", *wrapped(f"handed over since they were set: {_count(len(handovers), 'server')}", columns)]
         lines += [
             f"  {server + 1:>{width - 2}}:  {_figure_style(source)} → {_figure_style(target)}"
             for server, source, target in handovers[:LISTED_HANDOVERS]

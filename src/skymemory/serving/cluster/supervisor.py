@@ -29,6 +29,7 @@ import msgspec
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.files import read_bounded, write_private
 from skymemory.serving.cluster.services import HOST, KINDS, Service
+from skymemory.testbed.liveness import guard
 from skymemory.testbed.run_directory import ProcessRecord, process_start
 
 STATE_NAME = "cluster-state.json"
@@ -51,8 +52,6 @@ _MISSES = 3
 """Failed checks in a row after which a healthy service counts as unhealthy. It is not ended for that: it may be busy.
 """
 _TAIL_BYTES = 4096
-_GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
-"""Of a service that does not end with its standard input: a shell whose own ends with us, and which then ends it."""
 
 
 @dataclass(slots=True)
@@ -348,17 +347,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def guard(pid: int) -> subprocess.Popen[bytes]:
-    """Ends the process group ``pid`` when this process ends, however it does: kill the guard first to keep it."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, str(pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def free_ports(count: int, host: str = HOST) -> list[int]:

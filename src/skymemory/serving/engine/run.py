@@ -20,6 +20,7 @@ from aiohttp import web
 from skymemory.addresses import format_address
 from skymemory.engine.models import ReadyModel, ready_model
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_listen
+from skymemory.forks import interrupts_held
 from skymemory.progress import Progress
 from skymemory.serving.engine.caches import PrefixCaches
 from skymemory.serving.engine.events import KVPublisher
@@ -303,7 +304,8 @@ def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]
             listeners.append(bound(settings.host, settings.port + at if settings.port else 0))
         sys.stdout.flush()  # else each child would print what is buffered, too
         line, held = os.pipe()
-        children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
+        with interrupts_held():
+            children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
     finally:
         for listener in listeners:
             listener.close()
@@ -326,6 +328,8 @@ def _forked(
         return pid
     code = 1
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(held)
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
@@ -350,9 +354,14 @@ def _end_with(line: int) -> None:
 
 
 def _wait_for(children: set[int]) -> None:
-    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM; when one fails, the others are stopped."""
+    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM, which ends those that still load; when one fails, the
+    others are stopped.
+    """
+    stopped = False
 
     def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
         for pid in children:
             os.kill(pid, signal.SIGTERM)
 
@@ -362,7 +371,8 @@ def _wait_for(children: set[int]) -> None:
         while children:
             pid, status = os.wait()
             children.discard(pid)
-            if os.waitstatus_to_exitcode(status) and not failed:
+            code = os.waitstatus_to_exitcode(status)
+            if code and not failed and not (stopped and code == -signal.SIGTERM):
                 failed = pid
                 stop()
     finally:

@@ -268,7 +268,12 @@ class Scenario:
         Raises:
             InvalidInput: it cannot be read, an unknown key (with the nearest known one), an impossible value.
         """
-        return cls.of(read_toml(path), str(path), path.parent)
+        found = read_toml(path)
+        if not found:  # all keys have defaults, but a file without any is more likely one that was not written
+            raise InvalidInput(
+                f"{path}: it has no key of a scenario: expected at least one, such as title or [workload]"
+            )
+        return cls.of(found, str(path), path.parent)
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
