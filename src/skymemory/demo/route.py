@@ -59,8 +59,10 @@ _CONTEXT = bytes(32)
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
 """Of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers, bytes."""
 OFFERED = 0.85
-"""Tokens that arrive per second, as a part of what the engines together compute where nothing is cached."""
+"""Of what the engines together can answer where nothing is cached."""
 PROBE_TOKENS = 600
+_PROBES = 2
+"""For each engine, at once."""
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Plans for the time that the README promises, with a margin."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
@@ -92,6 +94,20 @@ class Load:
     """Blocks of 16 tokens that one cache needs to hold everything."""
     best_hits: float
     """Share of tokens that one such cache would supply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of all engines together."""
+
+    tokens_per_s: float
+    """Of prompts, none of them cached."""
+    request_s: float
+    """That an answer takes besides."""
+
+    def span_s(self, load: Load) -> float:
+        """Within which a load is sent, so that queues form but do not grow without end."""
+        return (load.tokens / self.tokens_per_s + len(load.asked) * self.request_s) / OFFERED
 
 
 def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> Load:
@@ -177,20 +193,25 @@ class Stage:
         for row in self.rows:
             row.requests = requests
 
-    async def measure(self, seed: int) -> float:
-        """Tokens per second that the engines compute together, none of them cached."""
+    async def measure(self, seed: int) -> Speed:
+        """How fast the engines compute together, none of the prompts cached."""
         dice = random.Random(seed)
 
-        async def one(url: str) -> int:
-            text = " ".join(str(dice.randrange(10**6)) for _ in range(PROBE_TOKENS // 4))
+        async def one(url: str, prompt_tokens: int, new_tokens: int) -> int:
+            text = " ".join(str(dice.randrange(10**6)) for _ in range(prompt_tokens // 4))
             answer = await Client(self.client, Target(url, "small", patience_s=PATIENCE_S)).probe(
-                text, 1, time.perf_counter
+                text, new_tokens, time.perf_counter
             )
             return answer.prompt_tokens or 0
 
-        began_s = time.perf_counter()
-        tokens = sum(await asyncio.gather(*(one(url) for url in self.urls for _ in range(2))))
-        return tokens / (time.perf_counter() - began_s)
+        async def all_of(prompt_tokens: int, new_tokens: int) -> tuple[int, float]:
+            began_s = time.perf_counter()
+            asked = (one(url, prompt_tokens, new_tokens) for url in self.urls for _ in range(_PROBES))
+            return sum(await asyncio.gather(*asked)), time.perf_counter() - began_s
+
+        tokens, seconds = await all_of(PROBE_TOKENS, 1)
+        _, short_s = await all_of(4, sum(NEW_TOKENS) // 2)
+        return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
     async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
         """The requests of one round, through a router of this strategy over engines that have nothing cached."""
@@ -277,7 +298,7 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
-    tokens, distinct = _tokens(loads), _distinct(loads)
+    distinct = _distinct(loads)
     cache_blocks = max(1, int(distinct * CACHE_SHARE))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skymemory-demo-route-")))
@@ -303,24 +324,25 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
                 if _seconds_of(loads, speed, order, around_s) <= left_s:
                     break
                 loads = _loads(args, count, 1, characters)
-            tokens, distinct = _tokens(loads), _distinct(loads)
+            distinct = _distinct(loads)
         requests = sum(len(load.asked) for load in loads)
         stage.expect(requests)
         estimate_s = progress.seconds + _seconds_of(loads, speed, order, around_s)
         screen.say(
-            f"{requests} prompts, {tokens / requests:,.0f} tokens each on average; one cache with room for everything "
-            f"would supply {_best_hits(loads):.0%} of them"
+            f"{requests} prompts, {_tokens(loads) / requests:,.0f} tokens each on average; one cache with room for "
+            f"everything would supply {_best_hits(loads):.0%} of them"
         )
         screen.say(
             f"{ENGINES} engines, one thread and {cache_blocks:,} blocks of cache each "
-            f"({min(1.0, cache_blocks / distinct):.0%} of what is asked); together {speed:,.0f} tokens/s uncached, of "
-            f"which {OFFERED:.0%} are sent: {tokens / (OFFERED * speed):.0f} s of requests for each strategy"
+            f"({min(1.0, cache_blocks / distinct):.0%} of what is asked); together {speed.tokens_per_s:,.0f} tokens/s "
+            f"uncached; {OFFERED:.0%} of what they can answer is sent: {sum(map(speed.span_s, loads)):.0f} s of "
+            "requests for each strategy"
         )
         say_estimate(progress, estimate_s)
         for at, load in enumerate(loads):
             for row in reversed(stage.rows) if at % 2 else stage.rows:
                 words_of = router_words(row.strategy, folder)
-                await stage.run(row, words_of, load, load.tokens / (OFFERED * speed))
+                await stage.run(row, words_of, load, speed.span_s(load))
                 if not screen.live:
                     screen.say("; ".join(figures(row)))
         if screen.live:
@@ -346,9 +368,9 @@ def _distinct(loads: Sequence[Load]) -> float:
     return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
-def _seconds_of(loads: Sequence[Load], speed: float, strategies: Sequence[str], around_s: float) -> float:
+def _seconds_of(loads: Sequence[Load], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
     """Seconds of all requests under all strategies; ``around_s``: of the routers' starts in one round."""
-    return len(strategies) * _tokens(loads) / (OFFERED * speed) * _TAIL + len(loads) * around_s
+    return len(strategies) * sum(map(speed.span_s, loads)) * _TAIL + len(loads) * around_s
 
 
 def _best_hits(loads: Sequence[Load]) -> float:
