@@ -569,10 +569,14 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             if self.has_failed:
                 self.undo()
             return
-        held = self.tokens() if all(layer.in_place for layer in self._attention) else _NO_TOKENS
-        stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(held)}
+        self._empty(self.tokens())
+
+    def _empty(self, known: Tokens) -> None:
+        """Empty it; ``known``, if it is still in the room, is what the next forward pass may take from there."""
+        loaded = known if all(layer.in_place for layer in self._attention) else _NO_TOKENS
+        stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(loaded)}
         self.reset()
-        self.loaded, self.stops = held, stops
+        self.loaded, self.stops = loaded, stops
 
     @property
     def held(self) -> int:
@@ -681,10 +685,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def undo(self) -> None:
         """Empty it after a first pass that failed; what was loaded can still be used."""
-        loaded = self.loaded if all(layer.in_place for layer in self._attention) else _NO_TOKENS
-        stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(loaded)}
-        self.reset()
-        self.loaded, self.stops = loaded, stops
+        self._empty(self.loaded)
 
     def passed(self) -> None:
         """The forward pass has ended."""
