@@ -2,16 +2,20 @@
 
 `python benchmarks/guard.py` builds TinyLlama's 22 layers, narrow (the number of modules counts, not their size), and
 prints medians: of the look that comes at each load, first forward pass and store, and of all that a call waits for.
+`--json docs/benchmarks/guard.json` keeps them.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from _bench import write_json
 
 from skymemory import KVCManager
 from skymemory.engine.identity import Care
@@ -61,6 +65,9 @@ def step_s(kvc: KVCManager, cache: SkyCache) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
     shape = {
         **TINYLLAMA_SHAPE,
         "hidden_size": 64,
@@ -87,12 +94,21 @@ def main() -> None:
         model(ids[:, held:], past_key_values=cache)
         steps = [1e6 * step_s(kvc, cache) for _ in range(RUNS)]
         again = 1e6 * statistics.median(guard_s(kvc, step_of(cache))[0] for _ in range(RUNS))
-    first, step = statistics.median(firsts), statistics.median(steps)
+    row = {
+        "modules": modules,
+        "prompt_tokens": PROMPT_TOKENS,
+        "look_us": look,
+        "step_look_us": step_look,
+        "first_call_us": statistics.median(firsts),
+        "step_us": statistics.median(steps),
+        "step_again_us": again,
+    }
     print(
         f"{modules} modules, prompts of {PROMPT_TOKENS} tokens: a look at the model {look:.0f} us, at a step "
-        f"{step_look:.0f} us; all of the guard at the first call {first:.0f} us, at a decoding step {step:.0f} us, "
-        f"{again:.0f} us where the one before was just now"
+        f"{step_look:.0f} us; all of the guard at the first call {row['first_call_us']:.0f} us, at a decoding step "
+        f"{row['step_us']:.0f} us, {again:.0f} us where the one before was just now"
     )
+    write_json(args.json, "guard", 1, [row])
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """What a hit costs of a model with sliding windows: bytes and time, for 26 layers, five with a window to one without.
 
 `python benchmarks/windows.py` stores 8,192 tokens of keys and values of Gemma 3 1B's shape (bfloat16, one head of 256)
-and loads them, from memory and from disk; the model itself is narrow, and computes them once. Prints the median of
-each way's loads.
+and loads them, from memory and from disk; the model itself is narrow, and computes them once. Beside it the same where
+no layer has a window. Prints the median of each way's loads; `--json docs/benchmarks/windows.json` keeps them.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from _bench import print_table, write_json
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from skymemory import KVCManager, open_store
@@ -19,8 +22,8 @@ from skymemory import KVCManager, open_store
 LAYERS, HEAD_DIM, TOKENS, RUNS = 26, 256, 8192, 7
 
 
-def model_of(window: int) -> Gemma3ForCausalLM:
-    kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(LAYERS)]
+def model_of(window: int | None) -> Gemma3ForCausalLM:
+    kinds = ["sliding_attention" if window and layer % 6 != 5 else "full_attention" for layer in range(LAYERS)]
     config = Gemma3TextConfig(
         hidden_size=64,
         intermediate_size=64,
@@ -30,7 +33,7 @@ def model_of(window: int) -> Gemma3ForCausalLM:
         head_dim=HEAD_DIM,
         vocab_size=512,
         max_position_embeddings=2 * TOKENS,
-        sliding_window=window,
+        sliding_window=window or TOKENS,
         layer_types=kinds,
         dtype="bfloat16",
     )
@@ -38,10 +41,13 @@ def model_of(window: int) -> Gemma3ForCausalLM:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
     torch.set_num_threads(1)
     ids = torch.randint(3, 500, (1, TOKENS + 16), generator=torch.Generator().manual_seed(1))
-    print("| window | store | MB of a hit | ms |\n| ---: | --- | ---: | ---: |")
-    for window in (512, 1024):
+    rows: list[dict[str, Any]] = []
+    for window in (512, 1024, None):
         model = model_of(window)
         for kind in ("memory", "disk"):
             with tempfile.TemporaryDirectory() as folder:
@@ -51,8 +57,14 @@ def main() -> None:
                     kvc.blocks.compute.took(1000, 1000.0)  # else loading is given up for computing, which is narrow
                     results = [kvc.get_cache_ids(ids).result for _ in range(RUNS)]
                 assert all(result.cached_tokens == TOKENS for result in results)
-                took_ms = 1e3 * statistics.median(result.total_s for result in results[1:])
-                print(f"| {window} | {kind} | {results[-1].size_bytes / 1e6:.1f} | {took_ms:.1f} |")
+                took_s = statistics.median(result.total_s for result in results[1:])
+                rows.append({"window": window, "store": kind, "size_bytes": results[-1].size_bytes, "load_s": took_s})
+    table = [
+        [str(row["window"] or "none"), row["store"], f"{row['size_bytes'] / 1e6:.1f}", f"{1e3 * row['load_s']:.1f}"]
+        for row in rows
+    ]
+    print_table(f"A hit of {TOKENS:,} tokens", ["window", "store", "MB", "ms"], table)
+    write_json(args.json, "windows", 1, rows)
 
 
 if __name__ == "__main__":

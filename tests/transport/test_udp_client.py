@@ -10,7 +10,7 @@ from skymemory import native
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol.client.machine import ClientConfig
 from skymemory.protocol.clock import MoveClock, SkyMap
-from skymemory.protocol.wire import SegmentBatch, Slices
+from skymemory.protocol.wire import Op, SegmentBatch, Slices, parse_packet
 from skymemory.transport.udp_client import UdpClient
 from skymemory.transport.udp_socket import BatchSocket
 
@@ -46,6 +46,18 @@ def sockets() -> Iterator[tuple[UdpClient, BatchSocket, BatchSocket]]:
         client.machine = Saying()  # type: ignore[assignment]
         yield client, one, two
         client.close()
+
+
+def test_requests_are_numbered_as_a_stranger_cannot_guess() -> None:
+    sky, firsts = SkyMap(Torus(3, 3), SatelliteId(1, 1)), set()
+    for _ in range(3):
+        client = UdpClient(ClientConfig(7), sky, MoveClock(), {})
+        client.machine.ask(Op.PING, b"", ONE, client.now_s())
+        ((batch, _),) = client.machine.datagrams_to_send(client.now_s())
+        (packet,) = batch.datagrams()
+        firsts.add(parse_packet(packet).header.request_id)
+        client.close()
+    assert len(firsts) == 3
 
 
 def received(sock: BatchSocket) -> list[bytes]:

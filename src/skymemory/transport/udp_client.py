@@ -9,6 +9,7 @@ While satellites are silent, a thread serves the machine's timers between calls 
 from __future__ import annotations
 
 import math
+import secrets
 import select
 import socket
 import threading
@@ -128,7 +129,8 @@ class UdpClient:
         self._refresh_s = -math.inf
         self._sock = BatchSocket(bind_ip, 0)
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
-        self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock)
+        first_request_id = 1 + secrets.randbelow(0xFFFFFFFF)  # no stranger guesses it, nor answers with what it recorded
+        self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock, first_request_id)
         self._satellites = dict(satellites)
         self._clock = UnixClock()
         self._clock.count_from(unix_at_boot_s)

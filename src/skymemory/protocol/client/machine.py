@@ -201,7 +201,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 class ClientMachine:
     """One ground host's conversations with the constellation."""
 
-    def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock) -> None:
+    def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
         self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
         self.counters = Counters()
         self._sky = sky
@@ -217,7 +217,13 @@ class ClientMachine:
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
-            self._peers, self._gateway, config.give_up_s, config.ground, config.window_bytes, config.authority
+            self._peers,
+            self._gateway,
+            config.give_up_s,
+            config.ground,
+            config.window_bytes,
+            config.authority,
+            first_request_id,
         )
         self._gate: ClientGate | None = None
         """With one, only what is new is a sign of life: an answer later than those before it, and DATA with new chunks.

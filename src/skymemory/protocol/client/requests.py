@@ -143,9 +143,10 @@ class InFlight:
         ground: int,
         credit_bytes: int,
         authority: Authority | None = None,
+        first_request_id: int = 1,
     ) -> None:
         """``gateway`` None: every satellite has a beam of its own. ``give_up_s``: how long to wait for a silent
-        satellite. ``authority`` signs packets; None: no MACs.
+        satellite. ``authority`` signs packets; None: no MACs. Requests are numbered from ``first_request_id``.
         """
         self.by_id: dict[int, Request] = {}
         self.awaited: dict[int, Landing] = {}
@@ -160,7 +161,7 @@ class InFlight:
         self._authority = authority
         self._alarm_s = math.inf
         """No deadline is earlier; deadlines are postponed far more often than they pass."""
-        self._next_request_id = 1
+        self._next_request_id = first_request_id
         self._sequence = 0
 
     # --- sending ---
