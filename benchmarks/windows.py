@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import print_table, write_json
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from _bench import print_table, write_json
 from skymemory import KVCManager, open_store
 
 LAYERS, HEAD_DIM, TOKENS, RUNS = 26, 256, 8192, 7

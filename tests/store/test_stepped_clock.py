@@ -11,7 +11,10 @@ from tests.cache.tiers import test_contract as tiers
 from tests.contract.store_contract import Tier
 from tests.serving.resp import test_daemon
 from tests.store import test_disk_contract, test_redis, test_sealed
+from tests.store.conftest import connection, udp_store
 from tests.store.sky import test_contract
+
+from skymemory.protocol.wire import Op
 
 shared_server, running = test_redis.shared_server, test_daemon.running
 STEPS_S = (0.0, 40.0, -40.0, 86_400.0, -86_400.0)
@@ -59,3 +62,15 @@ class TestRedis(Stepped, test_redis.TestRedis):
 @pytest.mark.slow
 class TestOurClientThroughTheDaemon(Stepped, test_daemon.TestOurClientThroughIt):
     pass
+
+
+def test_a_question_under_way_outlives_a_wall_clock_that_is_set() -> None:
+    with udp_store() as store:
+        client = connection(store)
+        with client.lock:
+            number = client.machine.ask(Op.PING, b"", store._sky.torus.satellites()[0], client.now_s())
+        tomorrow_s = time.time() + 86_400
+        client._clock._wall = lambda: tomorrow_s
+        assert client.run([number])[number].ok
+        assert client.machine.breaker.closed
+        assert abs(client.now_s() - tomorrow_s) < 60, "then it is followed"

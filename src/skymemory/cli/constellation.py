@@ -256,8 +256,8 @@ def _add_auth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auth",
         choices=("off", "on", "answers", "every"),
-        help="MACs on commands alone (on), on commands and all answers to clients except data (answers, default, with "
-        "new keys), on every packet (every), or none (off)",
+        help="MACs on commands alone (on), on commands with the payloads of writes and all answers to clients except "
+        "data (answers, default, with new keys), on every packet (every), or none (off)",
     )
     parser.add_argument(
         "--keys", type=Path, metavar="FILE", help="key file from `skymemory keys new` (default: new keys)"

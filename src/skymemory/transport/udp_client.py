@@ -129,7 +129,9 @@ class UdpClient:
         self._refresh_s = -math.inf
         self._sock = BatchSocket(bind_ip, 0)
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
-        first_request_id = 1 + secrets.randbelow(0xFFFFFFFF)  # no stranger guesses it, nor answers with what it recorded
+        first_request_id = 1 + secrets.randbelow(
+            0xFFFFFFFF
+        )  # no stranger guesses it, nor answers with what it recorded
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock, first_request_id)
         self._satellites = dict(satellites)
         self._clock = UnixClock()
@@ -188,8 +190,8 @@ class UdpClient:
         call to send and one or two to receive, and no operation.
         """
         machine = self.machine
-        self._look_at_wall_clock()
         with self._lock:
+            self._look_at_wall_clock()
             now_s = self.now_s()
             plain = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
             if plain is None:
@@ -220,8 +222,8 @@ class UdpClient:
         small value are under way.
         """
         machine = self.machine
-        self._look_at_wall_clock()
         with self._lock:
+            self._look_at_wall_clock()
             how = key, value, chunk_bytes, strategy, servers, self.now_s()
             plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
             if plain is None:
@@ -249,10 +251,11 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        if self._authority is None:
-            self._clock.follow_wall()
-        else:
+        """With the lock held. The clock is not set while operations are under way: their deadlines would have passed."""
+        if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
+        elif self.machine.idle:
+            self._clock.follow_wall()
 
     # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
     # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one
@@ -260,9 +263,9 @@ class UdpClient:
     # with the lock held.
 
     def _run(self, call: _Call) -> dict[int, Finished]:
-        self._look_at_wall_clock()
         try:
             with self._lock:
+                self._look_at_wall_clock()
                 self._begin(call)
             while not call.ended(self.now_s):
                 if self._leader is call:
@@ -311,6 +314,7 @@ class UdpClient:
             self._leader, self._leader_sleeps_until_s = None, -math.inf
         if self._leader is None and self._calls:
             next(iter(self._calls)).wake()
+        self._look_at_wall_clock()
         if self._closed and not self._calls:
             self._close_sockets()
         elif self.machine.probing and self._probe_thread is None and not call.any_of_them and not self._closed:

@@ -482,6 +482,11 @@ class ClientMachine:
         self._gone.clear()
         return gone
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way but probes of silent satellites."""
+        return self._operations.keys() <= self._probes
+
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
         operation = Operation(self._next_number, transfer, now_s, report)
         self._next_number += 1
