@@ -251,7 +251,7 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """With the lock held. The clock is not set while operations are under way: their deadlines would have passed."""
+        """With the lock held. The clock is not set while operations are under way: their deadlines would pass."""
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
         elif self.machine.idle:
