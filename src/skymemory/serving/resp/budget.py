@@ -106,7 +106,9 @@ class ByteBudget:
         return self._room.used_bytes
 
     def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
-        """Waits for room; False where none came within ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
+        """Waits for room; False where none came within ``timeout_s``, or little more. Up to ``brief_bytes`` are admitted
+        at once.
+        """
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
@@ -133,7 +135,7 @@ class ByteBudget:
                     return False
                 if room.waiting[0] is waiter and (payer := room.payer(now_s)) is not None:
                     self._charge(payer)
-                self._freed.wait(min(ends_s - now_s, _LOOK_AGAIN_S))
+                self._freed.wait(_LOOK_AGAIN_S)
             return True
         finally:
             claim.waits = False
