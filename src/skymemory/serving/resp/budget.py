@@ -106,9 +106,7 @@ class ByteBudget:
         return self._room.used_bytes
 
     def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
-        """Waits for room; False where none came within ``timeout_s``, or little more. Up to ``brief_bytes`` are admitted
-        at once.
-        """
+        """Wait for room; False where none came in about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
