@@ -17,8 +17,8 @@ from skymemory.transport import udp_socket as sources
 from skymemory.transport.udp_socket import ANY, ANY_IPV6, source_address, source_towards
 
 
-def plan_of(*ips: str) -> ConstellationPlan:
-    hosts = local_hosts("testbed-19x5", 5, 26_000)
+def plan_of(*ips: str, base_port: int = 26_000) -> ConstellationPlan:
+    hosts = local_hosts("testbed-19x5", 5, base_port)
     return make_plan(
         "testbed-19x5",
         hosts=[dataclasses.replace(host, ip=ip) for host, ip in zip(hosts, ips * 5, strict=False)],
@@ -139,6 +139,10 @@ def test_a_client_of_other_computers_is_not_to_be_reached_by_other_ways() -> Non
     """By sockets: it listens at the outward address, so what is sent to loopback does not come to it."""
     here = own_address()
     plan = plan_of("127.0.0.1", here)
+    centre_ip, centre_port = plan.addresses()[plan.centre]
+    silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    silent.bind((centre_ip, 0))
+    plan = plan_of("127.0.0.1", here, base_port=silent.getsockname()[1] - (centre_port - 26_000))
     client = client_of(plan, "los", 0.0, 0.1)
     try:
         assert client.address[0] == here
@@ -151,3 +155,4 @@ def test_a_client_of_other_computers_is_not_to_be_reached_by_other_ways() -> Non
                 sock.recv(1)
     finally:
         client.close()
+        silent.close()
