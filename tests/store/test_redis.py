@@ -27,6 +27,9 @@ from skymemory.store import redis
 from skymemory.store.base import Presence
 from skymemory.store.redis import NAMESPACE, Link, RedisStore, opened, pack, trailer_of
 
+PATIENCE_S = 10.0
+"""For a server that answers: beside other programs it takes its time."""
+
 
 @pytest.fixture(scope="module")
 def shared_server() -> Iterator[RedisServer]:
@@ -55,12 +58,14 @@ class TestRedis(StoreContract):
         raw.ask([pack(b"FLUSHALL")], 1)
         raw.close()
         clock = Clock()
-        store = RedisStore(shared_server.url, timeout_s=0.5, clock=clock)
+        store = RedisStore(shared_server.url, timeout_s=PATIENCE_S, clock=clock)
 
         @contextmanager
         def outage() -> Iterator[None]:
             shared_server.process.send_signal(signal.SIGSTOP)
+            store._link._timeout_s = 0.5
             yield
+            store._link._timeout_s = PATIENCE_S
             shared_server.process.send_signal(signal.SIGCONT)
             clock.later(5.0)  # it rests after a timeout
 
@@ -157,9 +162,10 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
         begin(patience, timeout_s)
 
     clock = Clock()
-    store = RedisStore(server.url, timeout_s=0.2, clock=clock)
-    store.put_many([(key(1), value(1))])
+    store = RedisStore(server.url, timeout_s=PATIENCE_S, clock=clock)
+    assert store.put_many([(key(1), value(1))]) == [True]
     server.process.send_signal(signal.SIGSTOP)
+    store._link._timeout_s = 0.2
     monkeypatch.setattr(redis.Deadline, "begin", begun)
     started_s = time.monotonic()
     for _ in range(5):
@@ -167,6 +173,7 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
     assert time.monotonic() - started_s > 0.15 and waits_s == [0.2], "one timeout, then rest"
     server.process.send_signal(signal.SIGCONT)
     clock.now_s += redis._REST_S
+    store._link._timeout_s = PATIENCE_S
     assert store.get_many([key(1)]) == [value(1)]  # and not the answer to an earlier question
     store.close()
 
@@ -237,10 +244,11 @@ STRANGE = (
 @pytest.mark.parametrize("banner", STRANGE)
 @pytest.mark.parametrize("who", ["", ":word@", "user:word@"])
 def test_who_does_not_speak_redis_is_a_miss(banner: bytes, who: str) -> None:
+    passes = banner == b"+OK\r\n" and who != ""
     with answering(lambda connection: connection.sendall(banner)) as address:
-        store = RedisStore(f"redis://{who}{address}", timeout_s=0.1)
+        store = RedisStore(f"redis://{who}{address}", timeout_s=PATIENCE_S if passes else 0.1)
         assert store.get_many([key(1)]) == [None] and store.lookup([key(1)]) == [Presence.MISS]
-        assert store.put_many([(key(1), b"x")]) == [banner == b"+OK\r\n" and who != ""]
+        assert store.put_many([(key(1), b"x")]) == [passes]
         assert store.delete([key(1)]) in ([None], [False])
         store.close()
 

@@ -224,7 +224,7 @@ def test_what_a_server_did_not_answer_is_stored_when_it_is_back(tmp_path: Path) 
     """The puts failed, and were no failures of the tier's threads: it said that it had no answer."""
     server = RedisServer(tmp_path)
     try:
-        redis = RedisStore(server.url, timeout_s=0.2)
+        redis = RedisStore(server.url)
         tiers = TieredStore([(MemoryStore(name="near"), LOCAL), (redis, TierSettings(breaker=QUICK))])
         server.stop()
         assert tiers.put_many(items(*EIGHT), places(*EIGHT)) == [True] * 8
@@ -242,7 +242,7 @@ def test_what_a_server_did_not_answer_is_stored_when_it_is_back(tmp_path: Path) 
 def test_a_named_value_is_written_back_when_the_server_that_did_not_answer_is_back(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     try:
-        redis = RedisStore(server.url, timeout_s=0.2)
+        redis = RedisStore(server.url)
         tiers = TieredStore(
             [(MemoryStore(name="near"), LOCAL), (redis, TierSettings(breaker=QUICK))],
             HierarchySettings(write_back=True),

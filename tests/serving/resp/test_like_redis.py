@@ -34,13 +34,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
     command = ["redis-server", "--port", "0", "--unixsocket", str(folder / "redis.sock"), "--save", "", "--dir"]
     with subprocess.Popen([*command, str(folder)], stdout=subprocess.DEVNULL) as process:
         try:
-            until((folder / "redis.sock").exists)
+            until(lambda: accepts(folder / "redis.sock"))
             with Elsewhere(1 << 24) as store, serving(store, folder) as (path, _, _):
                 yield str(folder / "redis.sock"), path
         finally:
             process.terminate()
             process.wait(60)
             shutil.rmtree(folder)
+
+
+def accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(path)) == 0
 
 
 def answers(path: str, *packets: bytes) -> bytes:
