@@ -455,6 +455,10 @@ class FollowedClock:
         """The moves at another time, as far as is known now; changes nothing."""
         return self._clock.moves(time_s)
 
+    def moves_before(self, now_s: float, most: int) -> list[Moves]:
+        """As ``MoveClock.moves_before``."""
+        return self._clock.moves_before(now_s, most)
+
     def sky_s(self, now_s: float) -> float:
         """Seconds since the epoch as the satellites fly."""
         return self._clock.sky_s(now_s)

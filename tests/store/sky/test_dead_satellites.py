@@ -18,6 +18,12 @@ DETECTED_S = 2.0
 """By then clients know who is dead."""
 PLANES = range(5)
 CENTRE = SatelliteId(2, 9)
+ONE_OF_THE_BOX = [
+    (access, satellite)
+    for access in ("ideal", "hybrid", "gateway", "onboard")
+    for satellite in (CENTRE, SatelliteId(2, 10), SatelliteId(1, 9), SatelliteId(3, 8))
+    if (access, satellite) != ("onboard", CENTRE)  # which carries the client itself
+]
 
 
 def key(number: int, size: int) -> bytes:
@@ -102,11 +108,11 @@ def test_with_any_plane_dead_all_new_values_are_stored_and_read(
     late.close()
 
 
-@pytest.mark.parametrize("satellite", [CENTRE, SatelliteId(2, 10), SatelliteId(1, 9), SatelliteId(3, 8)])
+@pytest.mark.parametrize(("access", "satellite"), ONE_OF_THE_BOX)
 def test_with_any_satellite_dead_all_new_values_are_stored_and_read(
-    sky: Callable[..., Sky], satellite: SatelliteId
+    sky: Callable[..., Sky], satellite: SatelliteId, access: str
 ) -> None:
-    here = sky()
+    here = sky(access=access)
     here.simulated.kill(satellite)
     here.detect()
     stored = here.put()

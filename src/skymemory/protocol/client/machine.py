@@ -256,6 +256,10 @@ class ClientMachine:
         """How far the box will have moved (or had) at another time than now."""
         return self._clock.at(time_s)
 
+    def moves_before(self, now_s: float, most: int) -> list[Moves]:
+        """The counts of moves before the present one, the latest first, at most ``most``."""
+        return self._clock.moves_before(now_s, most)
+
     def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
         """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly that.
 
@@ -852,6 +856,8 @@ class ClientMachine:
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._finish(operation, "refused", now_s)
         elif header.op is Op.UNREACHABLE:
+            if header.status is Status.NO_ROUTE and request.peer.heard_s < request.begun_s:
+                self._peers.suspects.add(request.satellite, now_s)  # its neighbours know before its silence is long enough
             self._failed(request, "unreachable", now_s)
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)

@@ -184,6 +184,8 @@ def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes]
 
 _PREVIOUS_BOX_S = 1.0
 """How long after a move the previous box is probed, too."""
+_EARLIER_BOXES = 8
+"""Boxes before the present one that are probed where satellites are silent."""
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
@@ -228,7 +230,7 @@ class Prober:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that the box holds, in at most two round trips; and whether the other keys are certainly absent:
+        """The values that the box holds, in two round trips (three where satellites are silent); and whether the other keys are certainly absent:
         all satellites that may hold them have answered.
 
         Just after a move the satellites of the previous box are asked, too: a chunk outlives its handover there. Where
@@ -252,19 +254,28 @@ class Prober:
             return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Ask the centre for all keys, the other satellites for those it lacks."""
+        """Ask the centre for all keys, the other satellites for those it lacks, those of earlier boxes for the rest."""
         centre = self._sky.centre_at(moves)
         found, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in found]
-        if unknown:
-            before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
-            boxes = [self._placement.box_satellites(at) for at in dict.fromkeys((moves, before))]
+        if not unknown:
+            return found, certain
+        before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
+        # Values may have been written around satellites that were dead, and whose return others have seen.
+        boxes = [self._sky.displaced_boxes(*self._code, moves), self._placement.box_satellites(before)]
+        with self._driver.lock:
+            boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
+        others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
+        more, all_answered = self._ask(others, unknown)
+        found.update(more)
+        certain = certain and all_answered
+        unknown = [key for key in unknown if key not in found]
+        if unknown and not certain:  # what should have been handed over to the dead stays where it was
             with self._driver.lock:
-                boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
-            others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
-            more, all_answered = self._ask(others, unknown)
-            found.update(more)
-            certain = certain and all_answered
+                earlier = self._driver.machine.moves_before(self._driver.now_s(), _EARLIER_BOXES)
+            boxes = [self._placement.box_satellites(at) for at in earlier]
+            left = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here not in others]
+            found.update(self._ask(left, unknown)[0])
         return found, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
