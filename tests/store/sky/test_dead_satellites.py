@@ -149,3 +149,27 @@ def test_another_value_under_the_same_key_replaces_what_is_around_the_dead(sky: 
     another = here.virtual.store(ground=2)
     assert is_read(here.store, name) and is_read(another, name)
     another.close()
+
+
+def test_a_deletion_is_not_confirmed_while_a_chunk_may_be_on_a_satellite_that_was_silent_at_its_handover() -> None:
+    """Its host was stopped, the box went on, and no satellite that should have the value has it."""
+    virtual = VirtualConstellation(make_plan("testbed-19x5", time_scale=60.0))
+    simulated, store = virtual.simulated, virtual.store(index=SharedIndex())
+    name = (1, 3000)
+    assert store.put_many([(key(*name), value(*name))]) == [True]
+    (holder,) = [here for here, machine in simulated.satellites.items() if key(*name) in machine.store.shares]
+    others = [*set(simulated.satellites) - {holder}, ("ground", 1), ("ground", 2)]
+    for other in others:
+        simulated.cut(holder, other)
+    moves = simulated.clock.moves(simulated.now_s)
+    while abs(simulated.clock.moves(simulated.now_s)[0] - moves[0]) < 3:
+        simulated.settle(simulated.now_s + 1.0)
+    assert store.delete([key(*name)]) == [None]
+    for other in others:
+        simulated.mend(holder, other)
+    simulated.settle(simulated.now_s + 60.0)
+    another = virtual.store(ground=2)
+    assert is_read(another, name)
+    assert store.delete([key(*name)]) == [True] and not is_read(another, name)
+    another.close()
+    store.close()

@@ -52,7 +52,7 @@ def one_silent(store: ConstellationStore, satellite: SatelliteId) -> Iterator[No
 
 def holders(store: ConstellationStore, one: bytes) -> set[SatelliteId]:
     (info,) = store._catalog.known([one]).values()
-    return set(store._holders.of(info, nearby=False))
+    return set(store._holders.of(info, "now"))
 
 
 def a_large_and_a_small_value(store: ConstellationStore) -> tuple[bytes, bytes, SatelliteId]:

@@ -559,12 +559,12 @@ class ClientMachine:
 
         return [copy(replica) for replica in range(replicas)]
 
-    def _everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
+    def everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
         """Moves that name all places where chunks of a value may have been left, those of now first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
-        return StandIns(partial(self._everywhere, transfer.info, now_s), self._peers.quiet)
+        return StandIns(partial(self.everywhere, transfer.info, now_s), self._peers.quiet)
 
     def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
         """Where its chunks are stored, now and when a packet sent now arrives."""
@@ -857,7 +857,9 @@ class ClientMachine:
             self._finish(operation, "refused", now_s)
         elif header.op is Op.UNREACHABLE:
             if header.status is Status.NO_ROUTE and request.peer.heard_s < request.begun_s:
-                self._peers.suspects.add(request.satellite, now_s)  # its neighbours know before its silence is long enough
+                self._peers.suspects.add(
+                    request.satellite, now_s
+                )  # its neighbours know before its silence is long enough
             self._failed(request, "unreachable", now_s)
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)
@@ -948,7 +950,7 @@ class ClientMachine:
         answer = Absence(
             request.satellite,
             self._clock.nearby(now_s),
-            partial(self._everywhere, transfer.info, now_s),
+            partial(self.everywhere, transfer.info, now_s),
             bool(header.flags & FLAG_SETTLED),
             (header.slot_moves, header.plane_moves),
             request.begun_s,

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Literal
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.index.radix import BlockInfo
@@ -332,6 +333,12 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
     return latest if later or len(others) == len(reported) else None
 
 
+Reach = Literal["now", "nearby", "ever"]
+"""Where the copies of a chunk are; also where they were before the last move, or will be after the next, which may come
+before a command arrives; everywhere that they may have been left since the value was set.
+"""
+
+
 class Holders:
     """The satellites that hold the chunks of a value: computed from its info and the clock, asking none."""
 
@@ -340,29 +347,39 @@ class Holders:
         self._sky = sky
         self.replicas = replicas
 
-    def shares(self, info: ValueInfo, nearby: bool) -> list[list[SatelliteId]]:
-        """Per server that has chunks of it, where these may be: its copies; ``nearby``: also where they were before
-        the last move, or will be after the next, which may come before a command arrives.
-        """
+    def shares(self, info: ValueInfo, reach: Reach) -> list[list[SatelliteId]]:
+        """Per server that has chunks of it, where these may be."""
+        machine = self._driver.machine
         with self._driver.lock:
-            r, p = self._driver.machine.moves(self._driver.now_s())
-        steps = [(0, 0), (-1, 0), (0, -1), (1, 0), (0, 1)] if nearby else [(0, 0)]
+            now_s = self._driver.now_s()
+            r, p = machine.moves(now_s)
+            moves = [(r, p)]
+            if reach == "nearby":
+                moves += [(r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]
+            elif reach == "ever":
+                moves = machine.everywhere(info, now_s)
         every = [
-            self._sky.servers_at(info.strategy, info.servers, info.set_moves, (r + slots, p + planes), replica)[
-                : info.chunks
-            ]
-            for (slots, planes), replica in product(steps, range(self.replicas))
+            self._sky.servers_at(info.strategy, info.servers, info.set_moves, at, replica)[: info.chunks]
+            for at, replica in product(moves, range(self.replicas))
         ]
         return [list(share) for share in zip(*every, strict=True)]
 
-    def of(self, info: ValueInfo, nearby: bool) -> dict[SatelliteId, None]:
+    def of(self, info: ValueInfo, reach: Reach) -> dict[SatelliteId, None]:
         """All satellites of its ``shares``."""
-        return dict.fromkeys(place for share in self.shares(info, nearby) for place in share)
+        return dict.fromkeys(place for share in self.shares(info, reach) for place in share)
+
+    def chunks_on(self, satellite: SatelliteId, infos: Iterable[ValueInfo]) -> int:
+        """How many chunks of these it should hold now."""
+        return sum(
+            len(range(server, info.chunks, info.servers)) * share.count(satellite)
+            for info in infos
+            for server, share in enumerate(self.shares(info, "now"))
+        )
 
     def pages(
         self,
         infos: Iterable[ValueInfo],
-        nearby: bool,
+        reach: Reach,
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
@@ -372,7 +389,7 @@ class Holders:
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:
             spared = but.get(info.key, ())
-            for satellite in self.of(info, nearby):
+            for satellite in self.of(info, reach):
                 if satellite not in spared:
                     by_satellite.setdefault(satellite, []).append(info)
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from skymemory.constellation.torus import SatelliteId
@@ -16,14 +17,22 @@ from skymemory.protocol.messages import (
     pack_forget,
     pack_keys,
     pack_setting,
+    unpack_count,
 )
 from skymemory.protocol.wire import Op
 from skymemory.store.base import LEASE_S
 from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders
-from skymemory.store.sky.probing import ClientDriver, ask_all
+from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
 """A command arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
+
+
+class _Places(defaultdict[bytes, set[SatelliteId]]):
+    """Satellites by key."""
+
+    def __init__(self) -> None:
+        super().__init__(set)
 
 
 class Evictor:
@@ -64,7 +73,7 @@ class Evictor:
         moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
         if moved:
             again = [info for info in moved if _setting(info) == _setting(before[info.key])]
-            kept = {info.key: self._holders.of(info, nearby=True) for info in again}
+            kept = {info.key: self._holders.of(info, "nearby") for info in again}
             self.forget([before[info.key] for info in moved], but=kept)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
@@ -92,29 +101,50 @@ class Evictor:
         Earlier releases, which forget whole keys only, do not get it: leftovers stay there until they are the oldest.
         """
         questions = []
-        for satellite, page in self._holders.pages(infos, nearby=True, but=but, most=MAX_DEAD_PER_PACKET):
+        for satellite, page in self._holders.pages(infos, "nearby", but=but, most=MAX_DEAD_PER_PACKET):
             dead = [(info.key, _setting(info)) for info in page]
             questions.append((satellite, pack_forget(dead, since_s), None))
         ask_all(self._driver, Op.FORGET, questions)
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
         """EVICT these values where their chunks are, and where they were before the last move. Returns the keys of
-        those that can no longer be read: all satellites that may hold one server's share have confirmed that they hold
-        nothing. Only these leave the index.
+        those that can no longer be read: of one server's share every copy was evicted where it belongs, or all
+        satellites on which it can ever have been left have confirmed that they hold nothing. Only these leave the
+        index.
         """
-        pages = self._holders.pages(infos, nearby=True)
-        evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
-        confirmed: dict[bytes, set[SatelliteId]] = {}  # per key, the satellites that hold nothing of it any more
-        for (satellite, page), answer in ask_all(self._driver, Op.EVICT, evicts):
-            for info in page if answer.ok else ():
-                confirmed.setdefault(info.key, set()).add(satellite)
+        holders, confirmed, emptied = self._holders, _Places(), _Places()
+        self._evict(holders.pages(infos, "nearby"), confirmed, emptied)
         gone = {
             info.key
             for info in infos
-            if any(confirmed.get(info.key, set()).issuperset(share) for share in self._holders.shares(info, True))
+            if any(
+                confirmed[info.key].issuperset(near) and emptied[info.key].issuperset(now)
+                for near, now in zip(holders.shares(info, "nearby"), holders.shares(info, "now"), strict=True)
+            )
+        }
+        # What was not found may have been evicted before, or be on a satellite that was silent at a handover.
+        rest = [info for info in infos if info.key not in gone]
+        self._evict(holders.pages(rest, "ever", but=confirmed), confirmed, emptied)
+        gone |= {
+            info.key
+            for info in rest
+            if any(confirmed[info.key].issuperset(share) for share in holders.shares(info, "ever"))
         }
         self._catalog.remove(list(gone), patient=True)
         return gone
+
+    def _evict(
+        self, pages: Iterable[tuple[SatelliteId, list[ValueInfo]]], confirmed: _Places, emptied: _Places
+    ) -> None:
+        """Adds per key the satellites that hold nothing of it any more, and those that had all that they should."""
+        evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
+        for (satellite, page), answer in ask_all(self._driver, Op.EVICT, evicts):
+            for freed in read_answer(self._driver, answer, lambda body: [unpack_count(body)]):
+                had_all = freed >= self._holders.chunks_on(satellite, page)
+                for info in page:
+                    confirmed[info.key].add(satellite)
+                    if had_all:
+                        emptied[info.key].add(satellite)
 
 
 def _setting(info: ValueInfo) -> bytes:
@@ -217,7 +247,7 @@ class Prefetcher:
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]
         if due and self._catalog.index is not None:  # without an index it is unknown which copy is the value's place
             current = self._catalog.find(list({info.key for info in due}))
-            kept = {key: self._holders.of(info, nearby=True) for key, info in current.items()}
+            kept = {key: self._holders.of(info, "nearby") for key, info in current.items()}
             self._evictor.forget(list(dict.fromkeys(due)), but=kept)
 
 

@@ -230,8 +230,8 @@ class Prober:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that the box holds, in two round trips (three where satellites are silent); and whether the other keys are certainly absent:
-        all satellites that may hold them have answered.
+        """The values that the box holds, in two round trips (three where satellites are silent); and whether the other
+        keys are certainly absent: all satellites that may hold them have answered.
 
         Just after a move the satellites of the previous box are asked, too: a chunk outlives its handover there. Where
         the answers show that the box is elsewhere, the search is repeated once.

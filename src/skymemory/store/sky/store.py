@@ -494,7 +494,7 @@ class ConstellationStore(RemoteStore):
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
-        pages = self._holders.pages(infos, nearby=False)
+        pages = self._holders.pages(infos, "now")
         with self._driver.lock:
             for satellite, page in reversed(pages) if last_first else pages:
                 body = pack_retain(what, until_s, [info.key for info in page])
@@ -504,7 +504,7 @@ class ConstellationStore(RemoteStore):
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
         """Per key, whether every satellite that holds chunks of its value has promised."""
         kept = {info.key: True for info in infos}
-        pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, nearby=False)]
+        pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
         for page, answer in ask_all(self._driver, Op.RETAIN, retains):
             outcomes = read_answer(self._driver, answer, unpack_retained)
