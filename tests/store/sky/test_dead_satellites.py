@@ -173,3 +173,63 @@ def test_a_deletion_is_not_confirmed_while_a_chunk_may_be_on_a_satellite_that_wa
     assert store.delete([key(*name)]) == [True] and not is_read(another, name)
     another.close()
     store.close()
+
+
+@pytest.mark.parametrize("size", [3000, 100_000])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_satellite_that_missed_an_overwrite_gives_nobody_the_value_before(replicas: int, size: int) -> None:
+    """It was silent for a client for a while, with the earlier value in its memory, and has answered it again since."""
+    virtual = VirtualConstellation(make_plan("testbed-19x5", replicas=replicas))
+    simulated, index = virtual.simulated, SharedIndex()
+    store, neighbour = virtual.store(index=index), virtual.store(ground=2, index=index)
+    name = (1, size)
+    assert store.put_many([(key(*name), b"before")]) == [True] and store.put_many([(key(2, 2), b"x")]) == [True]
+    simulated.cut(("ground", 1), CENTRE)
+    for number in range(3):
+        store.put_many([(key(number, 100), b"y")])
+        simulated.settle(simulated.now_s + 1.0)
+    assert store.put_many([(key(*name), value(*name))]) == [True]
+    simulated.mend(("ground", 1), CENTRE)
+    assert is_read(neighbour, name), "which owes it nothing: from another copy, or around it"
+    simulated.settle(simulated.now_s + 30.0)
+    assert is_read(store, name)
+    stranger = virtual.store(ground=3)
+    assert is_read(stranger, name) and is_read(neighbour, name)
+    for each in (store, neighbour, stranger):
+        each.close()
+
+
+def test_a_deletion_is_not_confirmed_while_the_value_before_is_on_a_silent_satellite() -> None:
+    virtual = VirtualConstellation(make_plan("testbed-19x5"))
+    simulated, store, name = virtual.simulated, virtual.store(index=SharedIndex()), (1, 3000)
+    assert store.put_many([(key(*name), value(*name))]) == [True]
+    simulated.cut(("ground", 1), CENTRE)
+    for number in range(3):
+        store.put_many([(key(number, 100), b"y")])
+        simulated.settle(simulated.now_s + 1.0)
+    assert store.put_many([(key(*name), b"later")]) == [True] and store.delete([key(*name)]) == [None]
+    simulated.mend(("ground", 1), CENTRE)
+    simulated.settle(simulated.now_s + 30.0)
+    assert store.delete([key(*name)]) == [True]
+    stranger = virtual.store(ground=3)
+    assert not is_read(stranger, name)
+    store.close()
+    stranger.close()
+
+
+def test_a_value_that_is_stored_again_as_it_was_is_not_evicted_as_replaced() -> None:
+    virtual = VirtualConstellation(make_plan("testbed-19x5", replicas=2))
+    simulated, store, name = virtual.simulated, virtual.store(index=SharedIndex()), (1, 3000)
+    assert store.put_many([(key(*name), value(*name))]) == [True]
+    simulated.cut(("ground", 1), CENTRE)
+    for number in range(3):
+        store.put_many([(key(number, 100), b"y")])
+        simulated.settle(simulated.now_s + 1.0)
+    assert store.put_many([(key(*name), b"other")]) == [True]
+    assert store.put_many([(key(*name), value(*name))]) == [True]
+    simulated.mend(("ground", 1), CENTRE)
+    for _ in range(3):
+        simulated.settle(simulated.now_s + 20.0)
+        assert is_read(store, name)
+    assert store._evictor._owed == {}
+    store.close()

@@ -757,7 +757,10 @@ class ClientMachine:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
                 self._heard(request, echo_us, now_s)
-            if foreign:
+            if foreign and transfer.has_other_copy(request.indices, request.satellite):  # it missed the last write
+                self._in_flight.retire(request)
+                self._enqueue(request.operation)
+            elif foreign:
                 ended[request.operation] = "other version"
             elif transfer.missing and not proves_life:
                 continue

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
@@ -21,11 +23,15 @@ from skymemory.protocol.messages import (
 )
 from skymemory.protocol.wire import Op
 from skymemory.store.base import LEASE_S
-from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders
+from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
 """A command arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
+
+
+_MOST_OWED = 1024
+_PAYS_EVERY_S = 1.0
 
 
 class _Places(defaultdict[bytes, set[SatelliteId]]):
@@ -45,6 +51,9 @@ class Evictor:
         self._catalog = catalog
         self._holders = holders
         self._counters = counters
+        self._owed: dict[ValueInfo, float] = {}
+        """Replaced values of which satellites that were silent may have chunks, and when they were replaced."""
+        self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
         """Reads that began at ``looked_s`` found chunks of these gone: evict the rest. If another writer has set such a
@@ -62,19 +71,46 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Keys were stored again in another placement, or with fewer chunks: evict leftovers of the earlier values; of
-        the same bytes set at the same moves, where the later ones have no chunks. A lookup without an index would find
-        them.
+        """Keys were stored again: evict leftovers of the earlier values, in another placement, with more chunks, or as
+        copies whose satellites were passed over; of the same bytes set at the same moves, where the later ones have no
+        chunks. A lookup without an index would find them, and other readers take them for the value. Where a satellite
+        is silent, it is owed the eviction (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
-            return not _same_placement(old, new) or min(old.chunks, old.servers) > new.chunks
+            passed_over = self._holders.replicas > 1 and not _same_bytes(old, new)
+            return passed_over or not _same_placement(old, new) or min(old.chunks, old.servers) > new.chunks
 
         moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
         if moved:
             again = [info for info in moved if _setting(info) == _setting(before[info.key])]
             kept = {info.key: self._holders.of(info, "nearby") for info in again}
-            self.forget([before[info.key] for info in moved], but=kept)
+            replaced = [before[info.key] for info in moved]
+            silent = self.forget(replaced, but=kept)
+            self._owe([info for info in replaced if info.key in silent and info.key not in kept])
+
+    def _owe(self, infos: Iterable[ValueInfo]) -> None:
+        for info in infos:
+            self._owed[info] = self._driver.now_s()
+        while len(self._owed) > _MOST_OWED:
+            del self._owed[next(iter(self._owed))]
+            self._counters.add("evictions_dropped")
+
+    def pay(self) -> None:
+        """Evict what silent satellites are owed, wherever it may be by now; until they answer, again at times."""
+        if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
+            return
+        self._pays_s = now_s + _PAYS_EVERY_S
+        current = self._catalog.known(list({info.key for info in self._owed}))
+        again = [info for info in self._owed if info.key in current and _setting(current[info.key]) == _setting(info)]
+        for info in again:
+            del self._owed[info]
+        for since_s, owed in groupby(list(self._owed.items()), lambda item: min(now_s - item[1], MOST_SINCE_S)):
+            infos = [info for info, _ in owed]
+            silent = self.forget(infos, since_s, reach="ever")
+            for info in infos:
+                if info.key not in silent:
+                    self._owed.pop(info, None)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
         """These could not be stored whole: evict what was stored of them, if the same bytes were certainly not there
@@ -95,16 +131,20 @@ class Evictor:
         infos: Sequence[ValueInfo],
         since_s: float = 0.0,
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
-    ) -> None:
+        reach: Reach = "nearby",
+    ) -> set[bytes]:
         """FORGET these values where their chunks are and where they were before the last move, except on the satellites
         in ``but`` for each key, and except what was stored in the last ``since_s``. Other values of the same keys stay.
         Earlier releases, which forget whole keys only, do not get it: leftovers stay there until they are the oldest.
+        Returns the keys of which a satellite did not answer.
         """
         questions = []
-        for satellite, page in self._holders.pages(infos, "nearby", but=but, most=MAX_DEAD_PER_PACKET):
+        for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
             dead = [(info.key, _setting(info)) for info in page]
-            questions.append((satellite, pack_forget(dead, since_s), None))
-        ask_all(self._driver, Op.FORGET, questions)
+            questions.append((satellite, pack_forget(dead, since_s), page))
+        answers = ask_all(self._driver, Op.FORGET, questions)
+        silent = [page for page, answer in answers if not answer.ok and answer.report.failure != "unsupported"]
+        return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
         """EVICT these values where their chunks are, and where they were before the last move. Returns the keys of
@@ -112,26 +152,25 @@ class Evictor:
         satellites on which it can ever have been left have confirmed that they hold nothing. Only these leave the
         index.
         """
-        holders, confirmed, emptied = self._holders, _Places(), _Places()
+        keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(), _Places()
+        infos = [*infos, *(info for info in self._owed if info.key in keys)]
         self._evict(holders.pages(infos, "nearby"), confirmed, emptied)
-        gone = {
-            info.key
+        rest = [
+            info
             for info in infos
-            if any(
+            if not any(
                 confirmed[info.key].issuperset(near) and emptied[info.key].issuperset(now)
                 for near, now in zip(holders.shares(info, "nearby"), holders.shares(info, "now"), strict=True)
             )
-        }
+        ]
         # What was not found may have been evicted before, or be on a satellite that was silent at a handover.
-        rest = [info for info in infos if info.key not in gone]
         self._evict(holders.pages(rest, "ever", but=confirmed), confirmed, emptied)
-        gone |= {
-            info.key
-            for info in rest
-            if any(confirmed[info.key].issuperset(share) for share in holders.shares(info, "ever"))
-        }
-        self._catalog.remove(list(gone), patient=True)
-        return gone
+        for info in rest:
+            if not any(confirmed[info.key].issuperset(share) for share in holders.shares(info, "ever")):
+                keys.discard(info.key)
+        self._owed = {info: since_s for info, since_s in self._owed.items() if info.key not in keys}
+        self._catalog.remove(list(keys), patient=True)
+        return keys
 
     def _evict(
         self, pages: Iterable[tuple[SatelliteId, list[ValueInfo]]], confirmed: _Places, emptied: _Places

@@ -229,6 +229,7 @@ class ConstellationStore(RemoteStore):
         if len(keys) != 1:
             return self.complete_load(super().prepare_load(keys))
         (key,) = self._check(keys)
+        self._evictor.pay()
         infos, _ = self._catalog.take((key,))
         value = None if key not in infos else self._get(infos[key])
         self._counters.add("misses" if value is None else "hits")
@@ -248,6 +249,7 @@ class ConstellationStore(RemoteStore):
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
         self._check(())
+        self._evictor.pay()
         self._loads.take(ticket)
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
