@@ -99,6 +99,9 @@ struct sky_config {
 
     /* Of all hashes of what clients choose: secret, drawn at the start, so that nobody makes chains long; 0 in tests. */
     uint64_t hash_seed[2];
+    /* Of what satellites ask each other: where request ids begin, drawn at the start, so that a stranger guesses none and none
+     * of an earlier life comes again; 0 in tests. */
+    uint32_t first_request;
 };
 
 /* The defaults of the twin; the rest is zero. */

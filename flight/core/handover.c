@@ -9,6 +9,7 @@
 #define MOST_GAP_PS 10000000000LL     /* longest gap: a few bursts need not take all the time there is */
 #define GROUP_PS 8000000000LL         /* bursts that would leave more often than this leave together, */
 #define MOST_GROUPED 4                /* up to this many */
+#define MOST_REQUEST_ID 0x3FFFFFFFU /* other questions have the ids above: an UNREACHABLE for one of them must end no burst */
 #define PS 1000000LL                  /* picoseconds in a microsecond */
 #define MOST_ATTEMPTS 12U
 #define RETRY_US 10000000LL
@@ -744,7 +745,7 @@ static uint32_t begin_burst(sky_handover *handover, sky_us late, sky_us now) {
     burst->last_sent = now;
     burst->deadline = after(now, burst_timeout_ps(handover)) + 2 * late;
     burst->attempts = 1;
-    handover->next_request_id = handover->next_request_id == UINT32_MAX ? 1U : handover->next_request_id + 1U;
+    handover->next_request_id = handover->next_request_id % MOST_REQUEST_ID + 1U;
     do {
         const uint32_t queued = take_place(handover);
         uint32_t id = queued;
@@ -1105,7 +1106,7 @@ sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_u
     handover->pacer.left = 1;
     sky_throttle_begin(&handover->retrying, SKY_AT_ONCE, SKY_SHORT_HOLD_US);
     handover->replan = SKY_NEVER;
-    handover->next_request_id = 1;
+    handover->next_request_id = config->first_request % MOST_REQUEST_ID + 1U;
     handover->window = (int64_t)handover->most_bursts * ONE;
     handover->heard = INT64_MIN;
     handover->cut_until = INT64_MIN;

@@ -251,16 +251,16 @@ bool sky_migration_acknowledged(sky_satellite *satellite, const sky_header *head
     sky_handover *handover = satellite->handover;
     sky_selection selection;
     uint32_t arrived[SKY_BURST_CHUNKS], count = 0;
+    sky_burst *burst = sky_handover_burst(handover, header->request_id);
+    if (burst == NULL || (header->source & 0xFFFFFFU) != burst->destination) {
+        return true; /* nobody was asked, or another satellite */
+    }
     if (header->status != SKY_OK) {
         sky_handover_refused(handover, header->request_id, true, now);
         return true;
     }
     if (!sky_selection_parse(body, bytes, &selection)) {
         return false;
-    }
-    sky_burst *burst = sky_handover_burst(handover, header->request_id);
-    if (burst == NULL) {
-        return true;
     }
     /* The echo says which transmission was acknowledged: the first or a later one. */
     const uint32_t elapsed = (uint32_t)((uint64_t)now & UINT32_MAX) - header->timestamp_us;

@@ -39,15 +39,15 @@ static bool is_same(const udp_endpoint *one, const udp_endpoint *other) {
            memcmp(&one->v6.sin6_addr, &other->v6.sin6_addr, sizeof one->v6.sin6_addr) == 0;
 }
 
-/* Who has one IPv4 address has few to choose from; who has one of IPv6 has 2^64. */
+/* By a secret seed: sources can be forged, and even the ports of one address would fill one place. */
 static unsigned hash(const endpoints *all, const udp_endpoint *address) {
     uint64_t words[2];
+    sky_sip sip = sky_sip_begin(all->seed);
     if (address->any.sa_family != AF_INET6) {
-        const uint64_t key = (uint64_t)address->v4.sin_addr.s_addr << 16 | address->v4.sin_port;
-        return (unsigned)((key * 0x9E3779B97F4A7C15U) >> 32);
+        sky_sip_take(&sip, (uint64_t)address->v4.sin_addr.s_addr << 16 | address->v4.sin_port);
+        return (unsigned)(sky_sip_end(&sip, 1U) >> 32);
     }
     memcpy(words, &address->v6.sin6_addr, sizeof words);
-    sky_sip sip = sky_sip_begin(all->seed);
     sky_sip_take(&sip, words[0]);
     sky_sip_take(&sip, words[1]);
     sky_sip_take(&sip, address->v6.sin6_port);

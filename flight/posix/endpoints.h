@@ -13,7 +13,7 @@
 
 typedef struct endpoints endpoints;
 
-/* NULL: out of memory. By the secret seed nobody can choose IPv6 addresses so that searches grow long. */
+/* NULL: out of memory. By the secret seed nobody can choose addresses so that searches grow long. */
 endpoints *endpoints_new(unsigned satellites, const uint64_t seed[2]);
 void endpoints_free(endpoints *all);
 void endpoints_add(endpoints *all, sky_link satellite, const udp_endpoint *address);

@@ -1088,7 +1088,8 @@ int host_serve(share *its, int supervisor_fd) {
     host *h = &whole;
     h->its = its;
     h->line = supervisor_fd;
-    if (getrandom(its->config.hash_seed, sizeof its->config.hash_seed, 0) != (ssize_t)sizeof its->config.hash_seed) {
+    if (getrandom(its->config.hash_seed, sizeof its->config.hash_seed, 0) != (ssize_t)sizeof its->config.hash_seed ||
+        getrandom(&its->config.first_request, sizeof its->config.first_request, 0) != (ssize_t)sizeof its->config.first_request) {
         say(h, "the system gives no random numbers: hashes need a secret seed");
         return 1;
     }

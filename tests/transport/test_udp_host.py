@@ -47,6 +47,9 @@ def test_how_far_the_box_was_moved_outlives_all_satellites() -> None:
             for here, satellite in host._satellites.items():
                 assert satellite.machine is not before[here] and satellite.machine.moves == (5, -1)
                 assert satellite.machine.neighbours.pushed_at_ms >= before[here].neighbours.pushed_at_ms > 0
+            lives = [*before.values(), *(satellite.machine for satellite in host._satellites.values())]
+            first_ids = {machine.handover._next_request_id for machine in lives}
+            assert len(first_ids) > 1.9 * len(before), "no answer to an earlier life's request is taken for one to this"
         finally:
             host.close()
 

@@ -362,6 +362,9 @@ static uint32_t link_chunk(sky_memory *memory, uint32_t share, const uint8_t *re
         parted = next;
     }
     chain_up(memory, chunk);
+    if (below != 0U && sky_chunk_index(&memory->chunks[its->lowest]) > sky_ref_index(ref)) {
+        below = 0; /* they come in descending order */
+    }
     while (below != 0U && sky_chunk_index(&memory->chunks[below]) > sky_ref_index(ref)) { /* they mostly come in order */
         below = memory->chunks[below].lower;
     }

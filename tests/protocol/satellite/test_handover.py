@@ -40,12 +40,20 @@ def test_bursts_have_one_key_and_a_window():
     assert second.names == names(3, OTHER) and second.destination == THERE
 
 
-def test_after_four_billion_bursts_ids_begin_again():
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
-    handover._next_request_id = 0xFFFFFFFE
+def test_after_a_billion_bursts_ids_begin_again() -> None:
+    """Above them are those of other questions."""
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0, first_request=0x3FFFFFFD)
     for number in range(4):
         handover.enqueue(THERE, [(bytes([number]) * 32, 0)])
-    assert [burst.request_id for burst in handover.bursts_to_send(0.0)] == [0xFFFFFFFE, 0xFFFFFFFF, 1, 2]
+    assert [burst.request_id for burst in handover.bursts_to_send(0.0)] == [0x3FFFFFFE, 0x3FFFFFFF, 1, 2]
+
+
+def test_an_ack_is_awaited_of_the_satellite_that_was_sent_the_burst() -> None:
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0)
+    handover.enqueue(THERE, [(bytes(32), 0)])
+    (burst,) = handover.bursts_to_send(0.0)
+    assert handover.awaits(burst.request_id, THERE) and not handover.awaits(burst.request_id + 1, THERE)
+    assert not handover.awaits(burst.request_id, SatelliteId(9, 9))
 
 
 def test_what_is_not_acknowledged_is_sent_again_and_then_later():

@@ -99,6 +99,10 @@ class Burst:
     """Whether its deadline was extended because our host was late."""
 
 
+MOST_REQUEST_ID = 0x3FFFFFFF
+"""Other questions of a satellite have the ids above: an UNREACHABLE for one of them must end no burst."""
+
+
 class Handover:
     """The chunks that leave this satellite. Sends nothing itself: ``Migration`` does."""
 
@@ -109,9 +113,10 @@ class Handover:
         grace_s: float,
         pacer: Pacer | None = None,
         lateness: Lateness | None = None,
+        first_request: int = 0,
     ) -> None:
         """Fresh bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is our host's (default:
-        never late).
+        never late). Request ids begin behind ``first_request``.
         """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
@@ -149,7 +154,7 @@ class Handover:
         self._plans = 0
         self._some_leave_as_others = False
         """Whether any chunk may leave as another copy: most satellites never see one, and need not look for them."""
-        self._next_request_id = 1
+        self._next_request_id = first_request % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:
@@ -329,7 +334,7 @@ class Handover:
             self._queued.difference_update(names)
             deadline_s = now_s + self._burst_timeout_s() + 2 * late_s
             burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
-            self._next_request_id = self._next_request_id % 0xFFFFFFFF + 1
+            self._next_request_id = self._next_request_id % MOST_REQUEST_ID + 1
             self._in_flight[burst.request_id] = burst
             due.append(burst)
             self._pacer.sent(now_s)
@@ -353,6 +358,11 @@ class Handover:
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
+
+    def awaits(self, request_id: int, satellite: SatelliteId) -> bool:
+        """Whether a burst with this id is on its way to this satellite."""
+        burst = self._in_flight.get(request_id)
+        return burst is not None and burst.destination == satellite
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
         """ACK of chunks; how many of them were awaited. ``sent_s``: when the acknowledged transmission (the first or a

@@ -154,6 +154,9 @@ class Migration:
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
         """ACK: another satellite took (or refused) chunks; pins and expiries of their key follow them."""
+        there = SatelliteId(packet.header.source.plane, packet.header.source.slot)
+        if not self._handover.awaits(packet.header.request_id, there):
+            return
         if packet.header.status is not Status.OK:
             self._handover.refused(packet.header.request_id, now_s, full=True)
             return
@@ -163,8 +166,7 @@ class Migration:
         moved = self._handover.acknowledged(packet.header.request_id, names, now_s, sent_s)
         self._counters.add("chunks_migrated_out", moved)
         if moved:
-            there = packet.header.source
-            self._retention.handed_over(SatelliteId(there.plane, there.slot), selection.key, now_s)
+            self._retention.handed_over(there, selection.key, now_s)
 
     def unreachable(self, packet: Packet, now_s: float) -> None:
         """UNREACHABLE: there is no route to the destination of a burst."""
