@@ -233,3 +233,36 @@ def test_a_value_that_is_stored_again_as_it_was_is_not_evicted_as_replaced() -> 
         assert is_read(store, name)
     assert store._evictor._owed == {}
     store.close()
+
+
+@pytest.mark.parametrize("servers", [1, 2, 10])
+def test_what_was_stored_around_the_dead_is_found_after_their_return_wherever_the_box_goes(
+    sky: Callable[..., Sky], servers: int
+) -> None:
+    here = sky(time_scale=60.0, servers=servers)
+    here.simulated.kill_plane(2)
+    here.detect()
+    stored = here.put((3000, 20_000))
+    assert all(stored.values())
+    here.simulated.revive_plane(2)
+    for ground in range(2, 8):
+        here.settle(12.0)
+        another = here.virtual.store(ground=ground)
+        assert all(is_read(store, name) for name in stored for store in (here.store, another))
+        another.close()
+
+
+def test_what_could_not_be_handed_over_to_the_dead_is_found_by_all(sky: Callable[..., Sky]) -> None:
+    """The plane that the box moves onto is dead: chunks stay behind, and the box goes on."""
+    here = sky(time_scale=60.0)
+    stored = here.put((3000, 10_000, 100_000))
+    here.settle(12.0)
+    here.simulated.kill_plane(3)
+    for ground in range(2, 9):
+        moves = here.simulated.clock.moves(here.simulated.now_s)
+        while here.simulated.clock.moves(here.simulated.now_s) == moves:
+            here.settle(0.5)
+        here.settle(1.5)
+        another = here.virtual.store(ground=ground)
+        assert all(is_read(store, name) for name in stored for store in (here.store, another))
+        another.close()

@@ -262,7 +262,7 @@ class Prober:
             return found, certain
         before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
         # Values may have been written around satellites that were dead, and whose return others have seen.
-        boxes = [self._sky.displaced_boxes(*self._code, moves), self._placement.box_satellites(before)]
+        boxes = [self._sky.displaced_boxes(*self._code, at) for at in dict.fromkeys((moves, before))]
         with self._driver.lock:
             boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
         others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
