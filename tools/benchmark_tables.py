@@ -580,6 +580,26 @@ def _against_sockets() -> str:
     return table(made)
 
 
+def _packet_events() -> str:
+    return columns(
+        "links_speed",
+        ("access", lambda row: f"`{row['access']}`"),
+        ("beam", _text("rates")),
+        ("events", _number("events")),
+        ("a second", _number("per_s")),
+    )
+
+
+def _windows() -> str:
+    return columns(
+        "windows",
+        ("window", lambda row: str(row["window"] or "none")),
+        ("store", _text("store")),
+        ("a hit", lambda row: f"{row['size_bytes'] / 1e6:.1f} MB"),
+        ("loaded in", _ms("load_s", 1)),
+    )
+
+
 def _flight() -> str:
     return columns(
         "flight",
@@ -887,6 +907,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "access": _access,
     "against the bound": _against_the_bound,
     "against sockets": _against_sockets,
+    "packet events": _packet_events,
+    "windows": _windows,
     "satellites in C": _flight,
     "motion": _motion,
     "prediction": _prediction,

@@ -135,6 +135,17 @@ def _above_the_bound() -> str:
     return f"{bound['median']:.3f} ×, worst {bound['most']:.2f}; {points / 1000:.0f},000"
 
 
+def _looking() -> str:
+    row = row_of("guard")
+    again, step = (f"{row[key]:.0f} µs" for key in ("step_again_us", "step_us"))
+    return f"{again} warm; {step} after a pass" + (": **missed**" if row["step_us"] >= 100 else "")
+
+
+def _packet_events() -> str:
+    rates = [round(row["per_s"], -3) for row in rows_of("links_speed")]
+    return f"{min(rates):,.0f} to {max(rates):,.0f}" + (": **missed**" if min(rates) < 80_000 else "")
+
+
 def _satellites_in_c() -> str:
     row = row_of("flight", section="path", satellites="C")
     starts = [
@@ -224,6 +235,9 @@ GOALS: dict[str, Callable[[], str]] = {
     "goal: vLLM, prefill": lambda: _vllm_step("prefill"),
     "goal: policies": _behind_the_best_policy,
     "goal: turning": _while_it_turns,
+    "goal: looking": _looking,
+    "goal: packet events": _packet_events,
+    "goal: whole shell": lambda: f"{row_of('whole_shell')['seconds']:.0f} s",
     "goal: simulated": _simulated,
     "goal: bound": _above_the_bound,
     "goal: satellites in C": _satellites_in_c,

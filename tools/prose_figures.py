@@ -67,6 +67,24 @@ def _machine(name: str) -> str:
     return f"{versions['cores']} " + (f"cores of {of}" if (of := versions.get("processor")) else "CPU cores")
 
 
+def _looking() -> str:
+    row = row_of("guard")
+    look, step, warm, after = (f"{row[key]:.0f} µs" for key in ("look_us", "step_look_us", "step_again_us", "step_us"))
+    return (
+        f"checking {row['modules']} modules takes {look} at each load, first call and store, {step} at a decoding "
+        f"step; in all a step waits {warm} behind another check, {after} behind the model's pass, and the first call "
+        f"of a prompt {row['first_call_us'] / 1e3:.1f} ms, {_machine('guard')}"
+    )
+
+
+def _whole_shell() -> str:
+    row = row_of("whole_shell")
+    return (
+        f"{row['satellites']:,} satellites, {row['operations']:,} operations ({row['gets_hit']:,} gets hit) in "
+        f"{row['seconds']:.0f} s, {row['events_per_s']:,.0f} events a second."
+    )
+
+
 def _below_saturation(key: str) -> list[float]:
     verdicts = json.loads((FOLDER / "arena.json").read_text("utf-8"))["verdicts"]
     return [cell[key] for cell in verdicts if not cell["saturated"]]
@@ -245,6 +263,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "p99 climbing": lambda: f"{max(_cluster_access_p99('climbing')):.0f} ms",
     "p99 nearest": lambda: extent([ms / 1000 for ms in _cluster_access_p99("nearest")], digits=1) + " s",
     "elastic engines": lambda: extent(_goodput_over_best_fixed(), digits=1),
+    "whole shell": _whole_shell,
+    "looking": _looking,
     "time scale": lambda: _time_scale(Faults()),
     "time scale with faults": lambda: _time_scale(Faults(loss=0.02)),
     "table 3, handed over": lambda: f"{demo_outputs.outputs()['table-3']['counts'][demo_outputs.HANDED_OVER]} chunks",
