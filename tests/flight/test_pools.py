@@ -402,7 +402,7 @@ def test_promises_beyond_the_pool_are_sent_once() -> None:
 
 
 def test_only_the_satellite_that_was_sent_chunks_takes_them_and_the_promise_once() -> None:
-    """Anybody else may have forged the ACK: satellites sign those to each other with ``every`` alone."""
+    """Any other may have forged the ACK: satellites sign those to each other with ``every`` alone."""
     one, key = Squeezed(Case(slot_period_s=2.0, memory_bytes=1 << 20), 1, {}), bytes(range(32))
     stored(one, key, count=15)  # two bursts
     retained(one, Retain.PIN, [key], 7)

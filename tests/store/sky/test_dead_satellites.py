@@ -177,7 +177,7 @@ def test_a_deletion_is_not_confirmed_while_a_chunk_may_be_on_a_satellite_that_wa
 
 @pytest.mark.parametrize("size", [3000, 100_000])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_satellite_that_missed_an_overwrite_gives_nobody_the_value_before(replicas: int, size: int) -> None:
+def test_of_a_satellite_that_missed_an_overwrite_no_client_has_the_value_before(replicas: int, size: int) -> None:
     """It was silent for a client for a while, with the earlier value in its memory, and has answered it again since."""
     virtual = VirtualConstellation(make_plan("testbed-19x5", replicas=replicas))
     simulated, index = virtual.simulated, SharedIndex()
