@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import WeakSet
 
 import numpy as np
 
@@ -96,7 +97,7 @@ class LoadReport:
         return sum(key.retransmitted for key in self.keys)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadTicket:
     """A lease on ``keys``. ``report`` is set by ``complete_load``."""
 
@@ -114,7 +115,7 @@ class LoadTicket:
     """
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class StoreTicket:
     """Room reserved for ``items``."""
 
@@ -359,6 +360,8 @@ class OpenTickets(Generic[_Ticket]):
     def __init__(self) -> None:
         self._open: set[_Ticket] = set()
         self._ending: set[_Ticket] = set()
+        self._late: WeakSet[_Ticket] = WeakSet()
+        """Dropped; their callers may still have them, for a clock may have been set."""
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -373,14 +376,16 @@ class OpenTickets(Generic[_Ticket]):
     def _drop_abandoned(self, now_s: float) -> None:
         for abandoned in [one for one in self._open if one.expires_s + ABANDONED_S < now_s]:
             self._open.discard(abandoned)
+            self._late.add(abandoned)
 
     def take(self, ticket: _Ticket) -> None:
         """It is being completed, for the first and only time; else InvalidInput."""
         with self._lock:
-            if ticket not in self._open:
+            if ticket not in self._open and ticket not in self._late:
                 kind = "load" if isinstance(ticket, LoadTicket) else "store"
                 raise InvalidInput(f"this {kind} ticket is not open: each is completed once, by its own store")
             self._open.discard(ticket)
+            self._late.discard(ticket)
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
@@ -410,6 +415,7 @@ class OpenTickets(Generic[_Ticket]):
         """It is abandoned, or was completed already."""
         with self._lock:
             self._open.discard(ticket)
+            self._late.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
         """Tickets whose lease has not ended."""
@@ -420,6 +426,7 @@ class OpenTickets(Generic[_Ticket]):
         with self._lock:
             self._open.clear()
             self._ending.clear()
+            self._late.clear()
 
 
 _LEARN_FROM_BYTES = 1 << 20
