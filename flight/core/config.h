@@ -101,7 +101,7 @@ struct sky_config {
     uint64_t hash_seed[2];
     /* Of what satellites ask each other: where request ids begin, drawn at the start, so that a stranger guesses none and none
      * of an earlier life comes again; 0 in tests. */
-    uint32_t first_request;
+    uint32_t first_request_id;
 };
 
 /* The defaults of the twin; the rest is zero. */

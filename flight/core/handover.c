@@ -1106,7 +1106,7 @@ sky_handover *sky_handover_new(sky_arena *arena, const sky_config *config, sky_u
     handover->pacer.left = 1;
     sky_throttle_begin(&handover->retrying, SKY_AT_ONCE, SKY_SHORT_HOLD_US);
     handover->replan = SKY_NEVER;
-    handover->next_request_id = config->first_request % MOST_REQUEST_ID + 1U;
+    handover->next_request_id = config->first_request_id % MOST_REQUEST_ID + 1U;
     handover->window = (int64_t)handover->most_bursts * ONE;
     handover->heard = INT64_MIN;
     handover->cut_until = INT64_MIN;

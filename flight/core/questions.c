@@ -330,7 +330,7 @@ bool sky_questions_new(sky_questions *questions, sky_arena *arena, const sky_con
     questions->most_asked = most_asked;
     questions->most_questions = most_questions;
     questions->bucket_mask = buckets - 1U;
-    questions->next_check = FIRST_CHECK | (config->first_request & REQUEST_IDS);
-    questions->next_presence = FIRST_PRESENCE | (config->first_request & REQUEST_IDS);
+    questions->next_check = FIRST_CHECK | (config->first_request_id & REQUEST_IDS);
+    questions->next_presence = FIRST_PRESENCE | (config->first_request_id & REQUEST_IDS);
     return proofs && others && questions->body != NULL;
 }

@@ -21,7 +21,7 @@ bool sky_retention_new(sky_retention *retention, sky_arena *arena, const sky_con
     retention->next = SKY_NEVER;
     retention->transfers = transfers;
     retention->most = (uint16_t)config->most_transfers;
-    retention->next_request_id = FIRST_REQUEST_ID | (config->first_request & (FIRST_REQUEST_ID - 1U));
+    retention->next_request_id = FIRST_REQUEST_ID | (config->first_request_id & (FIRST_REQUEST_ID - 1U));
     return true;
 }
 

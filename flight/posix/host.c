@@ -1089,7 +1089,7 @@ int host_serve(share *its, int supervisor_fd) {
     h->its = its;
     h->line = supervisor_fd;
     if (getrandom(its->config.hash_seed, sizeof its->config.hash_seed, 0) != (ssize_t)sizeof its->config.hash_seed ||
-        getrandom(&its->config.first_request, sizeof its->config.first_request, 0) != (ssize_t)sizeof its->config.first_request) {
+        getrandom(&its->config.first_request_id, sizeof its->config.first_request_id, 0) != (ssize_t)sizeof its->config.first_request_id) {
         say(h, "the system gives no random numbers: hashes need a secret seed");
         return 1;
     }

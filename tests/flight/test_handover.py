@@ -100,6 +100,13 @@ def test_many_moves_deaths_and_full_memories(seed, replicas):
     a_week(seed, replicas, policies, 7_000 * (1 + seed % 4), 150)
 
 
+@pytest.mark.timeout(120)
+def test_reads_end_where_a_copy_is_of_another_version():
+    """One that was passed over once left its read with no request in flight, for ever."""
+    compiler()
+    a_week(1, 2, ("gossip-plane", "migration"), 14_000, 60)
+
+
 def test_a_difference_is_noticed():
     compiler()
     sim = SimulatedConstellation(SkyMap(TORUS, CENTRE), 1 << 20, machine=ShadowMachine)  # type: ignore[arg-type]

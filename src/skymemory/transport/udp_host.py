@@ -220,7 +220,7 @@ class UdpHost:
             eviction=self.spec.eviction,
             neighbour_timeout_s=PATIENCE_S + 2 * self._longest_link_s(name),
             authority=self.spec.authority,
-            first_request=secrets.randbits(30),
+            first_request_id=secrets.randbits(30),
         )
         if self.spec.links is not None:
             config = replace(config, handover_timeout_s=handover_timeout_s(config.handover_timeout_s, self.spec.links))

@@ -42,7 +42,7 @@ def test_bursts_have_one_key_and_a_window():
 
 def test_after_a_billion_bursts_ids_begin_again() -> None:
     """Above them are those of other questions."""
-    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0, first_request=0x3FFFFFFD)
+    handover = Handover(window_bursts=4, timeout_s=0.1, grace_s=1.0, first_request_id=0x3FFFFFFD)
     for number in range(4):
         handover.enqueue(THERE, [(bytes([number]) * 32, 0)])
     assert [burst.request_id for burst in handover.bursts_to_send(0.0)] == [0x3FFFFFFE, 0x3FFFFFFF, 1, 2]

@@ -175,6 +175,14 @@ def test_a_deletion_is_not_confirmed_while_a_chunk_may_be_on_a_satellite_that_wa
     store.close()
 
 
+def lose_the_centre(virtual: VirtualConstellation, store: ConstellationStore) -> None:
+    """The store of ground host 1 hears no more of the centre, and takes it for dead."""
+    virtual.simulated.cut(("ground", 1), CENTRE)
+    for number in range(3):
+        store.put_many([(key(number, 100), b"y")])
+        virtual.simulated.settle(virtual.simulated.now_s + 1.0)
+
+
 @pytest.mark.parametrize("size", [3000, 100_000])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_of_a_satellite_that_missed_an_overwrite_no_client_has_the_value_before(replicas: int, size: int) -> None:
@@ -184,10 +192,7 @@ def test_of_a_satellite_that_missed_an_overwrite_no_client_has_the_value_before(
     store, neighbour = virtual.store(index=index), virtual.store(ground=2, index=index)
     name = (1, size)
     assert store.put_many([(key(*name), b"before")]) == [True] and store.put_many([(key(2, 2), b"x")]) == [True]
-    simulated.cut(("ground", 1), CENTRE)
-    for number in range(3):
-        store.put_many([(key(number, 100), b"y")])
-        simulated.settle(simulated.now_s + 1.0)
+    lose_the_centre(virtual, store)
     assert store.put_many([(key(*name), value(*name))]) == [True]
     simulated.mend(("ground", 1), CENTRE)
     assert is_read(neighbour, name), "which owes it nothing: from another copy, or around it"
@@ -203,10 +208,7 @@ def test_a_deletion_is_not_confirmed_while_the_value_before_is_on_a_silent_satel
     virtual = VirtualConstellation(make_plan("testbed-19x5"))
     simulated, store, name = virtual.simulated, virtual.store(index=SharedIndex()), (1, 3000)
     assert store.put_many([(key(*name), value(*name))]) == [True]
-    simulated.cut(("ground", 1), CENTRE)
-    for number in range(3):
-        store.put_many([(key(number, 100), b"y")])
-        simulated.settle(simulated.now_s + 1.0)
+    lose_the_centre(virtual, store)
     assert store.put_many([(key(*name), b"later")]) == [True] and store.delete([key(*name)]) == [None]
     simulated.mend(("ground", 1), CENTRE)
     simulated.settle(simulated.now_s + 30.0)
@@ -221,10 +223,7 @@ def test_a_value_that_is_stored_again_as_it_was_is_not_evicted_as_replaced() -> 
     virtual = VirtualConstellation(make_plan("testbed-19x5", replicas=2))
     simulated, store, name = virtual.simulated, virtual.store(index=SharedIndex()), (1, 3000)
     assert store.put_many([(key(*name), value(*name))]) == [True]
-    simulated.cut(("ground", 1), CENTRE)
-    for number in range(3):
-        store.put_many([(key(number, 100), b"y")])
-        simulated.settle(simulated.now_s + 1.0)
+    lose_the_centre(virtual, store)
     assert store.put_many([(key(*name), b"other")]) == [True]
     assert store.put_many([(key(*name), value(*name))]) == [True]
     simulated.mend(("ground", 1), CENTRE)

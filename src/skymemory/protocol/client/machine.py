@@ -184,6 +184,15 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
     return pack_steps(range(0, chunks, servers))
 
 
+def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
+    """Whether a read of copies goes on without one that missed the last write: others have sent, or are asked for, what
+    it lacks.
+    """
+    if not isinstance(transfer, ReplicatedRead):
+        return False
+    return not transfer.missing or transfer.redirect(request.indices, request.satellite)
+
+
 # The life of a read:
 #
 #   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window for what comes to us admits
@@ -757,11 +766,11 @@ class ClientMachine:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
                 self._heard(request, echo_us, now_s)
-            if foreign and transfer.has_other_copy(request.indices, request.satellite):  # it missed the last write
+            if foreign and not _passes_over(request, transfer):
+                ended[request.operation] = "other version"
+            elif foreign and transfer.missing:
                 self._in_flight.retire(request)
                 self._enqueue(request.operation)
-            elif foreign:
-                ended[request.operation] = "other version"
             elif transfer.missing and not proves_life:
                 continue
             elif transfer.missing:
@@ -859,10 +868,9 @@ class ClientMachine:
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._finish(operation, "refused", now_s)
         elif header.op is Op.UNREACHABLE:
+            # Its neighbours know that it is dead before its silence is long enough.
             if header.status is Status.NO_ROUTE and request.peer.heard_s < request.begun_s:
-                self._peers.suspects.add(
-                    request.satellite, now_s
-                )  # its neighbours know before its silence is long enough
+                self._peers.suspects.add(request.satellite, now_s)
             self._failed(request, "unreachable", now_s)
         elif header.op is Op.UNSUPPORTED:
             _, known = Capabilities.unpack_unsupported(body)

@@ -392,10 +392,6 @@ class ReadTransfer:
         self.pending.extend(Burst(target, wanted) for target, wanted in bursts.items())
         return True
 
-    def has_other_copy(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """``satellite`` holds chunks of another value instead: whether another copy of these is asked."""
-        return False
-
     def _stand_ins(self, index: int, silent: SatelliteId, failure: str, others: StandIns) -> _Search:
         at = others.at()
         found = self._places(index % self.info.servers, at)
@@ -573,12 +569,6 @@ class ReplicatedRead(ReadTransfer):
             return super().redirect(indices, satellite, failure, others)
         self.pending.extendleft(bursts)
         return True
-
-    def has_other_copy(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        self._failed.add(satellite)
-        bursts = self._elsewhere(indices, satellite)
-        self.pending.extendleft(bursts or ())
-        return bursts is not None
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
         """These are late: ask the next copy, too; returns whether there is one."""

@@ -163,7 +163,7 @@ class Checks:
         self._outbox = state.outbox
         self._counters = state.counters
         self._asked: dict[int, _Asked] = {}
-        self._next_request_id = 0xC0000000 | state.config.first_request & 0x3FFFFFFF
+        self._next_request_id = 0xC0000000 | state.config.first_request_id & 0x3FFFFFFF
 
     @property
     def asking(self) -> bool:

@@ -113,10 +113,10 @@ class Handover:
         grace_s: float,
         pacer: Pacer | None = None,
         lateness: Lateness | None = None,
-        first_request: int = 0,
+        first_request_id: int = 0,
     ) -> None:
         """Fresh bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is our host's (default:
-        never late). Request ids begin behind ``first_request``.
+        never late). Request ids begin behind ``first_request_id``.
         """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
@@ -154,7 +154,7 @@ class Handover:
         self._plans = 0
         self._some_leave_as_others = False
         """Whether any chunk may leave as another copy: most satellites never see one, and need not look for them."""
-        self._next_request_id = first_request % MOST_REQUEST_ID + 1
+        self._next_request_id = first_request_id % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:

@@ -57,7 +57,7 @@ class Retention:
         """By request id, the next to be repeated first."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
         """Destination and body of each of these."""
-        self._next_request_id = 0x40000000 | state.config.first_request & 0x3FFFFFFF
+        self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
     def receive(self, packet: Packet, now_s: float) -> None:
         what, until_s, keys = unpack_retain(packet.body)

@@ -101,7 +101,7 @@ class SatelliteConfig:
     """How long a neighbour may take to answer a probe; depends on the length of the links."""
     authority: Authority | None = field(default=None, repr=False)
     """The keys whose commands it obeys; None: any command."""
-    first_request: int = 0
+    first_request_id: int = 0
     """Where request ids begin; drawn at random, no stranger guesses them, and none of an earlier life comes again."""
 
 
@@ -140,7 +140,7 @@ class SatelliteState:
             config.handover_grace_s,
             Pacer(config.handover_gap_s, phase_of(config.address)),
             self.lateness,
-            config.first_request,
+            config.first_request_id,
         )
         self.postponed = Postponed()
         self.timers_wait = False

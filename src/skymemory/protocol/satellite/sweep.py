@@ -103,7 +103,7 @@ class Sweep:
         self._replicas = Replicas(state) if config.replicas > 1 else None
         self._questions: dict[int, _Question] = {}
         self._suspects: dict[bytes, _Suspect] = {}
-        self._next_request_id = 0x80000000 | state.config.first_request & 0x3FFFFFFF
+        self._next_request_id = 0x80000000 | state.config.first_request_id & 0x3FFFFFFF
         self._sweep_s = now_s + config.sweep_s if config.periodic else math.inf
         self._sweeps = 0
         self._swept_to = b""

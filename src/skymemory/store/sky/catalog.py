@@ -6,7 +6,7 @@ Infos come from the index; from probing satellites where there is none; from bot
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -368,13 +368,13 @@ class Holders:
         """All satellites of its ``shares``."""
         return dict.fromkeys(place for share in self.shares(info, reach) for place in share)
 
-    def chunks_on(self, satellite: SatelliteId, infos: Iterable[ValueInfo]) -> int:
-        """How many chunks of these it should hold now."""
-        return sum(
-            len(range(server, info.chunks, info.servers)) * share.count(satellite)
-            for info in infos
-            for server, share in enumerate(self.shares(info, "now"))
-        )
+    def chunks_of(self, info: ValueInfo) -> Counter[SatelliteId]:
+        """How many chunks of it each satellite should hold now."""
+        held: Counter[SatelliteId] = Counter()
+        for server, share in enumerate(self.shares(info, "now")):
+            for satellite in share:
+                held[satellite] += len(range(server, info.chunks, info.servers))
+        return held
 
     def pages(
         self,

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from threading import Lock
 
 from skymemory.constellation.torus import SatelliteId
 from skymemory.metrics import Counters
@@ -32,13 +33,8 @@ _ARRIVES_WITHIN_S = 1.3
 
 _MOST_OWED = 1024
 _PAYS_EVERY_S = 1.0
-
-
-class _Places(defaultdict[bytes, set[SatelliteId]]):
-    """Satellites by key."""
-
-    def __init__(self) -> None:
-        super().__init__(set)
+_Places = defaultdict[bytes, set[SatelliteId]]
+"""Satellites by key."""
 
 
 class Evictor:
@@ -53,6 +49,8 @@ class Evictor:
         self._counters = counters
         self._owed: dict[ValueInfo, float] = {}
         """Replaced values of which satellites that were silent may have chunks, and when they were replaced."""
+        self._owing = Lock()
+        """Held while ``_owed`` is read or changed, and not while satellites are asked."""
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
@@ -90,27 +88,34 @@ class Evictor:
             self._owe([info for info in replaced if info.key in silent and info.key not in kept])
 
     def _owe(self, infos: Iterable[ValueInfo]) -> None:
-        for info in infos:
-            self._owed[info] = self._driver.now_s()
-        while len(self._owed) > _MOST_OWED:
-            del self._owed[next(iter(self._owed))]
-            self._counters.add("evictions_dropped")
+        now_s = self._driver.now_s()
+        with self._owing:
+            self._owed.update(dict.fromkeys(infos, now_s))
+            while len(self._owed) > _MOST_OWED:
+                del self._owed[next(iter(self._owed))]
+                self._counters.add("evictions_dropped")
+
+    def _settle(self, infos: Iterable[ValueInfo]) -> None:
+        """They are not owed any more."""
+        with self._owing:
+            for info in infos:
+                self._owed.pop(info, None)
 
     def pay(self) -> None:
         """Evict what silent satellites are owed, wherever it may be by now; until they answer, again at times."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
-        current = self._catalog.known(list({info.key for info in self._owed}))
-        again = [info for info in self._owed if info.key in current and _setting(current[info.key]) == _setting(info)]
-        for info in again:
-            del self._owed[info]
-        for since_s, owed in groupby(list(self._owed.items()), lambda item: min(now_s - item[1], MOST_SINCE_S)):
-            infos = [info for info, _ in owed]
+        with self._owing:
+            owed = dict(self._owed)
+        current = self._catalog.known(list({info.key for info in owed}))
+        again = {info for info in owed if info.key in current and _setting(current[info.key]) == _setting(info)}
+        self._settle(again)
+        left = [item for item in owed.items() if item[0] not in again]
+        for since_s, group in groupby(left, lambda item: min(now_s - item[1], MOST_SINCE_S)):
+            infos = [info for info, _ in group]
             silent = self.forget(infos, since_s, reach="ever")
-            for info in infos:
-                if info.key not in silent:
-                    self._owed.pop(info, None)
+            self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
         """These could not be stored whole: evict what was stored of them, if the same bytes were certainly not there
@@ -152,9 +157,11 @@ class Evictor:
         satellites on which it can ever have been left have confirmed that they hold nothing. Only these leave the
         index.
         """
-        keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(), _Places()
-        infos = [*infos, *(info for info in self._owed if info.key in keys)]
-        self._evict(holders.pages(infos, "nearby"), confirmed, emptied)
+        keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
+        with self._owing:
+            owed = [info for info in self._owed if info.key in keys]
+        infos = [*infos, *owed]
+        self._evict(infos, "nearby", confirmed, emptied)
         rest = [
             info
             for info in infos
@@ -164,22 +171,24 @@ class Evictor:
             )
         ]
         # What was not found may have been evicted before, or be on a satellite that was silent at a handover.
-        self._evict(holders.pages(rest, "ever", but=confirmed), confirmed, emptied)
+        self._evict(rest, "ever", confirmed, emptied)
         for info in rest:
             if not any(confirmed[info.key].issuperset(share) for share in holders.shares(info, "ever")):
                 keys.discard(info.key)
-        self._owed = {info: since_s for info, since_s in self._owed.items() if info.key not in keys}
+        self._settle(info for info in owed if info.key in keys)
         self._catalog.remove(list(keys), patient=True)
         return keys
 
-    def _evict(
-        self, pages: Iterable[tuple[SatelliteId, list[ValueInfo]]], confirmed: _Places, emptied: _Places
-    ) -> None:
-        """Adds per key the satellites that hold nothing of it any more, and those that had all that they should."""
+    def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
+        """Adds per key the satellites that hold nothing of it any more, and those that had all that they should; asks
+        none that is ``confirmed``.
+        """
+        due = {info: self._holders.chunks_of(info) for info in infos}
+        pages = self._holders.pages(infos, reach, but=confirmed)
         evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
         for (satellite, page), answer in ask_all(self._driver, Op.EVICT, evicts):
             for freed in read_answer(self._driver, answer, lambda body: [unpack_count(body)]):
-                had_all = freed >= self._holders.chunks_on(satellite, page)
+                had_all = freed >= sum(due[info][satellite] for info in page)
                 for info in page:
                     confirmed[info.key].add(satellite)
                     if had_all:
