@@ -102,7 +102,7 @@ def test_many_moves_deaths_and_full_memories(seed, replicas):
 
 @pytest.mark.timeout(120)
 def test_reads_end_where_a_copy_is_of_another_version():
-    """One that was passed over once left its read with no request in flight, for ever."""
+    """One that was passed over once left its read with no request in flight, without a limit."""
     compiler()
     a_week(1, 2, ("gossip-plane", "migration"), 14_000, 60)
 
