@@ -39,6 +39,7 @@ WAITS = {
     "serving/engine/run.py _wait_for os.wait": LIFE,
     "serving/resp/server.py Conversation._end_with self._sock.recv": TIMED,
     "serving/resp/server.py Conversation._read self._sock.recv": TIMED,
+    "serving/resp/server.py Conversation._read_ahead self._sock.recv": TIMED,
     "serving/resp/server.py Daemon._accept listener.accept": ENDED,
     "serving/resp/server.py Daemon.serve selector.select": LIFE,
     "serving/resp/server.py Daemon.serve self._woken.recv": ENDED,

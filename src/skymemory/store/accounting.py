@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from weakref import ReferenceType, ref
 
 from skymemory.errors import InvalidInput, ValueTooLarge
 from skymemory.eviction import DEFAULT_POLICY, policy_named
@@ -63,10 +64,6 @@ class Deadlines:
 
     def forget(self, key: bytes) -> None:
         self._until_s.pop(key, None)
-
-    def forget_oldest(self) -> None:
-        """The one that was given first."""
-        self.forget(next(iter(self._until_s)))
 
     def of(self, key: bytes) -> float:
         """When ``key`` ends; infinite: never, as far as is known here."""
@@ -257,6 +254,9 @@ class Inventory:
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
         """The keys that each open store protects, with their sizes in bytes."""
         self._reserved_bytes = 0
+        self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
+        """A heap of both, numbered; those of tickets that have ended are stale, and keep no values in memory."""
+        self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
@@ -391,6 +391,15 @@ class Inventory:
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
             self.order.hold(key)
+        self._will_end(ticket)
+
+    def _will_end(self, ticket: LoadTicket | StoreTicket) -> None:
+        self._ticket_number += 1
+        heapq.heappush(self._ticket_ends, (ticket.expires_s, self._ticket_number, ref(ticket)))
+        if len(self._ticket_ends) > 2 * (len(self._leases) + len(self._reservations)) + 64:  # mostly stale: rebuild
+            open_now = self._leases.keys() | self._reservations.keys()
+            self._ticket_ends = [one for one in self._ticket_ends if one[2]() in open_now]
+            heapq.heapify(self._ticket_ends)
 
     def end_lease(self, ticket: LoadTicket) -> None:
         for key in self._leases.pop(ticket, ()):
@@ -433,6 +442,7 @@ class Inventory:
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
         self._reservations[ticket] = room
+        self._will_end(ticket)
         # First all at once, which is one search for victims; only if that fails item by item.
         given = [key not in self.kept for key, _ in ticket.items]
         wanted = [(key, size_of(value)) for (key, value), yes in zip(ticket.items, given, strict=True) if yes]
@@ -543,10 +553,12 @@ class Inventory:
         return {key for ticket, items in self._reservations.items() if ticket.expires_s > now_s for key, _ in items}
 
     def _expire(self, now_s: float) -> None:
-        for load in [ticket for ticket in self._leases if ticket.expires_s <= now_s]:
-            self.end_lease(load)
-        for store in [ticket for ticket in self._reservations if ticket.expires_s <= now_s]:
-            self.end_store(store)
+        while self._ticket_ends and self._ticket_ends[0][0] <= now_s:
+            ticket = heapq.heappop(self._ticket_ends)[2]()
+            if isinstance(ticket, LoadTicket):
+                self.end_lease(ticket)
+            elif ticket is not None:
+                self.end_store(ticket)
         while self._pin_ends and self._pin_ends[0][0] <= now_s:
             until_s, key = heapq.heappop(self._pin_ends)
             if self._pins.get(key) == until_s:
@@ -636,6 +648,13 @@ class BudgetedStore(TwoPhase):
         if there:
             self._inventory.lifetimes.give(key, self._clock() + ttl_s)
         return there
+
+    def left_s(self, keys: Sequence[bytes]) -> list[float]:
+        """As in ``base.Lasting``."""
+        keys = check_keys(keys)
+        with self._open():
+            now_s = self._clock()
+            return [self._inventory.lifetimes.of(key) - now_s for key in keys]
 
     def _end(self, key: bytes) -> None:
         """The lifetime of ``key`` has ended: remove it. With the lock held."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import enum
 import math
 import mmap
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -245,6 +246,14 @@ class Expiring(Protocol):
 
 
 @runtime_checkable
+class Lasting(Expiring, Protocol):
+    """Optional: say how long values will last. Another value stored under a key has no lifetime."""
+
+    def left_s(self, keys: Sequence[bytes]) -> list[float]:
+        """Seconds until each value expires; infinite: never, or it is absent."""
+
+
+@runtime_checkable
 class Keeping(Protocol):
     """Optional: know which values a later release stored; they are neither read nor overwritten."""
 
@@ -358,7 +367,7 @@ class OpenTickets(Generic[_Ticket]):
     """
 
     def __init__(self) -> None:
-        self._open: set[_Ticket] = set()
+        self._open: OrderedDict[_Ticket, None] = OrderedDict()
         self._ending: set[_Ticket] = set()
         self._late: WeakSet[_Ticket] = WeakSet()
         """Dropped; their callers may still have them, for a clock may have been set."""
@@ -371,12 +380,17 @@ class OpenTickets(Generic[_Ticket]):
         """It begins. Tickets not completed long after their lease are dropped: they must not keep values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
-            self._open.add(ticket)
+            self._open[ticket] = None
 
     def _drop_abandoned(self, now_s: float) -> None:
-        for abandoned in [one for one in self._open if one.expires_s + ABANDONED_S < now_s]:
-            self._open.discard(abandoned)
-            self._late.add(abandoned)
+        """From the front, to the first that is not abandoned; the next call looks behind it."""
+        while self._open:
+            ticket = next(iter(self._open))
+            if ticket.expires_s + ABANDONED_S >= now_s:
+                self._open.move_to_end(ticket)
+                return
+            del self._open[ticket]
+            self._late.add(ticket)
 
     def take(self, ticket: _Ticket) -> None:
         """It is being completed, for the first and only time; else InvalidInput."""
@@ -384,7 +398,7 @@ class OpenTickets(Generic[_Ticket]):
             if ticket not in self._open and ticket not in self._late:
                 kind = "load" if isinstance(ticket, LoadTicket) else "store"
                 raise InvalidInput(f"this {kind} ticket is not open: each is completed once, by its own store")
-            self._open.discard(ticket)
+            self._open.pop(ticket, None)
             self._late.discard(ticket)
 
     @contextmanager
@@ -414,13 +428,13 @@ class OpenTickets(Generic[_Ticket]):
     def discard(self, ticket: _Ticket) -> None:
         """It is abandoned, or was completed already."""
         with self._lock:
-            self._open.discard(ticket)
+            self._open.pop(ticket, None)
             self._late.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
         """Tickets whose lease has not ended."""
         with self._lock:
-            return [ticket for ticket in self._open | self._ending if ticket.expires_s > now_s]
+            return [ticket for ticket in set(self._open) | self._ending if ticket.expires_s > now_s]
 
     def clear(self) -> None:
         with self._lock:

@@ -186,6 +186,11 @@ class RedisStore(RemoteStore):
         ttl_ms = b"%d" % max(0, math.ceil(ttl_s * 1000))
         return [reply == 1 for reply in self._ask_each(b"PEXPIRE", keys, ttl_ms)]
 
+    def left_s(self, keys: Sequence[bytes]) -> list[float]:
+        """As in ``base.Lasting``; infinite, too, where the server does not answer."""
+        replies = self._ask_each(b"PTTL", self._check(keys))
+        return [reply / 1000 if isinstance(reply, int) and reply >= 0 else math.inf for reply in replies]
+
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
         replies = self._ask_each(b"DEL", self._check(keys))
         for key in keys:

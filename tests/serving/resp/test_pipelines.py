@@ -18,6 +18,7 @@ from tests.contract.store_contract import key, value
 from tests.serving.resp.daemons import serving, until
 
 from skymemory.serving.resp.commands import RUN_VALUES
+from skymemory.serving.resp.server import Limits
 from skymemory.store.base import LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import NAMESPACE, RedisStore, trailer_of
@@ -223,3 +224,58 @@ def test_a_client_that_goes_in_the_middle_loses_nothing_that_came_whole(short: P
         until(lambda: commands.counters.as_dict().get("stored") == 1)
         until(lambda: commands.connected == 0 and commands.budget.used_bytes == 0)
         assert store.puts == [1]
+
+
+# --- a client that reads nothing before all is sent ---
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Counting])
+@pytest.mark.parametrize("large", [200_000, 3 << 20])
+def test_a_pipeline_may_be_written_whole_before_a_reply_is_read(
+    short: Path, kind: type[MemoryStore], large: int
+) -> None:
+    """Its replies, and its requests, are more than the socket takes in either direction."""
+    with kind(1 << 27) as store, serving(store, short) as (path, _, commands), talking(path) as sock:
+        texts = [value(number, large) for number in range(4)]
+        sock.sendall(b"".join(request(b"SET", b"%d" % number, text) for number, text in enumerate(texts)))
+        assert read(sock, 4 * 5) == b"+OK\r\n" * 4
+        words, replies = list[bytes](), list[bytes]()
+        for turn in range(8):
+            number = turn % 4
+            words += [request(b"GET", b"%d" % number), request(b"SET", b"%d" % number, texts[(turn + 1) % 4])]
+            replies += [b"$%d\r\n%s\r\n" % (large, texts[number]), b"+OK\r\n"]
+            texts[number] = texts[(turn + 1) % 4]
+        sock.sendall(b"".join(words))
+        assert read(sock, sum(map(len, replies))) == b"".join(replies)
+        until(lambda: commands.budget.used_bytes == 0)
+
+
+def test_many_small_requests_are_written_before_a_reply_is_read(short: Path) -> None:
+    with MemoryStore(1 << 24) as store, serving(store, short) as (path, _, commands), talking(path) as sock:
+        sock.sendall(request(b"SET", b"a", bytes(1000)) + request(b"GET", b"a") * 20_000)
+        assert read(sock, 5 + 20_000 * 1009) == b"+OK\r\n" + (b"$1000\r\n" + bytes(1000) + b"\r\n") * 20_000
+        until(lambda: commands.budget.used_bytes == 0)
+
+
+def test_what_is_read_ahead_is_bounded_and_who_reads_nothing_is_ended(short: Path) -> None:
+    with (
+        MemoryStore(1 << 24) as store,
+        serving(store, short, Limits(stall_s=0.5), in_flight_bytes=3 << 20) as (path, _, commands),
+        talking(path) as sock,
+    ):
+        sock.sendall(request(b"SET", b"a", bytes(1 << 20)))
+        assert read(sock, 5) == b"+OK\r\n"
+        with pytest.raises(ConnectionError):
+            for _ in range(100):
+                sock.sendall(request(b"GET", b"a") + request(b"SET", b"a", bytes(1 << 20)))
+                assert commands.budget.used_bytes <= 3 << 20
+        until(lambda: commands.budget.used_bytes == 0 and commands.connected == 0)
+        assert redis.Redis(unix_socket_path=path).info()["stalled_connections"] == 1
+
+
+def read(sock: socket.socket, size_bytes: int) -> bytes:
+    """So many bytes."""
+    parts = bytearray()
+    while len(parts) < size_bytes and (part := sock.recv(1 << 20)):
+        parts += part
+    return bytes(parts)

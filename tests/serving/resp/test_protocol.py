@@ -78,7 +78,6 @@ def test_inline_commands() -> None:
     "data",
     [
         b"*1000000\r\n",
-        b"*-1\r\n",
         b"*x\r\n",
         b"*1\r\n:1\r\n",
         b"*1\r\n$-1\r\n",

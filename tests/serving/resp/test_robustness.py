@@ -15,7 +15,7 @@ from tests.contract.store_contract import key, value
 from tests.serving.resp.daemons import Forgetful, serving, until
 
 from skymemory.errors import SkyMemoryError
-from skymemory.serving.resp import lifetimes, server
+from skymemory.serving.resp import commands, lifetimes, server
 from skymemory.serving.resp.commands import Commands
 from skymemory.serving.resp.protocol import LARGE_BYTES
 from skymemory.serving.resp.server import Daemon, Limits
@@ -234,7 +234,7 @@ def test_a_key_that_is_no_text_is_no_other_s(short: Path) -> None:
 
 def test_a_lifetime_ends_with_its_value(short: Path) -> None:
     """Neither a value stored afterwards, here or by another door, nor its NX know of it."""
-    with MemoryStore(1 << 20) as memory, serving(memory, short) as (path, _, commands):
+    with MemoryStore(1 << 20) as memory, serving(memory, short) as (path, _, _):
         client = redis.Redis(unix_socket_path=path)
         for name in ("a", "b", "c"):
             assert client.set(name, b"mortal", px=60)
@@ -247,16 +247,53 @@ def test_a_lifetime_ends_with_its_value(short: Path) -> None:
         assert client.mget("a", "b", "c", "d") == [b"stays", None, b"by another door", None]
         assert client.set("d", b"again", nx=True) and client.touch("b") == 0 and client.expire("a", -1) == 1
         assert client.get("a") is None
-        assert client.set("e", b"v", ex=100) and len(commands.lifetimes) == 1
 
 
-def test_as_many_lifetimes_are_known_as_fit(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetimes, "_MAX_LIFETIMES", 10)
-    with MemoryStore(1 << 20) as memory, serving(memory, short) as (path, _, commands):
+class Unsaying(MemoryStore):
+    """Expires values, and cannot say when, as satellites."""
+
+    left_s = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Unsaying])
+def test_no_lifetime_is_forgotten(short: Path, monkeypatch: pytest.MonkeyPatch, kind: type[MemoryStore]) -> None:
+    """Where they cannot be known, more are refused: INCR would else make a value last."""
+    for module in (lifetimes, commands):
+        monkeypatch.setattr(module, "MAX_GIVEN", 10)
+    given = 30 if kind is MemoryStore else 10
+    with kind(1 << 20) as memory, serving(memory, short) as (path, _, _):
         client = redis.Redis(unix_socket_path=path)
         for number in range(30):
-            client.set(f"k{number}", b"v", ex=1000)
-        assert len(commands.lifetimes) == 10 and client.ttl("k29") == 1000 and client.ttl("k0") == -1
+            if number < given:
+                assert client.set(f"k{number}", b"1", ex=1000)
+            else:
+                with pytest.raises(redis.ResponseError, match="more than 10 lifetimes"):
+                    client.set(f"k{number}", b"1", ex=1000)
+        for number in range(given):
+            name = f"k{number}"
+            assert client.ttl(name) == 1000 and client.incr(name) == 2 and client.ttl(name) == 1000
+        assert client.persist("k0") == 1 and client.ttl("k0") == -1 and client.set("again", b"v", ex=1000)
+
+
+def test_lifetimes_of_another_door_are_known(short: Path) -> None:
+    with MemoryStore(1 << 20) as memory, serving(memory, short) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path)
+        client.set("k", b"1")
+        assert memory.expire(memory.stored_keys(), 500.0) == [True] and client.ttl("k") == 500
+        assert client.incr("k") == 2 and client.ttl("k") == 500
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Forgetful])
+def test_a_lease_ends_with_the_lifetime_of_its_value(short: Path, kind: type[MemoryStore]) -> None:
+    """A lifetime that ended is a miss, not a promise that was broken."""
+    with kind(1 << 20) as memory, serving(memory, short) as (path, _, _):
+        client = redis.Redis(unix_socket_path=path, retry=None)
+        client.mset({"other": b"v", "later": b"v"})
+        client.set("k", b"v", px=60)
+        assert client.exists("other") == client.exists("k") == client.exists("later") == 1
+        assert client.pexpire("later", 60)
+        time.sleep(0.1)
+        assert client.get("k") is None and client.get("later") is None and client.get("other") == b"v"
 
 
 def test_a_value_whose_lifetime_is_not_promised_is_not_stored(short: Path) -> None:
@@ -399,3 +436,42 @@ def test_a_client_that_does_not_read_holds_up_the_end_for_a_moment(short: Path) 
             began_s = time.monotonic()
         assert time.monotonic() - began_s < 6
         sock.close()
+
+
+# --- memory ---
+
+
+def test_no_argument_but_a_value_is_large(short: Path) -> None:
+    with MemoryStore(1 << 24) as memory, serving(memory, short) as (path, _, commands):
+        client = redis.Redis(unix_socket_path=path, retry=None)
+        for words in (("CLIENT", "SETNAME", "x" * 40_000), ("HELLO", "3", "SETNAME", "x" * 40_000), ("y" * 40_000,)):
+            with pytest.raises(redis.ResponseError, match=r"no value|unknown command"):
+                client.execute_command(*words)
+        for words in (("CLIENT", "SETNAME", "x" * 1025), ("HELLO", "2", "SETNAME", "a b"), ("KEYS", "*" * 1025)):
+            with pytest.raises(redis.ResponseError, match=r"Client names cannot contain|expected at most 1024"):
+                client.execute_command(*words)
+        assert client.execute_command("CLIENT", "SETNAME", "x" * 1024) and client.ping()
+        assert commands.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("verb", [b"KEYS *", b"SCAN 0", b"MULTI\r\nKEYS *\r\nEXEC"])
+def test_names_that_are_listed_count_as_in_flight(short: Path, verb: bytes) -> None:
+    """Sixteen clients that do not read them hold no more than one may."""
+    names = [b"%0512d" % number for number in range(4000)]  # 2 MB: more than a socket takes
+    limits = Limits(stall_s=60.0)
+    with MemoryStore(1 << 24) as memory, serving(memory, short, limits, in_flight_bytes=3 << 20) as (path, _, commands):
+        client = redis.Redis(unix_socket_path=path)
+        client.mset(dict.fromkeys(names, b"v"))
+        slow = [connect(path) for _ in range(16)]
+        slow[0].sendall(verb + b"\r\n")
+        until(lambda: commands.budget.used_bytes > 2_000_000)
+        for sock in slow[1:]:
+            sock.sendall(verb + b"\r\n")
+        ends_s = time.monotonic() + 0.5
+        while time.monotonic() < ends_s:
+            assert commands.budget.used_bytes <= 3 << 20
+            time.sleep(0.02)
+        for sock in slow:
+            sock.close()
+        until(lambda: commands.budget.used_bytes == 0)
+        assert sorted(client.keys("*")) == names

@@ -105,9 +105,10 @@ def test_who_is_interrupted_hands_the_socket_over(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(client, "_receive", interrupted)
 
+        leader: list[int] = []
+
         def be_interrupted() -> str:
-            leader = threading.Timer(0.2, victims.add, [threading.get_ident()])
-            leader.start()
+            leader.append(threading.get_ident())
             try:
                 store.get_many([large])
             except KeyboardInterrupt:
@@ -117,9 +118,10 @@ def test_who_is_interrupted_hands_the_socket_over(monkeypatch: pytest.MonkeyPatc
         with ThreadPoolExecutor(2) as pool:
             with one_silent(store, satellite):
                 first = pool.submit(be_interrupted)
-                time.sleep(0.05)
-                assert client._leader is not None
+                assert soon(lambda: client._leader is not None)
                 second = pool.submit(store.get_many, [large])
+                assert soon(lambda: reads_under_way(store) == 2)
+                victims.update(leader)
                 assert first.result() == "interrupted"
                 assert second.result() == [None], "served on to its end by the other thread"
             assert not client._calls and client._leader is None and not client._unclaimed

@@ -9,10 +9,10 @@ Two kinds of keys:
 - Any other key is a name, and its value a named value (``store.named``), as ``skymemory kv`` stores it.
 
 **EXISTS leases.** Clients ask EXISTS and then GET; LMCache's native client waits without end on a GET that misses. So a
-key for which EXISTS said 1 is leased for ``LEASE_S`` or until the next GET. A store that leases nothing itself (Redis;
-satellites lease part of their memory) is read at once: the value is held in the daemon's own bounded memory, and where
-that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it never says nil. Only a write
-or an EXPIRE of 0 ends a lease before: what a client deletes is gone.
+key for which EXISTS said 1 is leased for ``LEASE_S``, for its lifetime, or until the next GET. A store that leases
+nothing itself (Redis; satellites lease part of their memory) is read at once: the value is held in the daemon's own
+bounded memory, and where that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it
+never says nil. Only a write or an EXPIRE of 0 ends a lease before: what a client deletes is gone.
 
 MULTI and EXEC: ``transactions``. Lines that are no command: ``inline``. Who waits for room, and who pays: ``budget``.
 """
@@ -36,9 +36,9 @@ from skymemory.serving.resp import lifetimes, protocol
 from skymemory.serving.resp.budget import ByteBudget, Claim
 from skymemory.serving.resp.keys import Key, client_key
 from skymemory.serving.resp.leases import Lease, Leases
-from skymemory.serving.resp.lifetimes import Lifetimes, Options, options_of
-from skymemory.serving.resp.patterns import pattern_of
-from skymemory.serving.resp.protocol import Framed, Reply, Stranger, Word
+from skymemory.serving.resp.lifetimes import MAX_GIVEN, Lifetimes, Options, options_of
+from skymemory.serving.resp.patterns import MAX_PATTERN_BYTES, pattern_of
+from skymemory.serving.resp.protocol import LARGE_BYTES, Framed, Reply, Stranger, Word
 from skymemory.serving.resp.transactions import MAX_WATCHED, Transaction, Watch, Watches
 from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
@@ -59,6 +59,7 @@ _CRLF = b"\r\n"
 _INT64 = re.compile(rb"0|-?[1-9][0-9]{0,18}")
 _INT64_BYTES = 20
 _FLUSHED_AT_ONCE = 256
+_MAX_CLIENT_NAME_BYTES = 1024
 
 
 class Close(Exception):
@@ -133,8 +134,8 @@ class Commands:
         self._clock = clock
         self._wait_s = wait_s
         self.budget = ByteBudget(in_flight_bytes, wait_s / 2)
-        self.leases = Leases(store, held_bytes, clock)
         self.lifetimes = Lifetimes(store, clock)
+        self.leases = Leases(store, held_bytes, clock, self.lifetimes.left_s)
         self.watches = Watches()
         self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
         """No other process writes to the store."""
@@ -143,7 +144,7 @@ class Commands:
         self._unix_time = unix_time
         self._writing = KeyLocks()
         """A write may be several calls of the store: a lookup for NX, the value, its lifetime."""
-        self._strangers_lock = threading.Lock()
+        self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
         """Connections now; the server counts them."""
         self.counters = SharedCounters()
@@ -166,22 +167,24 @@ class Commands:
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
         """What is stored in front of the value of ``size_bytes`` that is the next word, and how many of its last bytes
-        are not stored: so that it is received into its place and never copied. Nothing and 0 for any other word.
+        are not stored: so that it is received into its place and never copied.
 
         Raises:
             Refused, InvalidInput: the command will be refused; its value need not be received.
         """
-        verb = _verb(words) if words else ""
-        command = self._known(verb) if words else None
-        if command is not None and len(words) > command.most:
+        if not words:
+            raise Refused(f"unknown command, of {size_bytes} bytes")
+        verb = _verb(words)
+        command = self._known(verb)
+        if len(words) > command.most:
             raise Refused(f"wrong number of arguments for '{verb.lower()}' command")
         if size_bytes > most_bytes:
             self.counters.add("refused")
             raise Refused(
                 f"a value of {size_bytes} bytes: expected at most {most_bytes}, --largest of `skymemory store serve`"
             )
-        if command is None or len(words) not in command.values:
-            return b"", 0
+        if len(words) not in command.values:
+            raise Refused(f"an argument of {size_bytes} bytes that is no value: expected fewer than {LARGE_BYTES}")
         key = _key(words[-1 if command.values.step > 1 else 1])
         return key.front(size_bytes), 0 if key.name else TRAILER_BYTES
 
@@ -223,6 +226,9 @@ class Commands:
         except (Refused, SkyMemoryError) as error:
             if transaction is not None:
                 transaction.refuse("previous errors")
+                if verb == "EXEC":
+                    yield from self.call(session, words[:1])
+                    return
             yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
@@ -310,7 +316,7 @@ class Commands:
                 self._check_password(session, rest[1], rest[2])
                 rest = rest[3:]
             elif what == b"SETNAME" and len(rest) >= 2:
-                name, rest = rest[1], rest[2:]
+                name, rest = _client_name(rest[1]), rest[2:]
             else:
                 raise Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
         if not session.authenticated:
@@ -328,14 +334,15 @@ class Commands:
         yield [session.reply.mapping(facts)]
 
     def _auth(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
+        if len(words) == 1 and self._password is None:
+            raise Refused("AUTH called without any password configured: start the daemon with --password-file")
         user = _bytes(words[0]) if len(words) == 2 else b"default"
         self._check_password(session, user, _bytes(words[-1]))
         yield [_OK]
 
     def _check_password(self, session: Session, user: bytes, password: bytes) -> None:
-        if self._password is None:
-            raise Refused("AUTH called without any password configured: start the daemon with --password-file")
-        if user != b"default" or not hmac.compare_digest(password, self._password):
+        known = self._password is None or hmac.compare_digest(password, self._password)
+        if user != b"default" or not known:
             raise Refused("invalid username-password pair", "WRONGPASS")
         session.authenticated = True
 
@@ -347,7 +354,7 @@ class Commands:
     def _client(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         what = _bytes(words[0]).upper()
         if what == b"SETNAME" and len(words) == 2:
-            session.name = _bytes(words[1])
+            session.name = _client_name(_bytes(words[1]))
             yield [_OK]
         elif what == b"SETINFO" and len(words) == 3:
             yield [_OK]
@@ -434,7 +441,8 @@ class Commands:
             pieces: Pieces = []
             for key, value in zip(keys, values, strict=True):
                 shown = None if value is None else self._shown(key, value)
-                if shown is None and leases[key.stored] is not None:
+                lease = leases[key.stored]
+                if shown is None and lease is not None and lease.until_s > self._clock():
                     self.counters.add("lost_leases")
                     raise Close
                 self.counters.add("misses" if shown is None else "hits")
@@ -630,9 +638,7 @@ class Commands:
             self.watches.on_write(keys)
         self.counters.add("stored", sum(done))
         self.counters.add("refused", len(done) - sum(done))
-        mortal = [key for key, one in zip(keys, done, strict=True) if one and self.lifetimes.left_s(key) < math.inf]
-        if mortal:
-            self.lifetimes.give(mortal, math.inf)
+        self.lifetimes.end([key for key, one in zip(keys, done, strict=True) if one])
         return done
 
     @contextmanager
@@ -666,10 +672,14 @@ class Commands:
     def _check_lifetimes(self) -> None:
         if not self.lifetimes.can_be_given:
             raise Refused(f"a {self._store.name} store does not expire values: store it without EX, PX or EXPIRE")
+        if self.lifetimes.is_full:
+            raise Refused(f"more than {MAX_GIVEN} lifetimes given through this daemon are under way: try again later")
 
     def _give_lifetime(self, key: bytes, ttl_s: float) -> bool:
         promised = self.lifetimes.give([key], ttl_s)
-        self.watches.on_write([key])
+        if promised:
+            self.leases.shorten(key, ttl_s)
+            self.watches.on_write([key])
         return promised
 
     def _exists(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -754,7 +764,7 @@ class Commands:
         if self._store.lookup([key]) != [Presence.HIT]:
             return -2
         left_s = self.lifetimes.left_s(key)
-        return -1 if math.isinf(left_s) else max(0, math.ceil(left_s / unit_s))
+        return -1 if math.isinf(left_s) else max(0, math.floor(left_s / unit_s + 0.5))  # as Redis rounds
 
     def _type(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         is_there = self._store.lookup([_key(words[0]).stored]) == [Presence.HIT]
@@ -854,22 +864,48 @@ class Commands:
         """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from. Blocks
         have no names.
         """
-        pattern = b"*"
-        options = [_bytes(word) for word in words[1:]]
-        kind = b"string"
-        for option, value in zip(options[::2], options[1::2], strict=False):
-            pattern = value if option.upper() == b"MATCH" else pattern
-            kind = value if option.upper() == b"TYPE" else kind
-        found = self._names(pattern)
-        found = found if _bytes(words[0]) == b"0" and kind.lower() == b"string" else []
-        yield [protocol.array([protocol.bulk(b"0"), protocol.array(map(protocol.bulk, found))])]
+        cursor, *rest = map(_bytes, words)
+        if not cursor.isdigit():
+            raise Refused("invalid cursor")
+        options = {b"MATCH": b"*", b"COUNT": b"10", b"TYPE": b"string"}
+        for option, value in zip(map(bytes.upper, rest[::2]), rest[1::2], strict=False):
+            if option not in options:
+                raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
+            options[option] = value
+        if len(rest) % 2 or _whole(options[b"COUNT"]) < 1:
+            raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
+        head = protocol.array_head(2) + protocol.bulk(b"0")
+        if cursor.strip(b"0") or options[b"TYPE"].lower() != b"string":
+            yield [head, protocol.array(())]
+        else:
+            yield from self._names(session, options[b"MATCH"], head)
 
     def _keys(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield [protocol.array(map(protocol.bulk, self._names(_bytes(words[0]))))]
+        yield from self._names(session, _bytes(words[0]))
 
-    def _names(self, glob: bytes) -> list[bytes]:
-        matches = pattern_of(glob).match
-        return [name for value in self._listing().names() if matches(name := client_key(value.name))]
+    def _names(self, session: Session, glob: bytes, head: bytes = b"") -> Iterator[Pieces]:
+        """An array of the names that match, behind ``head``. They count as in flight, and are listed for one client at
+        a time.
+        """
+        matches = pattern_of(glob)
+        if matches is None:
+            raise Refused(f"a pattern of {len(glob)} bytes: expected at most {MAX_PATTERN_BYTES}")
+        if not self._listing_lock.acquire(timeout=self._wait_s if session.kept is None else 0.0):
+            self.counters.add("busy")
+            raise Refused("other clients' names are being listed", "BUSY")
+        try:
+            found = (client_key(value.name) for value in self._listing().names())
+            reply = head + protocol.array(protocol.bulk(name) for name in found if matches.match(name))
+            self._book(session, len(reply))
+        finally:
+            self._listing_lock.release()
+        try:
+            yield [reply]
+        finally:
+            if session.kept is None:
+                self.budget.give_back(session.claim, len(reply))
+            else:
+                session.kept.callback(self.budget.give_back, session.claim, len(reply))
 
     def _listing(self) -> Listing:
         store = bare(self._store)
@@ -916,6 +952,14 @@ def _bulk_pieces(shown: Pieces) -> Pieces:
 
 def _no_auth() -> Refused:
     return Refused("Authentication required.", "NOAUTH")
+
+
+def _client_name(name: bytes) -> bytes:
+    if len(name) > _MAX_CLIENT_NAME_BYTES or not all(0x21 <= byte <= 0x7E for byte in name):
+        raise Refused(
+            f"Client names cannot contain spaces, newlines or special characters, or more than {_MAX_CLIENT_NAME_BYTES}"
+        )
+    return name
 
 
 def _verb(words: Sequence[Word]) -> str:
@@ -1007,8 +1051,8 @@ class Command:
     """From Redis, for the documentation."""
 
 
-_LASTS = "knows lifetimes given through this daemon; refused where the store has none"
-_NAMES = "all names at once; blocks have none; not for Redis behind the daemon"
+_LASTS = "of satellites it knows lifetimes given through this daemon; refused where the store has none"
+_NAMES = "all names at once; blocks have none; patterns of at most 1,024 bytes; not for Redis behind the daemon"
 COMMANDS: dict[str, Command] = {
     "PING": Command("[message]", 0, 1, Commands._ping),
     "ECHO": Command("message", 1, 1, Commands._ping),

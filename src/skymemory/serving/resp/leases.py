@@ -16,13 +16,17 @@ _MAX_LEASES = 1 << 16
 class Leases:
     """A lease is a load that has begun, or the value itself. Bounded; thread-safe."""
 
-    def __init__(self, store: Store, held_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, held_bytes: int, clock: Callable[[], float], left_s: Callable[[bytes], float]
+    ) -> None:
+        """``left_s``: of the lifetime of the value under a key."""
         self._store = store
+        self._left_s = left_s
         self._protects = bare(store).leases
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
-        """By stored key, the one that ends first in front."""
+        """By stored key, the one that began first in front."""
         self._beginning: dict[bytes, object] = {}
         """Keys that are being leased now, each with a mark of its last ``begin``; a write takes the mark away."""
         self._lock = threading.Lock()
@@ -34,18 +38,19 @@ class Leases:
 
     def _begin(self, key: bytes) -> bool:
         now_s = self._clock()
+        ends_s = now_s + min(LEASE_S, self._left_s(key))
         with self._lock:
             self._expire(now_s)
             lease = self._leases.get(key)
             if lease is not None and lease.value is not None:
-                lease.until_s = now_s + LEASE_S
-                self._leases[key] = self._leases.pop(key)  # it is the one that ends last
+                lease.until_s = ends_s
+                self._leases[key] = self._leases.pop(key)
                 return True
             if len(self._leases) >= _MAX_LEASES:
                 return False
             mark = self._beginning[key] = object()
         ticket = self._store.prepare_load([key])
-        lease = Lease(now_s + LEASE_S, ticket)
+        lease = Lease(ends_s, ticket)
         added = False
         try:
             if self._protects:
@@ -79,8 +84,19 @@ class Leases:
         if not self._leases:
             return None
         with self._lock:
-            self._expire(self._clock())
+            now_s = self._clock()
+            self._expire(now_s)
+            lease = self._leases.get(key)
+            if lease is not None and lease.until_s <= now_s:  # behind others that end later
+                self._drop(key)
             return self._pop(key)
+
+    def shorten(self, key: bytes, left_s: float) -> None:
+        """The value under ``key`` will expire in ``left_s``, and its lease with it."""
+        with self._lock:
+            lease = self._leases.get(key)
+            if lease is not None:
+                lease.until_s = min(lease.until_s, self._clock() + left_s)
 
     def end(self, key: bytes) -> None:
         """Another value is stored under ``key``, or none; to be called before and after the store has it."""

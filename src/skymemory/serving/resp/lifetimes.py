@@ -8,50 +8,65 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skymemory.store.accounting import Deadlines
-from skymemory.store.base import Expiring, Store
+from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named import bare
 
-_MAX_LIFETIMES = 1 << 16
-"""That TTL reports."""
+MAX_GIVEN = 1 << 16
+"""Lifetimes under way that were given through one daemon, in a store that cannot say them."""
 
 
 class Lifetimes:
-    """Lifetimes that were given through this daemon; of others TTL knows nothing. Thread-safe."""
+    """What the store says of its lifetimes. Of a store that cannot say them (satellites): those that were given here,
+    about ``MAX_GIVEN`` at most. Thread-safe.
+    """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         inner: object = bare(store)
         self._expiring = inner if isinstance(inner, Expiring) else None
+        self._lasting = inner if isinstance(inner, Lasting) else None
         self._clock = clock
-        self._deadlines = Deadlines()
+        self._given = Deadlines()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
 
     @property
     def can_be_given(self) -> bool:
         return self._expiring is not None
 
+    @property
+    def is_full(self) -> bool:
+        with self._lock:
+            self._given.ended(self._clock())  # which forgets them
+            return len(self._given) >= MAX_GIVEN
+
     def left_s(self, key: bytes) -> float:
-        """Infinite: none was given here."""
-        return self._deadlines.of(key) - self._clock()
+        """Infinite: none, or none that is known."""
+        if self._lasting is not None:
+            return self._lasting.left_s([key])[0]
+        return self._given.of(key) - self._clock()
 
     def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
         """Whether the store promises that all ``keys`` end in ``ttl_s`` (infinite: never)."""
+        if self._lasting is not None:
+            return all(self._lasting.expire(keys, ttl_s))
+        if self._expiring is None or (ttl_s < math.inf and self.is_full):
+            return False
         now_s = self._clock()
-        promised = self._expiring is not None and all(self._expiring.expire(keys, ttl_s))
+        promised = all(self._expiring.expire(keys, ttl_s))
         with self._lock:
-            self._deadlines.ended(now_s)  # which forgets them
             for key in keys:
-                self._deadlines.give(key, now_s + ttl_s if promised else math.inf)
-            while len(self._deadlines) > _MAX_LIFETIMES:
-                self._deadlines.forget_oldest()
+                self._given.give(key, now_s + ttl_s if promised else math.inf)
         return promised
+
+    def end(self, keys: Sequence[bytes]) -> None:
+        """Other values are stored under ``keys``."""
+        mortal = [] if self._lasting is not None else [key for key in keys if self._given.of(key) < math.inf]
+        if mortal:
+            self.give(mortal, math.inf)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
-                self._deadlines.forget(key)
+                self._given.forget(key)
 
 
 @dataclass(frozen=True, slots=True)

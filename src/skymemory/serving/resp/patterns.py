@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 
+MAX_PATTERN_BYTES = 1024
+"""A pattern is compiled in time that grows with its square, and is remembered."""
 
-def pattern_of(glob: bytes) -> re.Pattern[bytes]:
-    """Matches whole names, in time linear in the name for each ``*``: what a ``*`` has skipped is not tried again."""
+
+def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
+    """Matches whole names, in time linear in the name for each ``*``: what a ``*`` has skipped is not tried again.
+
+    None: the pattern is longer than ``MAX_PATTERN_BYTES``.
+    """
+    if len(glob) > MAX_PATTERN_BYTES:
+        return None
     parts: list[bytes] = [b""]
     at = 0
     while at < len(glob):

@@ -112,6 +112,18 @@ class RequestParser:
         """Memory of the arguments of the request under way, without large ones."""
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
+    def head_of(self, large: LargeArgument) -> bytes:
+        """Its first bytes: also those that were fed since ``next`` returned it."""
+        more_bytes = len(self._data) - self._at - self.bytes_behind(large)
+        with memoryview(self._data) as data:
+            more = bytes(data[self._at : self._at + more_bytes])
+        self._at += more_bytes
+        return large.head + more
+
+    def bytes_behind(self, large: LargeArgument) -> int:
+        """What is here already that follows it."""
+        return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
+
     def deliver(self, value: Word, behind: Buffer = b"") -> None:
         """The whole value of the last ``LargeArgument``, and what was received behind it."""
         self._large = None
@@ -262,6 +274,8 @@ class RequestParser:
     @staticmethod
     def _number(line: bytes, most: int, what: str) -> int:
         digits = line[1:]
+        if what == "multibulk" and digits[:1] == b"-" and digits[1:].isdigit():
+            return 0  # no request, as in Redis
         if not (digits.isdigit() and len(digits) <= 12 and int(digits) <= most):
             raise ProtocolError(f"invalid {what} length, expected 0 to {most}")
         return int(digits)

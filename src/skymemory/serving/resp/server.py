@@ -23,7 +23,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -33,7 +33,7 @@ from skymemory import native
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.serving.resp import protocol
-from skymemory.serving.resp.budget import BRIEF_BYTES, Claim, due_s
+from skymemory.serving.resp.budget import BRIEF_BYTES, LEAST_SHARED_BYTES_PER_S, Claim, due_s
 from skymemory.serving.resp.commands import NO_BYTES, Close, Commands, Pieces, Refused, Run, Session, error_reply
 from skymemory.serving.resp.protocol import (
     MAX_BULK_BYTES,
@@ -68,6 +68,8 @@ _WHOLE_BYTES = 4 << 20
 """Largest value that is received in one call; of larger ones the daemon sees whether they move."""
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
+_BLOCKED_S = 0.1
+"""After this long a reply that cannot be sent lets what the client sends be read meanwhile."""
 _GRACE_S, _END_S = 2.0, 8.0
 """At the end: for replies under way, and for calls of the store."""
 
@@ -243,14 +245,17 @@ class Daemon:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None or sock.family == socket.AF_UNIX:
             # Timeouts of the system, not of Python: a socket of Python's with a timeout asks ``poll`` before each call.
-            stall = struct.pack("@ll", int(self._limits.stall_s), int(self._limits.stall_s % 1 * 1e6))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stall)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_BLOCKED_S))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._limits.stall_s))
             return
         sock.settimeout(self._limits.stall_s)  # TLS begins again where the system's has passed
         secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection.sock = secured
         secured.do_handshake()
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 class Conversation:
@@ -267,7 +272,7 @@ class Conversation:
         self._session = Session(number, authenticated=not commands.asks_password, claim=self._claim)
         self._parser = RequestParser(MAX_BULK_BYTES, trusted=self._session.authenticated)
         self._pace = Pace(limits.stall_s)
-        self._outbox = Outbox(sock, limits.stall_s, self._claim)
+        self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
         """Of the budget, for what has been received of the request under way."""
@@ -278,6 +283,10 @@ class Conversation:
         """Requests that have come and are not answered: another of the kind seems to follow."""
         self._collected_bytes = 0
         """Of the budget, for these."""
+        self._ahead_bytes = 0
+        """Of the budget, for what was read while replies were being sent."""
+        self._is_fed = False
+        """Something was, since the parser last said what it needs."""
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -299,9 +308,11 @@ class Conversation:
             self._session.transaction = None
             self._commands.watches.end(self._session.watch)
             self._settle()
+            self._settle_ahead()
 
     def _step(self) -> bool:
         """Takes one request, or what is needed for it; False where the client has gone, or is to go."""
+        self._is_fed = False
         request = self._parser.next()
         if isinstance(request, NeedData | LargeArgument):
             if self._collected is not None and not self._follows(self._collected):
@@ -374,6 +385,9 @@ class Conversation:
     def _read(self) -> bool:
         """Some more of a request; False where the client has gone, or is to go."""
         self._outbox.flush()
+        if self._is_fed:
+            return True
+        self._settle_ahead()
         held_bytes = self._parser.held_bytes - self._booked_small_bytes
         if held_bytes > _UNBOOKED_BYTES:
             if not self._book(held_bytes):
@@ -400,21 +414,49 @@ class Conversation:
         self._parser.feed(data)
         return bool(data)
 
+    def _read_ahead(self) -> int:
+        """Reads what a client sends that does not read its replies yet, as one does that writes all of a pipeline
+        first; how many bytes. 0: there is no room for it, or no more will come.
+        """
+        budget = self._commands.budget
+        if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
+            return 0
+        size_bytes = 0
+        try:
+            data = self._sock.recv(_READ_BYTES)
+            size_bytes = len(data)
+            self._parser.feed(data)
+            self._is_fed = True
+        except (BlockingIOError, TimeoutError):  # a part of what TLS sends at once
+            pass
+        finally:
+            self._ahead_bytes += size_bytes
+            budget.give_back(self._claim, _READ_BYTES - size_bytes)
+        return size_bytes
+
+    def _settle_ahead(self, left_bytes: int = 0) -> None:
+        """What was read ahead is parsed, but for ``left_bytes``."""
+        left_bytes = min(left_bytes, self._ahead_bytes)
+        self._commands.budget.give_back(self._claim, self._ahead_bytes - left_bytes)
+        self._ahead_bytes = left_bytes
+
     def _receive(self, large: LargeArgument) -> None:
         """The rest of a large argument, into one piece of memory with what is stored in front of it; of a command that
         is refused anyway, nothing is kept.
         """
         self._outbox.flush()
-        missing_bytes = large.size_bytes - len(large.head)
         try:
             front, end_bytes = self._commands.frame(large.words, large.size_bytes, self._limits.value_bytes)
+            self._settle_ahead(self._parser.bytes_behind(large))
             if not self._book(large.size_bytes):
                 raise Refused(NO_BYTES, "BUSY")
         except (Refused, InvalidInput) as error:
             self._refuse(error_reply(error))
             return
+        head = self._parser.head_of(large)
+        missing_bytes = large.size_bytes - len(head)
         body_bytes = large.size_bytes - end_bytes
-        head, end = large.head[:body_bytes], large.head[body_bytes:]
+        head, end = head[:body_bytes], head[body_bytes:]
         tail = bytearray(end_bytes - len(end) + _CRLF_BYTES if missing_bytes else 0)
         allowed_s = self._pace.allowed_s(missing_bytes)
         data = receive_all(self._sock, front + head, body_bytes - len(head), allowed_s, tail, self._claim)
@@ -509,11 +551,15 @@ def receive_all(
 class Outbox:
     """Replies on their way to one client: small ones collected, large ones sent from where they lie."""
 
-    def __init__(self, sock: socket.socket, stall_s: float, claim: Claim) -> None:
+    def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
+        """``read_ahead``: called while the client does not read, and has sent something; how many bytes that took."""
         self._sock = sock
+        self._stall_s = stall_s
         self._claim = claim
+        self._read_ahead = read_ahead
         self._small = bytearray()
         self._pace = Pace(stall_s)
+        self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:
         """Sends ``pieces``, at once if they are large: their memory may be given back afterwards."""
@@ -533,22 +579,51 @@ class Outbox:
 
     def _send(self, buffers: list[memoryview]) -> None:
         self._pace.begin()
+        self._claim.due_s = due_s(_PART_BYTES)
         secured = isinstance(self._sock, ssl.SSLSocket)
+        if secured:
+            self._sock.settimeout(_BLOCKED_S)
         try:
             while buffers:
-                alone = secured or len(buffers) == 1
-                if self._claim.held_bytes:
-                    self._claim.due_s = due_s(_PART_BYTES)
-                sent = self._sock.send(buffers[0][:_PART_BYTES]) if alone else self._sock.sendmsg(_part(buffers))
-                moved_bytes = sent
+                part = [buffers[0][:_PART_BYTES]] if secured or len(buffers) == 1 else _part(buffers)
+                try:
+                    sent = moved_bytes = self._sock.send(part[0]) if len(part) == 1 else self._sock.sendmsg(part)
+                except (BlockingIOError, TimeoutError):
+                    sent = moved_bytes = 0
                 while buffers and sent >= buffers[0].nbytes:
                     sent -= buffers.pop(0).nbytes
                 if sent:
                     buffers[0] = buffers[0][sent:]
                 if buffers:
-                    self._pace.moved(moved_bytes)
+                    self._moved(moved_bytes)
+                    if not moved_bytes or (not secured and moved_bytes < sum(map(len, part))):
+                        self._await_client()
         finally:
             self._claim.due_s = math.inf
+            if secured:
+                self._sock.settimeout(self._stall_s)
+
+    def _moved(self, size_bytes: int) -> None:
+        self._pace.moved(size_bytes)
+        self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
+
+    def _await_client(self) -> None:
+        """Until it takes something; what it sends meanwhile is read, for it may read nothing before that is done."""
+        now_s = time.monotonic()
+        until_s, read_again_s = now_s + self._stall_s, now_s
+        while now_s < until_s:
+            reads = now_s >= read_again_s
+            self._movable.register(self._sock, select.POLLOUT | (select.POLLIN if reads else 0))
+            found = self._movable.poll(1000 * (until_s - now_s if reads else _BLOCKED_S))
+            if any(event & ~select.POLLIN for _, event in found):
+                return  # also where it has gone: sending says so
+            now_s = time.monotonic()
+            if found and (size_bytes := self._read_ahead()):
+                self._moved(size_bytes)
+                until_s = now_s + self._stall_s
+            elif found:
+                read_again_s = now_s + _BLOCKED_S
+        raise TimeoutError("the client neither reads nor writes")
 
 
 def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
