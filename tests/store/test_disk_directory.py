@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import math
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from tests.contract.store_contract import key, value
 
 from skymemory.errors import InvalidInput
+from skymemory.store import disk_files
 from skymemory.store.base import Presence
 from skymemory.store.disk import DiskStore
 
@@ -154,3 +158,86 @@ def test_a_value_that_cannot_be_removed_is_not_said_to_be_deleted(tmp_path: Path
     (tmp_path / "elsewhere").rename(place)
     assert store.get_many([key(1)]) == [value(1)] and store.delete([key(1)]) == [True]
     store.close()
+
+
+@pytest.mark.parametrize("removed", ["all of it", "values and lock", "lock"])
+def test_a_directory_that_another_process_has_taken_is_left_alone(tmp_path: Path, removed: str) -> None:
+    """It was removed, or its lock, and opened again: what the other acknowledged stays, whatever the first one does."""
+    path = tmp_path / "store"
+    first = DiskStore(path, 10_000)
+    first.put_many([(key(number), value(number, 2000)) for number in range(4)])
+    if removed == "all of it":
+        shutil.rmtree(path)
+    else:
+        (path / "lock").unlink()
+    if removed == "values and lock":
+        shutil.rmtree(path / "values")
+    other = DiskStore(path, 20_000)
+    assert other.put_many([(key(number), value(9, 2000)) for number in range(4)]) == [True] * 4
+    before = sorted((path / "values").iterdir())
+    ticket = first.prepare_store([(key(number), value(number, 3000)) for number in (1, 7)])
+    assert first.complete_store(ticket) == [False, False] and "open it again" in ticket.reason
+    assert first.delete([key(0)]) == [None] and first.expire([key(2)], 5.0) == [False]
+    assert sorted((path / "values").iterdir()) == before
+    first.close()
+    assert other.get_many([key(number) for number in range(4)]) == [value(9, 2000)] * 4
+    other.close()
+
+
+def test_a_lock_that_was_removed_alone_is_made_again(tmp_path: Path) -> None:
+    """What cleans up /tmp takes files that are old."""
+    with DiskStore(tmp_path, BUDGET_BYTES) as store:
+        (tmp_path / "lock").unlink()
+        assert store.put_many([(key(1), value(1))]) == [True] and store.delete([key(1)]) == [True]
+        with pytest.raises(InvalidInput, match="open already"):
+            DiskStore(tmp_path, BUDGET_BYTES)
+
+
+def test_a_delete_is_synced_where_the_key_was_evicted_just_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file would be back after a power cut."""
+    done: list[str] = []
+    with DiskStore(tmp_path, 5000, sync="each") as store:
+        store.put_many([(key(1), value(1, 3000))])
+        real = disk_files._sync_directory
+        monkeypatch.setattr(disk_files, "_sync_directory", lambda path: done.append("sync") or real(path))
+        store._evict([key(1)])
+        assert store.delete([key(1)]) == [False] and done == ["sync"]
+        assert store.delete([key(1)]) == [False] and done == ["sync"]
+        store.put_many([(key(1), value(1, 3000))])
+        store.expire([key(1)], 0.0)
+        done.clear()
+        assert store.delete([key(1)]) == [False] and done == ["sync"]
+
+
+def test_a_torn_format_opens_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(tmp_path, BUDGET_BYTES) as store:
+        store.put_many([(key(1), value(1))])
+    (tmp_path / "format").write_bytes(b"")
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with DiskStore(tmp_path, BUDGET_BYTES) as store:
+            assert store.get_many([key(1)]) == [value(1)]
+    with DiskStore(tmp_path, BUDGET_BYTES) as store:
+        assert store.get_many([key(1)]) == [value(1)]
+    assert (tmp_path / "format").read_text() == "skymemory disk store 1\n"
+
+
+def test_a_lifetime_that_cannot_be_taken_away_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(fd: int, name: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with DiskStore(tmp_path, BUDGET_BYTES) as store:
+        store.put_many([(key(1), value(1))])
+        assert store.expire([key(1)], math.inf) == [True], "there was none"
+        assert store.expire([key(1)], 1000.0) == [True]
+        monkeypatch.setattr(os, "removexattr", fails)
+        assert store.expire([key(1)], math.inf) == [False]
+        assert 990 < store.left_s([key(1)])[0] <= 1000

@@ -41,6 +41,7 @@ from skymemory.store.base import (
 )
 from skymemory.store.disk_files import (
     FAULTS_OF_THE_FILE,
+    FULL,
     StoreDirectory,
     beginning_of,
     read_value,
@@ -316,12 +317,12 @@ class DiskStore(BudgetedStore):
         keys = check_keys(keys)
         with self._open():
             outcomes = [self._drop(key) for key in keys]
-        if self._synced and True in outcomes:
+        if self._synced and self._directory.has_unsynced_removals:  # also of what was evicted before
             try:
                 self._directory.sync()
             except OSError as error:  # after a power cut they may be back
                 self._counters.add("failed", label=name_of(error))
-                return [outcome and None for outcome in outcomes]
+                return [None] * len(outcomes)
         return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
@@ -465,7 +466,6 @@ def whole_value(path: str, key: bytes) -> bytes | None:
 
 
 _NUMBERS = itertools.count()
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 MakeRoom = Callable[[int, OSError, int], bool]
 """On a full disk: may free bytes for a value of this size, and returns whether it did; with the error, and how often it
 was called for this value before.
@@ -492,6 +492,7 @@ class Parts:
         for key, value in items:
             data = memoryview(value).cast("B")
             try:
+                self._directory.check_ours()
                 part = self._write(key, data, make_room)
             except OSError as error:
                 self._failed(error)
@@ -509,7 +510,7 @@ class Parts:
                 write_part(part, key, data, synced=self._synced)
                 return part
             except OSError as error:
-                if error.errno in _FULL and make_room(data.nbytes, error, evictions):
+                if error.errno in FULL and make_room(data.nbytes, error, evictions):
                     evictions += 1
                     self.evicted = True
                 elif error.errno == errno.ENOENT and not restored and self._directory.restore_values():
@@ -523,6 +524,7 @@ class Parts:
         for key in keys:
             part, size_bytes = self._parts[key]
             try:
+                self._directory.check_ours()
                 part.rename(self._directory.path_of(key))
             except OSError as error:
                 self._failed(error)

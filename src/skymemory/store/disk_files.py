@@ -9,6 +9,9 @@ changed. So a process that dies while it writes leaves only a part behind. A pow
 renamed before its bytes were on the disk: it fails its checksum and is a miss. Where the store is ``synced``, bytes are
 on the disk before a name stands for them, and every name down to the file before it is relied on. A ``format`` torn by
 a power cut is written again where the headers in ``values/`` are ours.
+
+Somebody may remove the directory under a running store, or ``lock`` alone, and another process then open it. So nothing
+is removed, renamed or marked there unless ``lock`` is the file that this process holds (``is_ours``).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 import os
 import stat
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +68,9 @@ class StoreDirectory:
         self._values_text = f"{self.values}/"
         self.torn = 0
         """Incomplete files that a scan removed."""
+        self.has_unsynced_removals = False
         self._lock_fd = -1
+        self._relocking = threading.Lock()
         self._owner = Owner(f"the disk store at {self.path}", self.close)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +78,7 @@ class StoreDirectory:
             if not (self.path / "format").exists():
                 self._check_strangers()
             self._lock()
+            self._inode = self.path.stat().st_ino
             self._check_format()
             if self.values.is_symlink():
                 raise InvalidInput(f"{self.values} is a link: a disk store needs a directory of its own")
@@ -119,8 +126,12 @@ class StoreDirectory:
                 self._check_torn_format(path, found)
                 if found:
                     _log.warning("%s was damaged (%r), and is written again: the values are this store's", path, found)
-                os.pwrite(fd, _FORMAT.encode(), 0)
-                os.ftruncate(fd, len(_FORMAT))
+                try:
+                    os.pwrite(fd, _FORMAT.encode(), 0)
+                    os.ftruncate(fd, len(_FORMAT))
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise  # on a full disk the next process writes it
             if self._synced:
                 os.fsync(fd)
         finally:
@@ -196,12 +207,42 @@ class StoreDirectory:
                 self.torn += 1
                 self.remove(path)
 
+    def is_ours(self) -> bool:
+        """Whether no other process can have opened the directory: ``lock`` is the file that we hold. Where that alone
+        was removed, as by what cleans up ``/tmp``, it is made again.
+        """
+        lock = self.path / "lock"
+        with self._relocking:
+            try:
+                return os.path.samestat(os.fstat(self._lock_fd), os.lstat(lock))
+            except FileNotFoundError:
+                pass
+            except OSError:
+                return False
+            fd = -1
+            try:
+                if self.path.lstat().st_ino != self._inode:
+                    return False
+                fd = _open_own(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (OSError, InvalidInput):
+                if fd >= 0:
+                    os.close(fd)
+                return False
+            os.close(self._lock_fd)
+            self._lock_fd = fd
+            return True
+
+    def check_ours(self) -> None:
+        """Raises OSError unless it ``is_ours``."""
+        if not self.is_ours():
+            raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
+
     def restore_values(self) -> bool:
         """Create ``values/`` again where just that was removed; returns whether it was."""
         try:
-            held = os.fstat(self._lock_fd)
-            if not os.path.samestat(held, os.lstat(self.path / "lock")):
-                return False  # the whole directory was replaced, perhaps by another user
+            if not self.is_ours():
+                return False
             self.values.mkdir(mode=0o700)
             if self._synced:
                 self._sync_names()
@@ -229,6 +270,7 @@ class StoreDirectory:
         ``synced``, it is on the disk when this returns. False where the file system keeps no attributes.
         """
         try:
+            self.check_ours()
             fd = os.open(self.path_text_of(key), os.O_RDONLY | PLAIN)
         except OSError:
             return False
@@ -236,8 +278,11 @@ class StoreDirectory:
             if until_s < math.inf:
                 os.setxattr(fd, _LIFETIME, b"%d" % (until_s * 1000))
             else:
-                with contextlib.suppress(OSError):  # it had none
+                try:
                     os.removexattr(fd, _LIFETIME)
+                except OSError as error:
+                    if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                        raise  # else it had none
             if synced:
                 os.fsync(fd)
         except OSError:
@@ -246,13 +291,14 @@ class StoreDirectory:
             os.close(fd)
         return True
 
-    @staticmethod
-    def remove(path: Path) -> bool:
+    def remove(self, path: Path) -> bool:
         """Returns whether it is removed."""
         try:
+            self.check_ours()
             path.unlink(missing_ok=True)
         except OSError:
             return False
+        self.has_unsynced_removals = True
         return True
 
     def free_bytes(self) -> int:
@@ -265,7 +311,12 @@ class StoreDirectory:
 
     def sync(self) -> None:
         """Flush names to the disk: renames and removals so far survive a power cut."""
-        _sync_directory(self.values)
+        self.has_unsynced_removals = False
+        try:
+            _sync_directory(self.values)
+        except OSError:
+            self.has_unsynced_removals = True
+            raise
 
     def _sync_names(self) -> None:
         """Flush the names that lead to the values, down from the root of the file system: also where another process
@@ -293,6 +344,7 @@ class StoreDirectory:
             self._lock_fd = -1
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
 """A directory that we may not read was not made by us, and on some file systems directories need no sync."""
 

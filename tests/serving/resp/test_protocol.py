@@ -108,3 +108,25 @@ def test_a_framed_value_is_passed_on_as_it_is() -> None:
 
 def test_an_error_is_one_line() -> None:
     assert error("a\r\n+OK\n b") == b"-ERR a +OK b\r\n"
+
+
+@pytest.mark.parametrize("late", [0, 10, 40_000, 49_999, 50_000, 50_001, 50_002, 50_005])
+def test_a_large_argument_may_come_on_while_its_owner_does_something_else(late: int) -> None:
+    """What is fed before it is received, of it and of what follows it."""
+    text = bytes(range(250)) * 200
+    rest = text + b"\r\n" + b"*1\r\n$4\r\nPING\r\n"
+    parser = RequestParser(1 << 20)
+    parser.feed(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$50000\r\n" + rest[:5])
+    large = parser.next()
+    assert isinstance(large, LargeArgument) and large.head == text[:5]
+    parser.feed(rest[5 : 5 + late])
+    assert parser.bytes_behind(large) == max(0, 5 + late - 50_000)
+    head = parser.head_of(large)
+    assert head == text[: 5 + late]
+    if len(head) < len(text):
+        parser.deliver(text, rest[50_000:50_002])
+        parser.feed(rest[50_002:])
+    else:
+        parser.deliver(text)
+        parser.feed(rest[5 + late :])
+    assert parser.next() == [b"SET", b"k", text] and parser.next() == [b"PING"]

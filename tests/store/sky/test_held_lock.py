@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import itertools
 import logging
 import os
 import random
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contract.store_contract import StoreContract, Tier
@@ -92,10 +95,20 @@ def test_an_index_is_complete_again_without_another_put(journal: Path) -> None:
     index, reader = SharedIndex(journal), SharedIndex(journal)
     with held(journal):
         index.add([key(1)], [INFO], 0, None)
-        assert not reader.complete and not index.complete and not reader.journal_state.complete
+        assert not reader.journal_state.complete and not index.journal_state.complete
         assert index.infos([key(1)]) == [INFO], "its writer knows it without a question"
-    assert reader.complete and reader.infos([key(1)]) == [INFO] and not beside(journal).exists()
-    assert index.complete
+    assert reader.infos([key(1)]) == [INFO] and reader.complete and not beside(journal).exists()
+    assert index.infos([key(1)]) == [INFO] and index.complete
+
+
+def test_what_is_entered_after_a_lookup_was_not_absent_then(journal: Path) -> None:
+    index, reader, other = SharedIndex(journal), SharedIndex(journal), SharedIndex(journal)
+    with held(journal):
+        index.add([key(1)], [INFO], 0, None)
+        assert reader.infos([key(1)]) == [None]
+    other.add([key(2)], [INFO], 0, None)
+    assert not beside(journal).exists() and not reader.complete
+    assert reader.infos([key(1)]) == [INFO] and reader.complete
 
 
 def test_a_put_waits_for_a_lock_that_is_held_for_a_moment(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +197,120 @@ def test_records_that_were_lost_beside_the_journal_make_it_incomplete(
 
 def no_room(fd: int, data: bytes) -> int:
     raise OSError(28, "no space left on device")
+
+
+CALLS = ("write", "pwrite", "ftruncate", "rename", "unlink")
+"""Those by which an index changes files."""
+
+
+def killed_at(number: int, journal: Path, added: int, beside: int, after: bool) -> bool:
+    """A child adds the key ``added``, and is killed at its call of this number (``after``: once that is done), right
+    after another index has added ``beside``, if that is a key. Whether it came so far.
+    """
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    try:
+        real, calls = {name: getattr(os, name) for name in CALLS}, itertools.count(1)
+
+        index, other = SharedIndex(journal), SharedIndex(journal)
+
+        def called(name: str, *how: Any) -> Any:
+            if next(calls) == number:
+                for each in CALLS:
+                    setattr(os, each, real[each])
+                if beside:
+                    other.add([key(beside)], [INFO], 0, None)
+                if after:
+                    real[name](*how)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*how)
+
+        for name in CALLS:
+            setattr(os, name, functools.partial(called, name))
+        index.add([key(added)], [INFO], 0, None)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before a call", "after it"])
+def test_a_kill_loses_no_record_beside_the_journal(journal: Path, after: bool) -> None:
+    """Also none that another process writes there at the last moment."""
+    for number in itertools.count(1):
+        create_journal(journal)
+        writer = SharedIndex(journal)
+        with held(journal):
+            writer.add([key(1)], [INFO], 0, None)
+        assert beside(journal).exists()
+        if not killed_at(number, journal, 2, 3, after):
+            break
+        found = SharedIndex(journal)
+        assert found.infos([key(1), key(3)]) == [INFO, INFO] or not found.complete, number
+        found.add([key(4)], [INFO], 0, None)
+        last = SharedIndex(journal)
+        assert last.infos([key(1), key(3), key(4)]) == [INFO] * 3 and last.complete, number
+        assert not beside(journal).exists() and not journal.with_name("index.late.taken").exists()
+    assert number > 4
+
+
+def test_a_kill_loses_no_record_of_who_had_opened_the_file_before_it_was_taken(journal: Path) -> None:
+    """It is written after the last look at that file, right before its removal."""
+    child = os.fork()
+    if not child:
+        try:
+            write, unlink = os.write, os.unlink
+            opened, goes_on = threading.Event(), threading.Event()
+            writer, taker = SharedIndex(journal), SharedIndex(journal)
+            late = threading.Thread(target=lambda: writer.add([key(3)], [INFO], 0, None))
+
+            def written(fd: int, data: bytes) -> int:
+                if threading.current_thread() is late:
+                    opened.set()
+                    goes_on.wait(20)
+                return write(fd, data)
+
+            def removed(path: str) -> None:
+                goes_on.set()
+                late.join(20)
+                unlink(path)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            os.write, os.unlink = written, removed  # type: ignore[assignment]
+            with held(journal):
+                late.start()
+                opened.wait(20)
+            taker.add([key(2)], [INFO], 0, None)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    index = SharedIndex(journal)
+    assert index.infos([key(3)]) == [INFO] and index.complete
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before a call", "after it"])
+@pytest.mark.parametrize("where", ["journal", "beside"])
+def test_a_kill_hides_no_loss(journal: Path, where: str, after: bool) -> None:
+    for number in itertools.count(1):
+        create_journal(journal)
+        writer = SharedIndex(journal)
+        writer.add([key(1)], [INFO], 0, None)
+        damaged, size_bytes = journal, journal.stat().st_size
+        if where == "beside":
+            with held(journal):
+                writer.add([key(5)], [INFO], 0, None)
+            damaged, size_bytes = beside(journal), 0
+        else:
+            writer.add([key(5)], [INFO], 0, None)
+        data = bytearray(damaged.read_bytes())
+        data[size_bytes + 20] ^= 255
+        damaged.write_bytes(data)
+        if not killed_at(number, journal, 2, 0, after):
+            break
+        for _ in range(2):
+            found = SharedIndex(journal)
+            assert found.infos([key(1), key(5)]) == [INFO, None] and not found.complete, number
+            found.add([key(4)], [INFO], 0, None)
+    assert number > 2
 
 
 def test_what_contradicts_the_journal_is_added_all_the_same(journal: Path) -> None:
@@ -283,7 +410,7 @@ def stop_a_busy_writer(journal: Path, stops: int, seed: int) -> tuple[int, float
         child.kill()
         child.wait()
         child.stdout.close() if child.stdout else None
-    assert neighbour.complete
+    assert neighbour.journal_state.complete
     late = SharedIndex(journal)
     assert late.journal_state.complete and late.infos([key(number) for number in range(stops)]) == [INFO] * stops
     return blocked, longest_s

@@ -217,7 +217,7 @@ def test_a_journal_shortened_between_two_records_is_noticed_by_a_reader_that_was
     assert standing(path) == (False, 1)
 
 
-def full(fd: int, data: bytes) -> int:
+def full(fd: int, data: bytes, *at: int) -> int:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
@@ -229,6 +229,7 @@ def test_with_no_room_left_the_journal_is_incomplete(tmp_path: Path, monkeypatch
     assert other.journal_state.complete
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
+        patch.setattr(os, "pwrite", full)
         add(index, 2)
         for one in (index, other, index):
             assert (one.journal_state.complete, len(one)) == (False, 1), "what was written is known still"
@@ -248,6 +249,7 @@ def test_a_full_disk_on_the_ground_keeps_no_client_from_what_is_in_the_sky(
     assert store.put_many([(key(1), b"before")]) == [True]
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
+        patch.setattr(os, "pwrite", full)
         assert store.put_many([(key(2), b"meanwhile")]) == [True]
         for one in (store, other):
             assert one.get_many([key(1), key(2), key(3)]) == [b"before", b"meanwhile", None]

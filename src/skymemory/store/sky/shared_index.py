@@ -7,7 +7,8 @@ removed, because the constellation was started again, the index starts empty, to
 **Waiting.** No read waits for the file lock, and a put waits ``LOCK_WAIT_S`` at most: its holder may be a stopped
 process. What cannot be written then is appended to a file beside the journal, which takes no lock. While that file
 exists the index counts as incomplete, so that satellites are asked for what it does not name; the next process that
-gets the lock moves its records into the journal and removes it. Earlier releases do not read it.
+gets the lock takes it (by another name), moves its records into the journal and removes it. Earlier releases do not
+read it.
 
 **Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
 record cuts the journal off there, and appends that records were lost. So it does where a disk is full.
@@ -51,7 +52,7 @@ LOCK_WAIT_S = 0.5
 """A put waits for the lock this long, once. It is held for about a millisecond at a time, longer on a busy computer."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
 """Between two tries to get it."""
-_BESIDE = ".late"
+_BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
 """Looks at a torn record beside the journal, that another process may just be writing."""
 COMPACT_BYTES = 1 << 20
@@ -97,6 +98,7 @@ class SharedIndex:
         self._replayed_bytes = 0
         self._compact_at_bytes = COMPACT_BYTES
         self._beside = "" if path is None else f"{path}{_BESIDE}"
+        self._taken = f"{self._beside}{_TAKEN}"
         self.unwritten = 0
         """Records that the disk had no room for."""
         self.written_beside = 0
@@ -107,6 +109,8 @@ class SharedIndex:
         """We know records that are not in the journal yet."""
         self._lost = False
         """We knew such records, and could not write them anywhere."""
+        self._kept_beside = False
+        """Records were beside the journal when it was replayed last."""
         self._unread = False
         """The journal has a torn tail, and a process that holds the lock: perhaps it is only being written."""
         self._shortened = False
@@ -139,16 +143,10 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether keys that the last lookup did not find are absent: the journal is complete, and no record is kept
-        beside it.
+        """Whether keys that the last lookup did not find are absent: the journal is complete, and no record was kept
+        beside it then.
         """
-        if not self._state.complete or not self._beside:
-            return self._state.complete
-        if not (self._unread or self._lost or os.path.exists(self._beside)):
-            return True
-        with self._lock:
-            self._try_write(lambda: b"")  # moves them into the journal, if the lock is free again
-            return self._state.complete and not (self._unread or self._lost or os.path.exists(self._beside))
+        return self._state.complete and not (self._unread or self._lost or self._kept_beside)
 
     @property
     def unknown_records(self) -> int:
@@ -385,10 +383,11 @@ class SharedIndex:
         """
         if self._ahead:  # what is appended must follow from what is in the journal
             self._reset()
-        if size_bytes != self._replayed_bytes and not self._replay(size_bytes):
-            self._cut_off()
+        if size_bytes != self._replayed_bytes and not self._replay(size_bytes) and not self._cut_off():
+            self._reset()
+            return False, False
         self._unread = False
-        if self._lost or os.path.exists(self._beside):
+        if self._lost or self._is_beside():
             self._take_in()
         record, whole = change(), False
         try:
@@ -409,6 +408,8 @@ class SharedIndex:
         self._state = state  # a record about the journal counts once it is in it
         if not record or not self._beside:
             return True
+        if not self._ahead:  # after a power cut it must not stand beside a journal that lacks what was before it
+            _sync(self._fd)
         self._ahead = True
         self.written_beside += 1
         try:
@@ -434,47 +435,66 @@ class SharedIndex:
                 except OSError:
                     os.ftruncate(fd, os.fstat(fd).st_size + 1)
                     whole = False
-                # Removed before we wrote: the process that did so has not read our record, perhaps. Twice does no harm.
-                if os.fstat(fd).st_nlink:
-                    return whole
+                # Taken before we wrote: the process that did so has not read our record, perhaps. Twice does no harm.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                        return whole
             finally:
                 os.close(fd)
+
+    def _is_beside(self) -> bool:
+        """Whether records are kept beside the journal."""
+        return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
         """Move the records beside the journal into it. With the file lock held. What was lost there makes the journal
         incomplete. A process that is killed meanwhile leaves the file to the next.
         """
-        torn, self._lost = self._lost, False
-        fd, taken_bytes, removed, looks = -1, 0, False, _LOOKS
+        lost, self._lost = self._lost, False
+        for is_new in (False, True):  # first what a process that was killed had taken
+            try:
+                if is_new:
+                    os.rename(self._beside, self._taken)  # who writes there from now on makes another
+                if not self._move_in(self._taken):
+                    return  # no room: the journal has a torn tail now, and the file stays
+            except FileNotFoundError:
+                pass
+            except OSError:
+                lost = True
+        if lost:
+            self._append_lost()
+
+    def _move_in(self, path: str) -> bool:
+        """Move the records of this file into the journal, and remove it. False: there is no room for them."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        taken_bytes, removed, looks = 0, False, _LOOKS
         try:
-            with suppress(FileNotFoundError):
-                fd = os.open(self._beside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            while fd >= 0:
+            while True:
                 data = os.pread(fd, os.fstat(fd).st_size - taken_bytes, taken_bytes)
                 try:
                     records, whole_bytes = decode_records(data)
                 except MalformedPacket:
                     records, whole_bytes = [], 0
-                if whole_bytes < len(data) and looks:
+                torn = whole_bytes < len(data)
+                if torn and looks:
                     looks -= 1
                     time.sleep(_LEAST_PAUSE_S)
                     continue
                 if not self._append(b"".join(self._repeat(record) for record in records)):
-                    return  # no room: the journal has a torn tail now, and the file stays
+                    return False
                 taken_bytes += whole_bytes
-                torn = torn or whole_bytes < len(data)
-                if removed:  # what others appended between our last look and the removal is in the journal, too
-                    break
+                if removed:  # what earlier releases appended before the removal is in the journal, too
+                    return True
                 if not data or torn:
-                    os.unlink(self._beside)
+                    if torn:
+                        self._append_lost()
+                    # On the disk in this order: after a power cut an old file must not be taken in again.
+                    _sync(self._fd)
+                    os.unlink(path)
+                    _sync_folder(path)
                     removed = True
-        except OSError:
-            torn = True
         finally:
-            if fd >= 0:
-                os.close(fd)
-        if torn:
-            self._append_lost()
+            os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
         """Apply a record of another journal; returns what to append to ours."""
@@ -513,6 +533,7 @@ class SharedIndex:
                 file.flush()
                 os.fsync(file.fileno())  # after a power cut the name must not stand for less than the old one
             new.rename(path)
+            _sync_folder(os.fspath(path))
         except OSError:  # disk full, or no permission: the old one is whole, and keeps growing
             with suppress(OSError):
                 new.unlink(missing_ok=True)
@@ -593,6 +614,10 @@ class SharedIndex:
             self._copy_from_replaced()
         if self._fd < 0:
             return
+        # Looked for before the journal is replayed: who takes them removes them only once they are in it.
+        self._kept_beside = self._is_beside()
+        if (self._kept_beside or self._lost) and self._try_write(lambda: b"") is not None:
+            self._kept_beside = self._is_beside()
         now = os.fstat(self._fd)
         if not now.st_nlink:
             self._reopen()
@@ -600,9 +625,7 @@ class SharedIndex:
         self._unread = now.st_size != self._replayed_bytes and not self._replay(now.st_size)
         if self._unread and self._lock_now():  # else it is only being written, perhaps
             try:
-                if not self._replay(os.fstat(self._fd).st_size):
-                    self._cut_off()
-                self._unread = False
+                self._unread = not self._replay(os.fstat(self._fd).st_size) and not self._cut_off()
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -633,11 +656,26 @@ class SharedIndex:
                 piece_bytes *= 4
         return self._replayed_bytes == size_bytes
 
-    def _cut_off(self) -> None:
-        """Remove what cannot be replayed, and append that records were lost."""
-        os.ftruncate(self._fd, self._replayed_bytes)
+    def _cut_off(self) -> bool:
+        """Replace what cannot be replayed by a record that records were lost, which is written over it first: so the
+        journal looks whole at no moment without. False: the disk has no room for it, and the tail stays torn.
+        """
+        record = self._record_state(Record(RecordOp.LOST))
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_APPEND)
+        try:
+            whole = os.pwrite(self._fd, record, self._replayed_bytes) == len(record)
+        except OSError:
+            whole = False
+        finally:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+        if whole:
+            self._replayed_bytes += len(record)
+        else:
+            self.unwritten += 1
+        os.ftruncate(self._fd, self._replayed_bytes if whole else self._replayed_bytes + 1)
         self._shortened = False
-        self._append_lost()
+        return whole
 
     def _append_lost(self) -> None:
         self._append(self._record_state(Record(RecordOp.LOST)))
@@ -653,10 +691,24 @@ def _lock_is_awaited(fd: int) -> bool:
     return any("->" in line and f":{inode} " in line for line in lines)
 
 
+def _sync(fd: int) -> None:
+    with suppress(OSError):  # as good as the file system can
+        os.fsync(fd)
+
+
+def _sync_folder(path: str) -> None:
+    with suppress(OSError):
+        fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(fd)
+        finally:
+            os.close(fd)
+
+
 def create_journal(path: Path) -> None:
     """Create the complete journal of a constellation that is about to start, empty."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created one
-    for suffix in (_NEW, _BESIDE):
+    for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     SharedIndex(path, born=True).close()
 
