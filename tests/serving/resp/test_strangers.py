@@ -75,6 +75,7 @@ STRANGERS = {
     "RTSP": b"DESCRIBE rtsp://a/ RTSP/1.0\r\n",
     "memcached": b"stats\r\n",
     "PROXY": b"PROXY TCP4 1.2.3.4 1.2.3.4 1 2\r\n",
+    "DICT of curl": b"CLIENT libcurl 8.5.0\r\n",
     "too many words": b"GET victim 0 0\r\n",
     "too few words": b"SET owned\r\n",
 }

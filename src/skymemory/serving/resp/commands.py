@@ -161,9 +161,14 @@ class Commands:
 
     def check_inline(self, words: Sequence[Word]) -> None:
         """Raises Stranger for a line of words that is no command: it may be another protocol's."""
-        command = COMMANDS.get(_verb(words)) if words else None
-        if words and (command is None or not command.least <= len(words) - 1 <= command.most):
+        if not words:
+            return
+        verb = _verb(words)
+        command = COMMANDS.get(verb)
+        if command is None or not command.least <= len(words) - 1 <= command.most:
             raise Stranger("a line that is no command")
+        if verb == "CLIENT" and _verb(words[1:]) not in ("SETNAME", "GETNAME", "SETINFO", "ID"):
+            raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
         """What is stored in front of the value of ``size_bytes`` that is the next word, and how many of its last bytes
