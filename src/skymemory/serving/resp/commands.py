@@ -135,7 +135,7 @@ class Commands:
         self._wait_s = wait_s
         self.budget = ByteBudget(in_flight_bytes, wait_s / 2)
         self.lifetimes = Lifetimes(store, clock)
-        self.leases = Leases(store, held_bytes, clock, self.lifetimes.left_s)
+        self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()
         self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
         """No other process writes to the store."""

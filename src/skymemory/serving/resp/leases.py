@@ -17,9 +17,13 @@ class Leases:
     """A lease is a load that has begun, or the value itself. Bounded; thread-safe."""
 
     def __init__(
-        self, store: Store, held_bytes: int, clock: Callable[[], float], left_s: Callable[[bytes], float]
+        self,
+        store: Store,
+        held_bytes: int,
+        clock: Callable[[], float],
+        left_s: Callable[[Sequence[bytes]], Sequence[float]],
     ) -> None:
-        """``left_s``: of the lifetime of the value under a key."""
+        """``left_s``: of the lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
         self._protects = bare(store).leases
@@ -34,11 +38,12 @@ class Leases:
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
         """Lease those that are there; per key, whether the next GET will find it."""
         there = [presence is Presence.HIT for presence in self._store.lookup(keys)]
-        return [yes and self._begin(key) for key, yes in zip(keys, there, strict=True)]
+        left_s = self._left_s(keys) if any(there) else [0.0] * len(keys)
+        return [yes and self._begin(key, left) for key, yes, left in zip(keys, there, left_s, strict=True)]
 
-    def _begin(self, key: bytes) -> bool:
+    def _begin(self, key: bytes, left_s: float) -> bool:
         now_s = self._clock()
-        ends_s = now_s + min(LEASE_S, self._left_s(key))
+        ends_s = now_s + min(LEASE_S, left_s)
         with self._lock:
             self._expire(now_s)
             lease = self._leases.get(key)

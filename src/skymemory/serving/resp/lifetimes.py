@@ -40,9 +40,14 @@ class Lifetimes:
 
     def left_s(self, key: bytes) -> float:
         """Infinite: none, or none that is known."""
+        return self.all_left_s([key])[0]
+
+    def all_left_s(self, keys: Sequence[bytes]) -> list[float]:
+        """``left_s`` of each key, in one call of the store."""
         if self._lasting is not None:
-            return self._lasting.left_s([key])[0]
-        return self._given.of(key) - self._clock()
+            return self._lasting.left_s(keys)
+        now_s = self._clock()
+        return [self._given.of(key) - now_s for key in keys]
 
     def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
         """Whether the store promises that all ``keys`` end in ``ttl_s`` (infinite: never)."""
