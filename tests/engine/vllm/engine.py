@@ -33,6 +33,7 @@ class Request(SimpleNamespace):
 
     def __init__(self, name: str, tokens: list[int], **more: Any) -> None:
         fields: dict[str, Any] = {"prompt_embeds": None, "resumable": False, "lora_request": None, "cache_salt": None}
+        fields["skip_reading_prefix_cache"] = False
         super().__init__(
             request_id=name, all_token_ids=list(tokens), prompt_token_ids=list(tokens), mm_features=[], **fields | more
         )

@@ -214,3 +214,22 @@ def test_beside_other_requests_or_without_room_it_is_loaded_or_computed() -> Non
         prefill(engine, request, door, 0.001)
         assert not door.jumps and engine.sound(request, TOKENS)
         engine.close()
+
+
+def test_who_must_not_read_a_cache_computes_all_and_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For log probabilities of the prompt, or pooling over all tokens, vLLM needs each of them computed."""
+    words = prompt(TOKENS)
+    with Slow(0.0) as store:
+        filled(store, words)
+        keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+        store.delete([keys[-1]])
+        door = Door()
+        engine, request = Engine(store, 128, cake=door), Request("second", words, skip_reading_prefix_cache=True)
+        asked: list[bytes] = []
+        monkeypatch.setattr(engine.scheduler, "_found", lambda *how: asked.append(b"") or 0)
+        assert engine.matched(request) == (0, False) and not asked
+        engine.admit(request)
+        prefill(engine, request, door, 0.0)
+        assert not door.jumps and not engine.worker._backward and engine.sound(request, TOKENS)
+        engine.close()
+        assert store.prefix(keys) == len(keys)

@@ -219,7 +219,8 @@ class SchedulerSide:
             return 0, False
         if known.params.hands_over and self._saves and not self._check(known):
             return None, False
-        if known.failed or not self._loads:
+        # Of who must not read a cache vLLM drops what is announced, but Cake announces nothing.
+        if known.failed or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         shape = self._shape
         limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
