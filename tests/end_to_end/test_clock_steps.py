@@ -38,7 +38,7 @@ class Sky:
         self.environment = os.environ | self.walls.environment
         if kind == "c":
             with build_lock():
-                subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
+                subprocess.run(["make", "-s", "-C", FLIGHT, "dynamic"], check=True)
             self.environment |= {DAEMON_SETTING: str(DYNAMIC)}
         self.file = folder / "value"
         self.file.write_bytes(VALUE)

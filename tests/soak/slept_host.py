@@ -49,7 +49,7 @@ def build(asleep: Path) -> None:
     strict = ("-O2", "-Wall", "-Wextra", "-Werror")
     subprocess.run([os.environ.get("CC", "cc"), *strict, "-shared", "-fPIC", "-o", made, source], check=True)
     with build_lock():
-        subprocess.run(["make", "-s", "-C", FLIGHT, DYNAMIC], check=True)
+        subprocess.run(["make", "-s", "-C", FLIGHT, "dynamic"], check=True)
 
 
 def run(arguments: list[str]) -> NoReturn:
