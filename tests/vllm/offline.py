@@ -4,6 +4,7 @@
 
 The job: ``engine`` (options of ``LLM``), ``transfer`` (of ``KVTransferConfig``, or null), ``rounds`` of requests
 (``tokens``, ``salt``, ``adapter``, ``max_tokens``); before each round but the first vLLM's own prefix cache is emptied.
+Before the rounds in ``changed`` the weights are changed in place, and the connector is reset, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function is sent to the worker
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 COUNTS = {
@@ -25,6 +27,13 @@ COUNTS = {
     "vllm:prefix_cache_hits": "local",
     "vllm:num_preemptions": "preemptions",
 }
+
+
+def change_weights(model: Any) -> None:
+    """As by a step of training: all that are matrices are turned a little."""
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.copy_(parameter.data * 0.9 + parameter.data.roll(1, 0) * 0.2)
 
 
 def main() -> None:
@@ -53,7 +62,9 @@ def main() -> None:
     for number, requests in enumerate(job["rounds"]):
         if number:
             time.sleep(job.get("pause_s", 1.0))  # what is being saved
-            assert llm.reset_prefix_cache()
+            if number in job.get("changed", ()):
+                llm.apply_model(change_weights)
+            assert llm.reset_prefix_cache(reset_connector=number in job.get("changed", ()))
         prompts = [{"prompt_token_ids": one["tokens"], "cache_salt": one.get("salt")} for one in requests]
         for prompt in prompts:
             if prompt["cache_salt"] is None:

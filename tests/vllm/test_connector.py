@@ -170,6 +170,38 @@ def test_values_that_are_lost_or_damaged_change_no_token(
         assert store.spoilt > 20 and result[2]["external"] > 0
 
 
+def test_after_weights_were_changed_in_place_nothing_of_before_is_loaded(folder: Path) -> None:
+    asked = [one | {"adapter": ""} for one in requests(40, 4, "")]
+    engine = {"enable_lora": False}
+    before, after = run(folder, [asked, asked], None, engine=engine, changed=[1])
+    assert before["tokens"] != after["tokens"]
+    with MemoryStore(4 << 30) as store, daemon(store, folder) as address:
+        found = run(folder, [asked] * 4, transfer(address), engine=engine, changed=[2])
+        assert answers(found) == [before["tokens"]] * 2 + [after["tokens"]] * 2
+        assert found[1]["external"] > 0 and found[3]["external"] > 0, "what came after the change is loaded"
+        (other,) = run(folder, [asked], transfer(address), engine=engine)
+        assert other["tokens"] == before["tokens"] and other["external"] > 0
+
+
+def test_two_of_it_below_a_multi_connector_answer_as_one(folder: Path) -> None:
+    asked = [one | {"adapter": ""} for one in requests(40, 5, "")]
+    engine = {"enable_lora": False}
+    (plain,) = run(folder, [asked], None, engine=engine)
+    (folder / "one").mkdir()
+    (folder / "two").mkdir()
+    with (
+        MemoryStore(4 << 30) as one, daemon(one, folder / "one") as first,
+        MemoryStore(4 << 30) as two, daemon(two, folder / "two") as second,
+    ):  # fmt: skip
+        both = {"connectors": [transfer(first), transfer(second)]}
+        how = transfer(first) | {"kv_connector": "MultiConnector", "kv_connector_extra_config": both}
+        del how["kv_connector_module_path"]
+        assert answers(run(folder, [asked, asked], how, engine=engine)) == [plain["tokens"]] * 2
+        (warm,) = run(folder, [asked], how, engine=engine)
+        assert warm["tokens"] == plain["tokens"] and warm["external"] > 0
+        assert one.stats()["stored_total"] == two.stats()["stored_total"] > 0
+
+
 class Slow(MemoryStore):
     """Each value takes a while, as over a link."""
 

@@ -28,7 +28,7 @@ from skymemory.text import Table, write
 
 _SAVED_S = 6.0
 """What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""
-_AROUND_S, _START_S, _ASK_S = 15.0, 30.0, 12.0
+_AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
 """Of the model and the constellation, of one server's start, and of its answers, on the reference computer."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 

@@ -15,6 +15,7 @@ from tests.engine.vllm.queued import QueuedDevice
 
 from skymemory.cache.blocks import BlockCache
 from skymemory.engine.vllm.copier import CpuCopier, Cuda, TorchCopier
+from skymemory.engine.vllm.identity import Seeds
 from skymemory.engine.vllm.plan import Shape
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.worker import WorkerSide
@@ -96,9 +97,10 @@ class Engine:
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, blocks))
         cache = lambda: BlockCache(CONTEXT, LAYOUT, store)  # noqa: E731
-        self.scheduler = SchedulerSide(
-            cache(), SHAPE, lambda request: CONTEXT.digest(), lambda name: self.tables[name], **options
-        )
+        self.seeds = Seeds(CONTEXT)
+        self.weights = 0
+        """What the model would write is changed by them."""
+        self.scheduler = SchedulerSide(cache(), SHAPE, self.seeds, lambda name: self.tables[name], **options)
         self.worker = WorkerSide(cache(), SHAPE)
         if device is None:
             self.worker.register(CpuCopier(list(self.memory)))
@@ -160,8 +162,9 @@ class Engine:
 
     def _compute(self, table: list[int], tokens: list[int], start: int, end: int) -> None:
         for block in range(start // BLOCK, end // BLOCK):
-            wrong = any(not (self.memory[:, table[at]] == kv_of(tokens, at)).all() for at in range(block))
-            kv = kv_of(tokens, block)
+            before = [kv_of(tokens, at) ^ self.weights for at in range(block)]
+            wrong = any(not (self.memory[:, at] == kv).all() for at, kv in zip(table, before, strict=False))
+            kv = kv_of(tokens, block) ^ self.weights
             self.memory[:, table[block]] = kv ^ 255 if wrong else kv
 
     def until_loaded(self, request: Request) -> None:
@@ -177,7 +180,8 @@ class Engine:
             self.device.give("compute", lambda: None).wait()
         table = self.tables[request.request_id]
         return all(
-            bool((self.memory[:, table[at]] == kv_of(request.all_token_ids, at)).all()) for at in range(tokens // BLOCK)
+            bool((self.memory[:, table[at]] == kv_of(request.all_token_ids, at) ^ self.weights).all())
+            for at in range(tokens // BLOCK)
         )
 
     def release(self, request: Request) -> None:

@@ -101,7 +101,7 @@ def test_tokens_that_are_generated_are_saved_when_they_are_known(store: MemorySt
 
 def test_a_request_that_takes_no_part_is_left_alone(store: MemoryStore) -> None:
     engine = Engine(store)
-    engine.scheduler._seed_of = lambda request: None
+    engine.seeds.of = lambda request, generation="": None  # type: ignore[method-assign]
     request = Request("one", prompt(VALUE + 1))
     assert engine.matched(request) == (0, False)
     engine.admit(request)

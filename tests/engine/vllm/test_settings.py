@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,19 @@ def test_a_folder_is_named_by_its_contents_and_read_once(folder: Path, monkeypat
     assert other != first
     (folder / "model.safetensors").write_bytes(b"weights")
     assert folder_digest(folder) == first
+
+
+@pytest.mark.parametrize("how", ["another file in its place", "the same file"])
+def test_a_checkpoint_of_the_same_size_and_time_is_another(folder: Path, how: str) -> None:
+    path = folder / "model.safetensors"
+    first, before = folder_digest(folder), path.stat()
+    if how == "the same file":
+        path.write_bytes(b"WEIGHTS")
+    else:
+        (folder.parent / "new").write_bytes(b"WEIGHTS")
+        (folder.parent / "new").rename(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns and folder_digest(folder) != first
 
 
 def test_a_spoilt_memory_of_digests_is_not_asked(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
+
+NAME = "SkyMemoryConnector"
+
+
+def register() -> None:
+    """Makes the connector known to vLLM by its name, as ``MultiConnector`` looks up its children. vLLM calls this in
+    each of its processes (entry point ``vllm.general_plugins``), and so does the connector's import by module path.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
 def __getattr__(name: str) -> Any:

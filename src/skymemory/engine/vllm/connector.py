@@ -11,6 +11,7 @@ decided is in ``scheduler``, what is done in ``worker``.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,6 +30,7 @@ from vllm.v1.request import RequestStatus
 import vllm
 from skymemory import __version__
 from skymemory.cache.blocks import BlockCache
+from skymemory.engine.vllm import register
 from skymemory.engine.vllm.copier import copier_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
@@ -64,10 +66,11 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            seeds = Seeds(context)
             self._scheduler = SchedulerSide(
                 blocks,
                 shape,
-                Seeds(context).of,
+                seeds,
                 self._block_ids,
                 cake=_Door(self, vllm_config) if cakes(vllm_config) else None,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -76,7 +79,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 wait_s=settings.wait_s,
                 kind_of_store=self._kind_of_store,
             )
-            EngineReport(
+            self._report = EngineReport(
                 vllm=vllm.__version__,
                 skymemory=__version__,
                 store=settings.store,
@@ -86,7 +89,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 value_bytes=layout.block_bytes,
                 longest_tokens=vllm_config.model_config.max_model_len,
                 context=context.describe(),
-            ).log()
+            )
+            self._report.log()
+            self._seeds = seeds
             if transfer.is_kv_producer and not vllm_config.shutdown_timeout:
                 _log.info(
                     "SkyMemory: `vllm serve` loses what waits to be saved when it is stopped; with "
@@ -159,6 +164,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _source(self) -> CacheHitSource:
         assert self._scheduler is not None
         return _SOURCES.get(self._scheduler.store_kind, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    def reset_cache(self) -> bool:
+        """vLLM calls it where the weights may be changed: it updates them, sleeps, or its user says so."""
+        assert self._scheduler is not None
+        done = self._scheduler.reset()
+        replace(self._report, context=self._seeds.context(self._seeds.generation).describe()).log()
+        return done
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
@@ -328,3 +340,6 @@ class SkyMemoryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name, _, reason = counted.partition(" ")
             labels = [*self.per_engine_labelvalues[engine_idx], *([reason] if reason else [])]
             self._counters[name].labels(*labels).inc(amount)
+
+
+register()

@@ -107,7 +107,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 def folder_digest(folder: Path) -> str:
     """SHA-256 over names and contents of a folder's files of weights and settings; bytes are read once, later looks go
-    by path, size and time.
+    by path, inode, size and times.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
@@ -124,7 +124,9 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 class _Digests:
-    """Digests of files by path, size and time, kept from process to process in the user's cache folder."""
+    """Digests of files by path, inode, size and times, kept from process to process in the user's cache folder. The time
+    of an inode's last change cannot be set back, as that of its contents can.
+    """
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -138,7 +140,7 @@ class _Digests:
     def of(self, path: Path) -> str:
         real = path.resolve()
         at = real.stat()
-        key = f"{real}\n{at.st_size}\n{at.st_mtime_ns}"
+        key = f"{real}\n{at.st_dev} {at.st_ino}\n{at.st_size}\n{at.st_mtime_ns} {at.st_ctime_ns}"
         if key not in self._known:
             with real.open("rb") as file:
                 digest = hashlib.sha256()
@@ -228,15 +230,36 @@ def _json_behind(mark: str, line: str) -> Any:
 
 
 class Seeds:
-    """Digests of requests' contexts: the engine's, with their adapter and their salt."""
+    """Digests of requests' contexts: the engine's, with their adapter and their salt.
+
+    Where weights are changed in place, the files of the model do not name them any more. vLLM resets its caches then,
+    and a *generation* begins: a random number in the context. So nothing is shared with what was stored before, nor
+    with other engines, whose weights may be others. The first is empty.
+    """
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
-        self._known: dict[tuple[str, str], bytes] = {}
+        self._known: dict[tuple[str, str, str], bytes] = {}
         self._adapters: dict[tuple[int, str, str], str] = {}
+        self.generation = ""
 
-    def of(self, request: Any) -> bytes | None:
-        """None for a request whose tokens do not say what is computed: embeddings, or a prompt that is still sent."""
+    def reset(self) -> None:
+        """A generation begins."""
+        self.generation = os.urandom(16).hex()
+        self._known.clear()
+        self._adapters.clear()
+
+    def context(self, generation: str) -> CacheContext:
+        if not generation:
+            return self._context
+        return replace(self._context, weights=f"{self._context.weights}, generation {generation}")
+
+    def of(self, request: Any, generation: str = "") -> bytes | None:
+        """None for a request whose tokens do not say what is computed: embeddings, or a prompt that is still sent.
+
+        ``generation``: of the engine that prefills it; empty: of this one.
+        """
+        generation = generation or self.generation
         if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
             return None
         adapter = ""
@@ -245,12 +268,13 @@ class Seeds:
             if not adapter:
                 return None
         salt = request.cache_salt or ""
-        if (adapter, salt) not in self._known:
+        what = adapter, salt, generation
+        if what not in self._known:
             if len(self._known) >= _KEPT_SEEDS:
                 self._known.clear()
-            context = replace(self._context, adapter=adapter, tenant_salt=salt.encode())
-            self._known[adapter, salt] = context.digest()
-        return self._known[adapter, salt]
+            context = replace(self.context(generation), adapter=adapter, tenant_salt=salt.encode())
+            self._known[what] = context.digest()
+        return self._known[what]
 
     def _adapter(self, lora: Any) -> str:
         """Name and digest of an adapter's files as they were when it was first requested, which is when vLLM reads

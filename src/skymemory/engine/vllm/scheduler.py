@@ -53,11 +53,26 @@ _SPREAD, _LEAST_SLOPE = 0.2, 0.1
 _STALLED_S = 30.0
 """A store that takes no value for so long is not waited for when the engine stops."""
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
+_RESET = "the cache was reset"
 """Reasons for which loaded tokens were not used."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
 """For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
+
+
+class SeedsOfRequests(Protocol):
+    """``identity.Seeds``."""
+
+    @property
+    def generation(self) -> str:
+        """Empty before the first reset."""
+
+    def of(self, request: Any, generation: str = "") -> bytes | None:
+        """Digest of a request's context. None: it is neither loaded nor saved."""
+
+    def reset(self) -> None:
+        """A generation begins."""
 
 
 class CakeDoor(Protocol):
@@ -138,6 +153,8 @@ class Known:
     """It is to be handed over, and what the store lacks of it is known."""
     unsaved: int | None = None
     """Its first value that the workers could not save."""
+    is_apart: bool = False
+    """Its blocks were filled before the cache was reset: it loads and saves nothing."""
 
 
 class SchedulerSide:
@@ -147,7 +164,7 @@ class SchedulerSide:
         self,
         blocks: BlockCache,
         shape: Shape,
-        seed_of: Callable[[Any], bytes | None],
+        seeds: SeedsOfRequests,
         block_ids: Callable[[str], Sequence[int]],
         *,
         cake: CakeDoor | None = None,
@@ -158,13 +175,12 @@ class SchedulerSide:
         kind_of_store: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``seed_of`` a request (None: it is neither loaded nor saved), ``block_ids`` its current block table,
-        ``wait_s`` for each next value of a prompt that another engine prefills (0: it is looked up instead),
-        ``kind_of_store`` asks the store (in a thread), such as "memory".
+        """``block_ids`` of a request: its current block table; ``wait_s`` for each next value of a prompt that another
+        engine prefills (0: it is looked up instead); ``kind_of_store`` asks the store (in a thread), such as "memory".
         """
         self._blocks = blocks
         self._shape = shape
-        self._seed_of = seed_of
+        self._seeds = seeds
         self._block_ids = block_ids
         self._cake = cake
         self._ending: list[str] = []
@@ -215,7 +231,7 @@ class SchedulerSide:
         cache, for any request that comes before they are computed.
         """
         known = self._of(request)
-        if known is None:
+        if known is None or known.is_apart:
             return 0, False
         if known.params.hands_over and self._saves and not self._check(known):
             return None, False
@@ -335,7 +351,7 @@ class SchedulerSide:
                 plan.fences[request_id] = -(-computed // self._shape.block_tokens)
         if self._saves:
             for request_id, tokens in output.num_scheduled_tokens.items():
-                if (known := self._known.get(request_id)) is not None:
+                if (known := self._known.get(request_id)) is not None and not known.is_apart:
                     plan.saves += self._completed(known, tokens)
         return plan
 
@@ -486,7 +502,24 @@ class SchedulerSide:
             return None
         values = min(known.settled, len(request.prompt_token_ids) // self._shape.value_tokens)
         values = values if known.unsaved is None else min(values, known.unsaved)
-        return answer_of(values * self._shape.value_tokens)
+        return answer_of(0 if known.is_apart else values * self._shape.value_tokens, self._seeds.generation)
+
+    def reset(self) -> bool:
+        """The weights may be others from now on: nothing that was stored or loaded before is used. Requests that hold
+        blocks of before compute on, and load and save nothing. False: such a block is still being loaded.
+        """
+        self._seeds.reset()
+        loading = {load.request for load in self._planned if not load.backward}
+        loading |= self._waiting_since_s.keys() | self._under_way.keys()
+        for name, known in list(self._known.items()):
+            self._end_backward(known, _RESET)
+            self._settle(known, 0, _RESET)
+            if known.request.num_computed_tokens or name in loading:
+                known.is_apart, known.lookup = True, None
+            else:
+                del self._known[name]  # it comes anew
+        self._sent.clear()
+        return not any(name in loading for name in self._known)
 
     def counts(self) -> dict[str, int]:
         """Since the last call, by name."""
@@ -504,15 +537,16 @@ class SchedulerSide:
         """The request with the keys of all tokens known by now; None if it takes no part."""
         known = self._known.get(request.request_id)
         if known is None:
-            if (seed := self._seed_of(request)) is None:
+            params = _params_of(request)
+            if (seed := self._seeds.of(request, params.generation if params.takes_over else "")) is None:
                 return None
             content = {
                 feature.mm_position.offset: hashlib.sha256(feature.identifier.encode()).digest()
                 for feature in request.mm_features
             }
-            params = _params_of(request)
             known = self._known[request.request_id] = Known(request, seed, content, params=params)
-            if params.takes_over and self._loads:
+            # Where this engine's generation is its own, only one that is named may be stored.
+            if params.takes_over and self._loads and (params.generation or not self._seeds.generation):
                 known.waits_s = min(self._wait_s, params.wait_s)
         self._extend(known)
         return known

@@ -8,6 +8,7 @@ goes to the decoding engine with these. A router that sends both steps at once s
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
+_GENERATION = re.compile(r"[0-9a-f]{32}")
 _LONGEST_MS = 10**12
 """Whole numbers that no float can hold are numbers in JSON, too."""
 
@@ -31,6 +33,8 @@ class TransferParams:
     """``sky_tokens``: so many of the prompt's; None: all of its whole values."""
     wait_s: float = math.inf
     """``sky_wait_ms``: as the setting ``wait``, where that is not smaller."""
+    generation: str = ""
+    """``sky_generation``: of the prefilling engine, once its cache was reset (``identity.Seeds``)."""
 
     @classmethod
     def read(cls, params: object) -> TransferParams:
@@ -49,17 +53,21 @@ class TransferParams:
             isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms < math.inf
         ):
             raise InvalidInput(f"sky_wait_ms is {reprlib.repr(wait_ms)}: expected milliseconds, 0 or more")
+        generation = params.get("sky_generation")
+        if generation is not None and not (isinstance(generation, str) and _GENERATION.fullmatch(generation)):
+            raise InvalidInput(f"sky_generation is {reprlib.repr(generation)}: expected 32 hexadecimal digits")
         return cls(
             _switch(params, "do_remote_decode"),
             _switch(params, "do_remote_prefill"),
             tokens,
             math.inf if wait_ms is None else min(wait_ms, _LONGEST_MS) / 1000,
+            generation or "",
         )
 
 
-def answer_of(tokens: int) -> dict[str, Any]:
+def answer_of(tokens: int, generation: str) -> dict[str, Any]:
     """What the prefilling engine answers, for the second step: it stores the prompt's first ``tokens``."""
-    return {"do_remote_prefill": True, "sky_tokens": tokens}
+    return {"do_remote_prefill": True, "sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
 
 
 def _switch(params: Mapping[str, object], key: str) -> bool:
