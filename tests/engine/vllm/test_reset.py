@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,19 @@ from skymemory.store.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("place")
 WORDS = prompt(4 * VALUE + 1)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore(1 << 20) as store:
+        yield store
+
+
+def on(store: MemoryStore, **options: Any) -> Engine:
+    """An engine that computes nothing because that seems quicker than to ask or to load."""
+    engine = Engine(store, **options)
+    engine.scheduler._blocks.compute.seconds = lambda tokens: None  # type: ignore[method-assign]
+    return engine
 
 
 def answered(engine: Engine, name: str, words: list[int]) -> int:
@@ -41,7 +55,7 @@ def saved(engine: Engine) -> None:
 
 
 def test_nothing_of_before_a_reset_is_loaded_and_what_comes_after_is_shared_no_more(store: MemoryStore) -> None:
-    engine, other = Engine(store), Engine(store)
+    engine, other = on(store), on(store)
     assert answered(engine, "before", WORDS) == 0 and answered(other, "shared", WORDS) == 4 * VALUE
     for weights in (1, 2):
         assert engine.scheduler.reset()
@@ -54,7 +68,7 @@ def test_nothing_of_before_a_reset_is_loaded_and_what_comes_after_is_shared_no_m
 
 
 def test_a_request_that_lost_its_blocks_is_computed_and_saved_anew(store: MemoryStore) -> None:
-    engine, request = Engine(store), Request("kept", WORDS)
+    engine, request = on(store), Request("kept", WORDS)
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 2 * VALUE))
@@ -73,7 +87,7 @@ def test_a_request_that_lost_its_blocks_is_computed_and_saved_anew(store: Memory
 
 def test_a_request_that_keeps_its_blocks_saves_nothing_any_more(store: MemoryStore) -> None:
     """Half of them are of other weights: nobody else may have that."""
-    engine, request = Engine(store), Request("kept", WORDS)
+    engine, request = on(store), Request("kept", WORDS)
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 2 * VALUE))
@@ -89,7 +103,7 @@ def test_a_request_that_keeps_its_blocks_saves_nothing_any_more(store: MemorySto
 
 def test_a_load_that_is_under_way_is_said(store: MemoryStore) -> None:
     filled(store, WORDS)
-    engine, request = Engine(store), Request("loading", WORDS)
+    engine, request = on(store), Request("loading", WORDS)
     external, _ = engine.matched(request)
     engine.admit(request, external)
     assert not engine.scheduler.reset()
@@ -124,7 +138,7 @@ def handed_over(engine: Engine, name: str) -> Any:
 
 
 def test_a_decoding_engine_takes_over_what_the_prefilling_one_names(store: MemoryStore) -> None:
-    one, two = Engine(store, loads=False), Engine(store, saves=False)
+    one, two = on(store, loads=False), on(store, saves=False)
     for round_ in range(3):
         params = handed_over(one, f"p{round_}")
         assert params["sky_tokens"] == 4 * VALUE and ("sky_generation" in params) == (round_ > 0)

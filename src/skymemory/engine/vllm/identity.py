@@ -124,8 +124,8 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 class _Digests:
-    """Digests of files by path, inode, size and times, kept from process to process in the user's cache folder. The time
-    of an inode's last change cannot be set back, as that of its contents can.
+    """Digests of files by path, inode, size and times, kept from process to process in the user's cache folder. When an
+    inode was changed last cannot be set back, as the time of its contents can.
     """
 
     def __init__(self) -> None:

@@ -509,8 +509,9 @@ class SchedulerSide:
         blocks of before compute on, and load and save nothing. False: such a block is still being loaded.
         """
         self._seeds.reset()
-        loading = {load.request for load in self._planned if not load.backward}
-        loading |= self._waiting_since_s.keys() | self._under_way.keys()
+        self._planned = [load for load in self._planned if not load.backward]
+        backward = {name for name, known in self._known.items() if known.backward is not None}
+        loading = self._waiting_since_s.keys() | self._under_way.keys() - backward
         for name, known in list(self._known.items()):
             self._end_backward(known, _RESET)
             self._settle(known, 0, _RESET)
