@@ -55,7 +55,7 @@ def run(folder: Path, rounds: Sequence[Sequence[dict[str, Any]]], how: dict[str,
     (folder / "job.json").write_text(json.dumps({"engine": engine, "transfer": how, "rounds": rounds, **job}))
     (folder / "result.json").unlink(missing_ok=True)
     command = [str(PYTHON), str(ROOT / "tests/vllm/offline.py"), str(folder / "job.json"), str(folder / "result.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     if more.get("one_process"):  # it starts in a third of the time
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with (folder / "log").open("w") as log:

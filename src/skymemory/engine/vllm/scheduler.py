@@ -502,7 +502,8 @@ class SchedulerSide:
             return None
         values = min(known.settled, len(request.prompt_token_ids) // self._shape.value_tokens)
         values = values if known.unsaved is None else min(values, known.unsaved)
-        return answer_of(0 if known.is_apart else values * self._shape.value_tokens, self._seeds.generation)
+        values = 0 if known.is_apart else values
+        return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self) -> bool:
         """The weights may be others from now on: nothing that was stored or loaded before is used. Requests that hold
