@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -53,13 +54,15 @@ _REFERENCE_LOOP_S = 0.12
 """Seconds of ``_LOOP`` additions on the computer on which the demos' constants were measured."""
 
 
-def slowdown() -> float:
-    """Time of plain Python now, relative to the reference computer: long enough for others to have their turns."""
-    began_s = time.perf_counter()
+def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of plain Python now, relative to the reference computer: long enough for others to have their turns.
+    ``clock``: ``time.thread_time`` where these are not to count.
+    """
+    began_s = clock()
     total = 0
     for number in range(_LOOP):
         total += number
-    return (time.perf_counter() - began_s) / _REFERENCE_LOOP_S
+    return (clock() - began_s) / _REFERENCE_LOOP_S
 
 
 def contention(processes: int) -> float:

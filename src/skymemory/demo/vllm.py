@@ -20,7 +20,7 @@ from typing import Any
 
 from skymemory.demo.engines import constellation, environment_hint, our_package, random_model, store_daemon, vllm_server
 from skymemory.demo.estimate import say_estimate, took
-from skymemory.demo.resources import slowdown
+from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.progress import Progress
@@ -46,7 +46,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     document = shipped_document()[: args.characters]
     answers = []
     progress = Progress(sys.stderr)
-    slow = slowdown()
+    slow = slowdown(time.thread_time) * contention(1)
     estimate_s = _AROUND_S * slow + 2 * (_START_S * slow + _ASK_S * slow + _SAVED_S)
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
