@@ -16,7 +16,7 @@ from skymemory.store.named import NamedValues
 
 NO_AUTH = b"-NOAUTH Authentication required.\r\n"
 BEFORE_AUTH = {"AUTH", "HELLO", "QUIT"}
-WORDS = {"SCAN": [b"0"], "CONFIG": [b"GET", b"save"], "KEYS": [b"v?ctim"]}
+WORDS = {"CLIENT": [b"ID"], "SCAN": [b"0"], "CONFIG": [b"GET", b"save"], "KEYS": [b"v?ctim"]}
 """Arguments with which a command does something; of the others the first is a key that is there."""
 
 
