@@ -10,7 +10,7 @@ renamed before its bytes were on the disk: it fails its checksum and is a miss. 
 on the disk before a name stands for them, and every name down to the file before it is relied on. A ``format`` torn by
 a power cut is written again where the headers in ``values/`` are ours.
 
-Somebody may remove the directory under a running store, or ``lock`` alone, and another process then open it. So nothing
+A user may remove the directory under a running store, or ``lock`` alone, and another process then open it. So nothing
 is removed, renamed or marked there unless ``lock`` is the file that this process holds (``is_ours``).
 """
 

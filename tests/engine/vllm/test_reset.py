@@ -51,7 +51,7 @@ def saved(engine: Engine) -> None:
         engine.step()
         if not engine.scheduler.saving:
             return
-    raise AssertionError("it is saved for ever")
+    raise AssertionError("it is saved without a limit")
 
 
 def test_nothing_of_before_a_reset_is_loaded_and_what_comes_after_is_shared_no_more(store: MemoryStore) -> None:
@@ -67,7 +67,7 @@ def test_nothing_of_before_a_reset_is_loaded_and_what_comes_after_is_shared_no_m
     other.close()
 
 
-def test_a_request_that_lost_its_blocks_is_computed_and_saved_anew(store: MemoryStore) -> None:
+def test_a_request_that_lost_its_blocks_is_computed_and_saved_again(store: MemoryStore) -> None:
     engine, request = on(store), Request("kept", WORDS)
     engine.matched(request)
     engine.admit(request)
@@ -86,7 +86,7 @@ def test_a_request_that_lost_its_blocks_is_computed_and_saved_anew(store: Memory
 
 
 def test_a_request_that_keeps_its_blocks_saves_nothing_any_more(store: MemoryStore) -> None:
-    """Half of them are of other weights: nobody else may have that."""
+    """Half of them are of other weights: no other request may load that."""
     engine, request = on(store), Request("kept", WORDS)
     engine.matched(request)
     engine.admit(request)
@@ -152,7 +152,7 @@ def test_a_decoding_engine_takes_over_what_the_prefilling_one_names(store: Memor
             assert engine.scheduler.reset()
             engine.weights = round_ + 1
     unnamed = Request("unnamed", WORDS, kv_transfer_params={"do_remote_prefill": True})
-    assert two.matched(unnamed) == (0, False), "nobody stores it under this engine's generation: it is not waited for"
+    assert two.matched(unnamed) == (0, False), "nothing is stored under this engine's generation: it is not waited for"
     one.close()
     two.close()
 

@@ -274,7 +274,7 @@ def test_what_is_read_ahead_is_bounded_and_who_reads_nothing_is_ended(short: Pat
 
 
 def read(sock: socket.socket, size_bytes: int) -> bytes:
-    """So many bytes."""
+    """This many bytes."""
     parts = bytearray()
     while len(parts) < size_bytes and (part := sock.recv(1 << 20)):
         parts += part

@@ -519,7 +519,7 @@ class SchedulerSide:
             if known.request.num_computed_tokens or name in loading:
                 known.is_apart, known.lookup = True, None
             else:
-                del self._known[name]  # it comes anew
+                del self._known[name]  # it is asked about again
         self._sent.clear()
         return not any(name in loading for name in self._known)
 
