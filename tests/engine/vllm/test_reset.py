@@ -67,11 +67,16 @@ def test_nothing_of_before_a_reset_is_loaded_and_what_comes_after_is_shared_no_m
     other.close()
 
 
-def test_a_request_that_lost_its_blocks_is_computed_and_saved_again(store: MemoryStore) -> None:
+def half_computed(store: MemoryStore) -> tuple[Engine, Request]:
     engine, request = on(store), Request("kept", WORDS)
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 2 * VALUE))
+    return engine, request
+
+
+def test_a_request_that_lost_its_blocks_is_computed_and_saved_again(store: MemoryStore) -> None:
+    engine, request = half_computed(store)
     request.num_computed_tokens = 0  # vLLM preempts it
     assert engine.scheduler.reset()
     engine.weights = 7
@@ -87,10 +92,7 @@ def test_a_request_that_lost_its_blocks_is_computed_and_saved_again(store: Memor
 
 def test_a_request_that_keeps_its_blocks_saves_nothing_any_more(store: MemoryStore) -> None:
     """Half of them are of other weights: no other request may load that."""
-    engine, request = on(store), Request("kept", WORDS)
-    engine.matched(request)
-    engine.admit(request)
-    engine.step((request, 2 * VALUE))
+    engine, request = half_computed(store)
     saved(engine)
     before = store.stats()["entries"]
     assert engine.scheduler.reset()
@@ -151,6 +153,8 @@ def test_a_decoding_engine_takes_over_what_the_prefilling_one_names(store: Memor
         for engine in (one, two):
             assert engine.scheduler.reset()
             engine.weights = round_ + 1
+    stale = Request("stale", WORDS, kv_transfer_params=params)
+    assert two.matched(stale) == (0, False), "it was prefilled before this engine was reset"
     unnamed = Request("unnamed", WORDS, kv_transfer_params={"do_remote_prefill": True})
     assert two.matched(unnamed) == (0, False), "nothing is stored under this engine's generation: it is not waited for"
     one.close()

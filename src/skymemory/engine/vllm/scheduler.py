@@ -44,6 +44,7 @@ _PATIENCE_S = 0.5
 _FRESH_S = 1.0
 """So long an answer is believed, if the request is not scheduled at once."""
 _KEPT_SENT = 1 << 17
+_KEPT_GENERATIONS = 1 << 12
 _FULL = 0.75
 """Of its tokens: a step that has fewer says little of what a full one takes."""
 _KEPT_LOADS = 0.75
@@ -181,6 +182,10 @@ class SchedulerSide:
         self._blocks = blocks
         self._shape = shape
         self._seeds = seeds
+        self._named: dict[str, None] = {}
+        """Generations of prefilling engines that requests have named since the last reset."""
+        self._past: dict[str, None] = {}
+        """Those of before: nothing of them is taken over any more."""
         self._block_ids = block_ids
         self._cake = cake
         self._ending: list[str] = []
@@ -510,6 +515,10 @@ class SchedulerSide:
         blocks of before compute on, and load and save nothing. False: such a block is still being loaded.
         """
         self._seeds.reset()
+        self._past |= self._named
+        self._named.clear()
+        while len(self._past) > _KEPT_GENERATIONS:
+            del self._past[next(iter(self._past))]
         self._planned = [load for load in self._planned if not load.backward]
         backward = {name for name, known in self._known.items() if known.backward is not None}
         loading = self._waiting_since_s.keys() | self._under_way.keys() - backward
@@ -540,7 +549,8 @@ class SchedulerSide:
         known = self._known.get(request.request_id)
         if known is None:
             params = _params_of(request)
-            if (seed := self._seeds.of(request, params.generation if params.takes_over else "")) is None:
+            generation = self._named_by(params)
+            if (seed := self._seeds.of(request, generation)) is None:
                 return None
             content = {
                 feature.mm_position.offset: hashlib.sha256(feature.identifier.encode()).digest()
@@ -548,10 +558,19 @@ class SchedulerSide:
             }
             known = self._known[request.request_id] = Known(request, seed, content, params=params)
             # Where this engine's generation is its own, only one that is named may be stored.
-            if params.takes_over and self._loads and (params.generation or not self._seeds.generation):
+            if params.takes_over and self._loads and (generation or not self._seeds.generation):
                 known.waits_s = min(self._wait_s, params.wait_s)
         self._extend(known)
         return known
+
+    def _named_by(self, params: TransferParams) -> str:
+        """The generation of the engine that prefills; empty: this one's."""
+        generation = params.generation
+        if not (params.takes_over and generation) or generation in self._past:
+            return ""
+        if len(self._named) < _KEPT_GENERATIONS:
+            self._named[generation] = None
+        return generation if generation in self._named else ""
 
     def _extend(self, known: Known) -> None:
         size, have = self._shape.value_tokens, len(known.keys)
