@@ -417,7 +417,7 @@ from pathlib import Path
 import skymemory.store.sky.shared_index as module
 from skymemory.errors import InvalidInput
 from skymemory.index.radix import BlockInfo
-module.COMPACT_BYTES = 10_000
+module.COMPACT_BYTES, module.LOCK_WAIT_S = 10_000, 600.0
 INFO = BlockInfo(1, 10, 0, 0.0, 0, 0, "rotation_hop", 10)
 index = module.SharedIndex(Path(sys.argv[1]))
 for prompt in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
@@ -440,7 +440,7 @@ def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Pa
         for first, count in ((0, 60), (1000, 60), (2000, 60), (5000, 100_000))
     ]
     for child in children[:3]:
-        assert child.wait(60) == 0
+        assert child.wait(240) == 0
     children[3].kill()
     children[3].wait()
     whole = SharedIndex(path)
