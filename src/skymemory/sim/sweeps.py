@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from itertools import islice
 from multiprocessing import active_children, get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, TypeVar, get_args
 
 from skymemory.errors import InvalidInput, SkyMemoryError, missing_extra
@@ -28,6 +30,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of cells done and of all cells."""
 Keep = Callable[[int, Any], None]
 """Called with the number of a cell and its answer as soon as it is there, in this process."""
+_AGAIN_S = 0.2
 
 
 def sweep(
@@ -72,14 +75,21 @@ def sweep(
         except BrokenProcessPool as error:  # most often the kernel's out-of-memory killer
             raise SkyMemoryError(f"one of {jobs} worker processes was killed: run fewer in parallel") from error
         except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
             if not isinstance(error, Exception):  # a signal that the workers may not have received
-                for worker in set(active_children()) - before:
-                    if worker.pid is not None:
-                        with suppress(ProcessLookupError):
-                            os.kill(worker.pid, signal.SIGINT)
-            pool.shutdown(cancel_futures=True)
+                _interrupt(set(active_children()) - before)
             raise
         return [future.result() for future in futures]
+
+
+def _interrupt(workers: Collection[BaseProcess]) -> None:
+    """Until they end: a signal that comes just before a system call that waits is not seen before that ends."""
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        for worker in alive:
+            if worker.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGINT)
+        wait([worker.sentinel for worker in alive], _AGAIN_S)
 
 
 _is_interrupted = False
