@@ -861,40 +861,29 @@ class Parts:
         return saved
 
 
-class _Loading:
-    """One prompt's load: which blocks of each part the store has, and which are in place."""
+class PrefixSearch:
+    """Which blocks of one prompt the store has, by part; each is looked up once."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        hashes: Sequence[list[BlockHash]],
-        sinks: Sequence[BlockSink],
-        limit_tokens: int,
-        phase: PhaseClock,
-        computing_s: float | None,
+        self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
     ) -> None:
+        """``hashes`` of each part; ``limit_tokens`` of the longest prefix; the engine has those before ``first``."""
         self._parts = parts
         self._hashes = hashes
-        self._sinks = sinks
         self._limit_tokens = limit_tokens
-        self._phase = phase
-        self.computing_s = computing_s
+        self._first = first
         self._windows = [number for number, part in enumerate(parts) if part.window is not None]
-        self._known: list[dict[int, bool]] = [{} for _ in parts]
-        self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """For each part, the tier of each block that is in place."""
-        self._failed: Counter[str] = Counter()
-        self.size_bytes = 0
-        self.retransmitted = 0
+        self._known: list[dict[int, bool]] = [dict.fromkeys(range(first), True) for _ in parts]
 
     def _end(self, blocks: int) -> int:
         return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
 
     def found(self, wanted: int) -> int:
         """The longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
-        if self._parts[0].window is None:
-            wanted = self._parts[0].blocks.prefix(self._hashes[0][:wanted])
-            self._known[0] = {wanted: False}
+        for number, part in enumerate(self._parts):
+            if part.window is None:
+                wanted = self._first + part.blocks.prefix(self._hashes[number][self._first : wanted])
+                self._known[number][wanted] = False
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
@@ -931,6 +920,29 @@ class _Loading:
                 if not self._known[number].get(index, True):
                     return part.blocks.miss_reason(self._hashes[number][index])
         return ""
+
+
+class _Loading(PrefixSearch):
+    """One prompt's load: what the store has of it, and what is in place."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        hashes: Sequence[list[BlockHash]],
+        sinks: Sequence[BlockSink],
+        limit_tokens: int,
+        phase: PhaseClock,
+        computing_s: float | None,
+    ) -> None:
+        super().__init__(parts, hashes, limit_tokens)
+        self._sinks = sinks
+        self._phase = phase
+        self.computing_s = computing_s
+        self._placed: list[dict[int, str]] = [{} for _ in parts]
+        """For each part, the tier of each block that is in place."""
+        self._failed: Counter[str] = Counter()
+        self.size_bytes = 0
+        self.retransmitted = 0
 
     def load(self, found: int) -> int:
         """Place what is needed of the first ``found`` blocks; returns the length of the prefix that is in place."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tests.engine.vllm.queued import QueuedDevice
 
-from skymemory.cache.blocks import BlockCache
-from skymemory.engine.vllm.copier import CpuCopier, Cuda, TorchCopier
+from skymemory.cache.blocks import BlockCache, Part, Parts
+from skymemory.engine.vllm.copier import CpuCopier, Cuda, PartCopier, TorchCopier
 from skymemory.engine.vllm.identity import Seeds
 from skymemory.engine.vllm.plan import Shape
 from skymemory.engine.vllm.scheduler import SchedulerSide
@@ -85,6 +85,10 @@ class Door:
         request.num_computed_tokens = tokens
 
 
+def one_part(store: Store) -> Parts:
+    return Parts([Part(BlockCache(CONTEXT, LAYOUT, store))])
+
+
 class Engine:
     """One engine over ``store``: both sides, block tables and the memory of the blocks, here or on a ``device``."""
 
@@ -96,20 +100,22 @@ class Engine:
         self.memory: Any = OnDevice(shape) if isinstance(device, Cuda) else np.zeros(shape, np.uint8)
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, blocks))
-        cache = lambda: BlockCache(CONTEXT, LAYOUT, store)  # noqa: E731
         self.seeds = Seeds(CONTEXT)
         self.weights = 0
         """What the model would write is changed by them."""
-        self.scheduler = SchedulerSide(cache(), SHAPE, self.seeds, lambda name: self.tables[name], **options)
-        self.worker = WorkerSide(cache(), SHAPE)
+        self.scheduler = SchedulerSide(
+            one_part(store), SHAPE, self.seeds, lambda name: [[self.tables[name]]], **options
+        )
+        self.worker = WorkerSide(one_part(store), SHAPE)
         if device is None:
-            self.worker.register(CpuCopier(list(self.memory)))
+            self.worker.register([PartCopier([CpuCopier(list(self.memory))])])
         else:
             import torch
 
             memory = self.memory.tensor if isinstance(device, Cuda) else torch.from_numpy(self.memory)
             view = memory.view(torch.int64)
-            self.worker.register(TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES))
+            copier = TorchCopier([view], SIZE, device, 3 * SIZE * LAYERS * LAYER_BYTES)
+            self.worker.register([PartCopier([copier])])
         self.finished: set[str] = set()
         self.invalid: set[int] = set()
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Engine, Request
+from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Engine, Request, one_part
 from tests.engine.vllm.queued import QueuedDevice
 
-from skymemory.cache.blocks import BlockCache
-from skymemory.engine.vllm.copier import CpuCopier, TorchCopier
-from skymemory.engine.vllm.plan import Load, Plan
+from skymemory.engine.vllm.copier import CpuCopier, PartCopier, TorchCopier
+from skymemory.engine.vllm.plan import Load, Piece, Plan
 from skymemory.engine.vllm.scheduler import LoadRate
 from skymemory.engine.vllm.worker import WorkerSide, _BackwardJob, _Closed, _Job
 from skymemory.kv.block import hash_blocks
@@ -196,7 +195,7 @@ def test_a_load_that_hangs_is_given_up_and_writes_no_block_of_who_comes_next() -
     with Lossy() as store:
         filled(store, words)
         engine, request = Engine(store), Request("second", words)
-        engine.worker._blocks.compute.took(1000, 0.01)  # computing takes no time at all
+        engine.worker._compute.took(1000, 0.01)  # computing takes no time at all
         found, _ = engine.matched(request)
         store.hangs = True
         engine.admit(request, found)
@@ -237,7 +236,7 @@ def test_a_fault_in_a_lookup_is_a_miss_that_is_logged_and_counted(
     filled(store, words)
     engine = Engine(store)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler._blocks, "prefix", lambda keys: 1 / 0)
+        patch.setattr(engine.scheduler._parts.first, "prefix", lambda keys: 1 / 0)
         assert engine.matched(Request("one", words)) == (0, False)
     assert engine.scheduler.counts()["lookups_failed"] == 1 and "division by zero" in caplog.text
     assert engine.matched(Request("two", words)) == (VALUE, True)
@@ -273,7 +272,7 @@ def test_the_first_lookup_of_a_distant_store_is_waited_for() -> None:
         filled(store, words)
         store.prefix_s, store.asked = 0.4, 0
         engine, request = Engine(store), Request("second", words)
-        engine.scheduler._blocks.compute.took(1000, 0.001)
+        engine.scheduler._compute.took(1000, 0.001)
         until_s = time.monotonic() + 60
         while store.asked < 3:
             assert time.monotonic() < until_s
@@ -333,7 +332,7 @@ def test_where_loading_is_slower_than_computing_no_prompt_or_one_waits_for_it(re
         while engine.scheduler.saving:
             engine.step()
         for side in (engine.scheduler, engine.worker):
-            side._blocks.compute.took(100_000, 100.0)  # 24 ms for the prompt
+            side._compute.took(100_000, 100.0)  # 24 ms for the prompt
         if not read_back:
             second = Request("second", words)
             assert engine.matched(second) == (3 * VALUE, True)
@@ -355,7 +354,7 @@ def test_a_load_that_would_wait_for_others_is_compared_with_what_they_leave_it(s
         engine.close()
     engine = Engine(store)
     engine.scheduler._loading.took(3 * LAYOUT.block_bytes, 0.010)
-    engine.scheduler._blocks.compute.took(100_000, 100.0)  # 24 ms for each of them
+    engine.scheduler._compute.took(100_000, 100.0)  # 24 ms for each of them
     requests = [Request(str(seed), words) for seed, words in enumerate(prompts)]
     found = []
     for request in requests[:3]:
@@ -390,15 +389,55 @@ def test_the_estimate_of_a_load_has_a_fixed_part_and_one_by_bytes() -> None:
     assert before is not None and both.seconds(4_000_000) == pytest.approx(0.98 * before)
 
 
+@pytest.mark.impatient
+def test_behind_a_store_that_stood_still_the_next_prompt_is_loaded_and_behind_one_that_became_slow_it_is_not() -> None:
+    words = prompt(6 * VALUE + 1)
+    with Lossy() as store:
+        filled(store, words)
+        engine = Engine(store)
+        for side in (engine.scheduler, engine.worker):
+            side._compute.took(100_000, 100.0)  # 48 ms for the prompt
+
+        def asked(name: str, *, beside: str = "") -> bool:
+            """Whether it was loaded."""
+            requests = [Request(one, words) for one in (name, beside) if one]
+            for request in requests:
+                found, _ = engine.matched(request)
+                if not found:
+                    return False
+                engine.admit(request, found)
+            for request in requests:
+                engine.until_loaded(request)
+                engine.release(request)
+            invalid, engine.invalid = engine.invalid, set()
+            return not invalid
+
+        assert asked("one") and asked("two")
+        store.hangs = True
+        assert not asked("three", beside="four"), "they are given up"
+        store.hangs = False
+        store.go.set()
+        assert asked("five") and asked("six")
+        store.go.clear()
+        store.hangs = True
+        assert not asked("seven") and not asked("eight")
+        engine.scheduler.counts()
+        assert not asked("nine")
+        assert engine.scheduler.counts()["slower_than_computing_tokens"] == 6 * VALUE
+        store.go.set()
+        engine.close()
+
+
 def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: MemoryStore) -> None:
     words = prompt(4 * VALUE)
     engine, request = Engine(store), Request("one", words)
-    engine.worker._saver._most = 0
+    saver = engine.worker._saver
+    saver._held, saver._held_bytes = 1, saver._most_bytes
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 4 * VALUE))
     engine.release(request)
-    engine.worker._saver._most = 8
+    saver._held, saver._held_bytes = 0, 0
     again = Request("two", words)
     engine.matched(again)
     engine.admit(again)
@@ -411,8 +450,11 @@ def test_a_value_that_cannot_be_copied_out_stops_no_step_and_keeps_no_place(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(store)
-    engine.worker._saver._most = 1
-    copier, (request, later) = engine.worker._copier, (Request(name, prompt(VALUE, n)) for n, name in enumerate("ab"))
+    engine.worker._saver._most_bytes = 1
+    (copier,), (request, later) = (
+        engine.worker._copiers,
+        (Request(name, prompt(VALUE, n)) for n, name in enumerate("ab")),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(copier, "read", lambda blocks, out: 1 / 0)
         engine.matched(request)
@@ -476,10 +518,10 @@ def test_a_value_has_the_layouts_size() -> None:
 def jobs_of(device: QueuedDevice) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], _Job, _BackwardJob]:
     """Two loads of three values into the same blocks."""
     memory = np.zeros((LAYERS, 8, LAYER_BYTES), np.uint8)
-    copier = TorchCopier([torch.from_numpy(memory).view(torch.int64)], SIZE, device, 1 << 16)
-    load = Load("one", (b"a", b"b", b"c"), 0, (1, 2, 3, 4, 5, 6))
+    copier = PartCopier([TorchCopier([torch.from_numpy(memory).view(torch.int64)], SIZE, device, 1 << 16)])
+    load = Load("one", (Piece(0, (b"a", b"b", b"c"), 0, 0, ((1, 2, 3, 4, 5, 6),)),), 6 * BLOCK)
     after = copier.mark()
-    return memory, _Job(load, copier, after, SIZE, 0.0, 1.0), _BackwardJob(load, copier, after, SIZE, 0.0, 0)
+    return memory, _Job(load, [copier], after, SIZE, 0.0, 1.0), _BackwardJob(load, [copier], after, SIZE, 0.0, 0)
 
 
 def test_a_load_that_is_closed_has_written_what_it_was_going_to() -> None:
@@ -506,9 +548,9 @@ def test_the_fence_is_raised_when_what_lies_below_is_written_and_a_value_counts_
 
 def test_a_step_takes_what_the_device_takes_not_what_queuing_it_takes(store: MemoryStore) -> None:
     device = QueuedDevice(1)
-    worker = WorkerSide(BlockCache(CONTEXT, LAYOUT, store), SHAPE)
+    worker = WorkerSide(one_part(store), SHAPE)
     view = torch.zeros((LAYERS, 8, LAYER_BYTES), dtype=torch.uint8)
-    worker.register(TorchCopier([view], SIZE, device, 1 << 16))
+    worker.register([PartCopier([TorchCopier([view], SIZE, device, 1 << 16)])])
     worker.begin(Plan(tokens=4))
     device.give("compute", lambda: time.sleep(0.05))
     worker.end()

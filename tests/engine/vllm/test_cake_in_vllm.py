@@ -39,7 +39,7 @@ class Slow(MemoryStore):
 
 def watch_the_fence(engine: Engine) -> None:
     """Fails if a block is written that computing has reached."""
-    begin, copier = engine.worker.begin, engine.worker._copier
+    begin, copier = engine.worker.begin, engine.worker._copiers[0]
     assert copier is not None
     write, fences = copier.write, [0]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.engine.vllm.engine import BLOCK, CONTEXT, LAYER_BYTES, LAYERS, LAYOUT, SHAPE, SIZE, Door, Engine, Request
 from tests.engine.vllm.test_both_sides import filled, prompt
 
-from skymemory.engine.vllm.copier import CpuCopier
+from skymemory.engine.vllm.copier import CpuCopier, PartCopier
 from skymemory.engine.vllm.plan import Loaded, Outcome, Plan, rank_key
 from skymemory.engine.vllm.transfer_params import TransferParams
 from skymemory.engine.vllm.waiting import DelayedCalls, Pace
@@ -327,7 +327,7 @@ def test_neither_cake_nor_computing_comes_instead_of_waiting(store: MemoryStore)
     filled(store, words)
     engine = consumer(store, cake=Door(), blocks=128)
     engine.scheduler._loading.took(LAYOUT.block_bytes, 1.0)
-    engine.scheduler._blocks.compute.took(100_000, 0.1)
+    engine.scheduler._compute.took(100_000, 0.1)
     request = asked(engine, Request("d", words), TAKE_OVER)
     assert engine.matched(request) == (24 * VALUE, True)
     engine.admit(request, 24 * VALUE)
@@ -391,9 +391,9 @@ def test_values_for_which_there_is_no_room_are_not_promised_and_saved_when_they_
     engine.admit(request)
     engine.step((request, 2 * VALUE))
     saver = engine.worker._saver
-    most, saver._most = saver._most, 0
+    held, saver._held, saver._held_bytes = saver._held_bytes, saver._held + 1, saver._most_bytes
     engine.step((request, 2 * VALUE))
-    saver._most = most
+    saver._held, saver._held_bytes = saver._held - 1, held
     engine.step((request, 2 * VALUE + 1))
     assert engine.scheduler.finished(request) == {"do_remote_prefill": True, "sky_tokens": 2 * VALUE}
     again = asked(engine, Request("two", words), None)
@@ -444,8 +444,8 @@ def test_each_rank_waits_for_its_own_part_of_a_value(store: MemoryStore) -> None
     store.put_many([(key := rank_key(keys[0], 1), block_header(key, LAYOUT, 0, payload) + payload)])
     store.delete(keys[2:])
     engine = consumer(store, wait_s=0.1)
-    second = WorkerSide(engine.worker._blocks, SHAPE, rank=1)
-    second.register(CpuCopier(list(np.zeros((LAYERS, 64, LAYER_BYTES), np.uint8))))
+    second = WorkerSide(engine.worker._parts, SHAPE, rank=1)
+    second.register([PartCopier([CpuCopier(list(np.zeros((LAYERS, 64, LAYER_BYTES), np.uint8)))])])
     request = asked(engine, Request("d", words), TAKE_OVER)
     engine.matched(request)
     engine.admit(request, 3 * VALUE)

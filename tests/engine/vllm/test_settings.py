@@ -12,7 +12,7 @@ import pytest
 
 from skymemory.engine.vllm import identity
 from skymemory.engine.vllm.identity import Seeds, folder_digest, weights_digest
-from skymemory.engine.vllm.settings import Settings, check_engine
+from skymemory.engine.vllm.settings import PartOfModel, Settings, check_engine, parts_of
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 
@@ -43,11 +43,15 @@ def test_values_are_whole_blocks() -> None:
         settings.blocks_per_value(64)
 
 
-class FullAttentionSpec:
+class FullAttentionSpec(SimpleNamespace):
     pass
 
 
-class SlidingWindowSpec:
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
     pass
 
 
@@ -60,7 +64,12 @@ def configuration(**changes: Any) -> SimpleNamespace:
     )
 
 
-FULL = [SimpleNamespace(kv_cache_spec=FullAttentionSpec())]
+def group(spec: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=["model.layers.3"])
+
+
+FULL = [group(FullAttentionSpec(block_size=32))]
+WINDOW = [group(SlidingWindowSpec(block_size=32, sliding_window=128, extra_retained_tokens=0))]
 SETTINGS = Settings(store="unix:///s")
 
 
@@ -68,6 +77,8 @@ def test_an_engine_that_is_served() -> None:
     check_engine(configuration(), FULL, "0.32.0", SETTINGS)
     check_engine(configuration(speculative=SimpleNamespace(method="ngram")), FULL, "0.32.1", SETTINGS)
     check_engine(configuration(), FULL, "0.40.0", Settings(store="unix:///s", untested_version=True))
+    check_engine(configuration(), WINDOW + FULL + WINDOW, "0.32.0", SETTINGS)
+    assert parts_of(WINDOW + FULL + WINDOW) == [PartOfModel((1,)), PartOfModel((0, 2), 128)]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +87,14 @@ def test_an_engine_that_is_served() -> None:
         ({"policy": "fail"}, FULL, "0.32.0", '"kv_load_failure_policy": "recompute"'),
         ({}, FULL, "0.33.0", "untested_version"),
         ({}, FULL, "0.3.2", "untested_version"),
-        ({}, FULL * 2, "0.32.0", "2 groups"),
-        ({}, [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())], "0.32.0", "SlidingWindowSpec"),
+        ({}, FULL + [group(FullAttentionSpec(block_size=16))], "0.32.0", r"blocks of \[16, 32\] tokens"),
+        (
+            {},
+            FULL + [group(MambaSpec(block_size=32))],
+            "0.32.0",
+            r"model\.layers\.3 has a cache of vLLM's kind MambaSpec",
+        ),
+        ({}, [group(SlidingWindowSpec(block_size=32, extra_retained_tokens=3))], "0.32.0", "for drafting"),
         ({"pipeline": 2}, FULL, "0.32.0", "pipeline_parallel_size is 2"),
         ({"speculative": SimpleNamespace(method="eagle")}, FULL, "0.32.0", "'eagle'"),
     ],

@@ -17,6 +17,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -29,13 +30,13 @@ from vllm.v1.request import RequestStatus
 
 import vllm
 from skymemory import __version__
-from skymemory.cache.blocks import BlockCache
+from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.engine.vllm import register
-from skymemory.engine.vllm.copier import copier_of
+from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
-from skymemory.engine.vllm.settings import Settings, check_engine
+from skymemory.engine.vllm.settings import Settings, check_engine, parts_of
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
@@ -54,25 +55,36 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings.read(transfer.kv_connector_extra_config)
-        check_engine(vllm_config, kv_cache_config.kv_cache_groups, vllm.__version__, settings)
-        (group,) = kv_cache_config.kv_cache_groups
-        block_tokens = group.kv_cache_spec.block_size
+        self._groups = kv_cache_config.kv_cache_groups
+        check_engine(vllm_config, self._groups, vllm.__version__, settings)
+        self._parts_of_model = parts_of(self._groups)
+        block_tokens = self._groups[0].kv_cache_spec.block_size
         shape = Shape(block_tokens, settings.blocks_per_value(block_tokens))
-        layout = layout_of(vllm_config, kv_cache_config, shape.blocks_per_value, vllm.__version__)
-        context = context_of(vllm_config, layout)
+        layouts = [
+            layout_of(vllm_config, kv_cache_config, part, shape.blocks_per_value, vllm.__version__)
+            for part in self._parts_of_model
+        ]
+        context = context_of(vllm_config, layouts)
         self._settings = settings
         self._store = open_store(settings.store)
-        blocks = BlockCache(context, layout, self._store, counters=SharedCounters())
+        counters = SharedCounters()
+        parts = Parts(
+            [
+                Part(BlockCache(context, layout, self._store, counters=counters), part.window)
+                for part, layout in zip(self._parts_of_model, layouts, strict=True)
+            ]
+        )
+        is_plain = len(self._groups) == 1 and self._parts_of_model[0].window is None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             seeds = Seeds(context)
             self._scheduler = SchedulerSide(
-                blocks,
+                parts,
                 shape,
                 seeds,
                 self._block_ids,
-                cake=_Door(self, vllm_config) if cakes(vllm_config) else None,
+                cake=_Door(self, vllm_config) if is_plain and cakes(vllm_config) else None,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
@@ -86,7 +98,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 role=transfer.kv_role,
                 block_tokens=block_tokens,
                 value_tokens=shape.value_tokens,
-                value_bytes=layout.block_bytes,
+                value_bytes=sum(layout.block_bytes for layout in layouts),
                 longest_tokens=vllm_config.model_config.max_model_len,
                 context=context.describe(),
             )
@@ -99,9 +111,11 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
         else:
             rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
-            self._worker = WorkerSide(blocks, shape, rank=rank, queue_bytes=settings.queue_bytes)
+            self._worker = WorkerSide(
+                parts, shape, by_request=not is_plain, rank=rank, queue_bytes=settings.queue_bytes
+            )
         self.cake_scheduler: CakeScheduler | None = None
-        self._value_bytes = layout.block_bytes
+        self._value_bytes = [layout.block_bytes for layout in layouts]
         self._block_count = kv_cache_config.num_blocks
 
     @property
@@ -128,9 +142,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return self._store.server_info().get("store", "")
         return self._settings.store.partition(":")[0]
 
-    def _block_ids(self, request_id: str) -> list[int]:
-        (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
-        return list(blocks)
+    def _block_ids(self, request_id: str) -> list[list[list[int]]]:
+        tables = self._kv_cache_manager.get_block_ids(request_id)
+        return [[tables[group] for group in part.groups] for part in self._parts_of_model]
 
     def on_new_request(self, request: Any) -> None:
         assert self._scheduler is not None
@@ -186,11 +200,23 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self._worker is not None
         size = self._worker.shape.blocks_per_value
-        copier = copier_of(kv_caches, self._block_count, size, untested_device=self._settings.untested_device)
-        size_bytes = copier.block_bytes * size
-        if size_bytes != self._value_bytes:
-            raise InvalidInput(f"a value has {size_bytes} bytes in the registered caches, expected {self._value_bytes}")
-        self._worker.register(copier)
+        copiers = []
+        for part, expected_bytes in zip(self._parts_of_model, self._value_bytes, strict=True):
+            copier = PartCopier([self._copier_of(group, kv_caches, size) for group in part.groups])
+            if (size_bytes := copier.block_bytes * size) != expected_bytes:
+                raise InvalidInput(f"values of {size_bytes} bytes in the registered caches, expected {expected_bytes}")
+            copiers.append(copier)
+        self._worker.register(copiers)
+
+    def _copier_of(self, group: int, kv_caches: dict[str, Any], size: int) -> BlockCopier:
+        layers = {name: kv_caches[name] for name in self._groups[group].layer_names}
+        return copier_of(
+            layers,
+            self._block_count,
+            size,
+            untested_device=self._settings.untested_device,
+            staging_bytes=STAGING_BYTES // len(self._groups),
+        )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -213,6 +239,12 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
         return None, self._worker.finished()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._worker.failed()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None

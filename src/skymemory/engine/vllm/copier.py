@@ -47,7 +47,7 @@ class Mark(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks."""
+    """Copies whole blocks of one group of layers."""
 
     @property
     def block_bytes(self) -> int:
@@ -301,6 +301,44 @@ class TorchCopier:
             parts.append((view, staged[at : at + size].view(view.dtype).view(len(view), blocks, *view.shape[2:])))
             at += size
         return parts
+
+
+class PartCopier:
+    """Copies the values of a part: of its groups of layers, one behind the other in each value."""
+
+    def __init__(self, groups: Sequence[BlockCopier]) -> None:
+        self._groups = groups
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of each group."""
+        return sum(group.block_bytes for group in self._groups)
+
+    def mark(self) -> Mark:
+        """``BlockCopier.mark``."""
+        return self._groups[0].mark()
+
+    def buffers(self, size_bytes: int) -> list[memoryview]:
+        """``BlockCopier.buffers``."""
+        return self._groups[0].buffers(size_bytes)
+
+    def read(self, blocks: Sequence[Sequence[int]], out: memoryview) -> Mark:
+        """``BlockCopier.read`` of each group's blocks."""
+        marks, at = [], 0
+        for group, some in zip(self._groups, blocks, strict=True):
+            size_bytes = len(some) * group.block_bytes
+            marks.append(group.read(some, out[at : at + size_bytes]))
+            at += size_bytes
+        return marks[-1]  # one stream has them in this order
+
+    def write(self, blocks: Sequence[Sequence[int]], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
+        """``BlockCopier.write`` into each group's blocks."""
+        marks, at = [], 0
+        for group, some in zip(self._groups, blocks, strict=True):
+            size_bytes = of * group.block_bytes
+            marks.append(group.write(some, value[at : at + size_bytes], skipped, of, after))
+            at += size_bytes
+        return marks[-1]
 
 
 def copier_of(

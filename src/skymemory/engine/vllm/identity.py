@@ -12,12 +12,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from skymemory.engine.vllm.settings import PartOfModel
 from skymemory.errors import InvalidInput
 from skymemory.files import write_private
 from skymemory.kv.block import OpaqueLayout
@@ -35,8 +36,8 @@ _KEPT_DIGESTS = 4096
 _KEPT_SEEDS = 65536
 
 
-def context_of(config: Any, layout: OpaqueLayout) -> CacheContext:
-    """The context of a ``VllmConfig`` without adapter and salt, which are each request's."""
+def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
+    """The context of a ``VllmConfig`` without adapter and salt, which are each request's; ``layouts`` by part."""
     model = config.model_config
     fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_IDENTITY}
     what = json.dumps(
@@ -47,25 +48,26 @@ def context_of(config: Any, layout: OpaqueLayout) -> CacheContext:
         weights=weights_digest(model, config.load_config.load_format),
         tokenizer="token ids",
         kv_dtype=f"{model.dtype} {config.cache_config.cache_dtype}".replace("torch.", ""),
-        layout=layout.describe(),
-        block_tokens=layout.block_tokens,
+        layout=", beside ".join(layout.describe() for layout in layouts),
+        block_tokens=layouts[0].block_tokens,
     )
 
 
-def layout_of(config: Any, kv_cache_config: Any, blocks_per_value: int, version: str) -> OpaqueLayout:
-    """One worker's part of a value: ``blocks_per_value`` blocks of each layer, layer by layer."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+def layout_of(
+    config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
+) -> OpaqueLayout:
+    """One worker's share of a part's values: ``blocks_per_value`` blocks of each layer, layer by layer."""
+    groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
+    spec = groups[0].kv_cache_spec
+    layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
+    window = f"a window of {part.window}, " if part.window is not None else ""
     packing = (
-        f"vllm {version.rpartition('.')[0]}, {len(group.layer_names)} layers of {spec.num_kv_heads} heads of "
-        f"{spec.head_size}, {blocks_per_value} x {spec.block_size} tokens, {spec.dtype}, {_attention(config, spec)}, "
+        f"vllm {version.rpartition('.')[0]}, {layers} of {spec.num_kv_heads} heads of {spec.head_size}, {window}"
+        f"{blocks_per_value} x {spec.block_size} tokens, {spec.dtype}, {_attention(config, spec)}, "
         f"{kv_cache_config.kv_cache_layout}, tp {config.parallel_config.tensor_parallel_size}"
     ).replace("torch.", "")
-    return OpaqueLayout(
-        packing,
-        blocks_per_value * spec.block_size,
-        blocks_per_value * spec.page_size_bytes * len(group.layer_names),
-    )
+    block_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups)
+    return OpaqueLayout(packing, blocks_per_value * spec.block_size, blocks_per_value * block_bytes)
 
 
 def _attention(config: Any, spec: Any) -> str:

@@ -1,7 +1,8 @@
 """What the scheduler's side of the connector sends to the workers' side with each step, and what comes back.
 
-Block numbers are vLLM's (of its block table); a *value* is what is stored under one key: ``blocks_per_value``
-consecutive blocks of a prompt, over all layers.
+Block numbers are vLLM's, of its block tables: one for each of its *groups* of layers. A *value* is what is stored under
+one key: ``blocks_per_value`` consecutive blocks of a prompt, over all layers of one *part*. A model has one part, or
+one for each attention window, of one or more groups each (``cache.blocks.Part``).
 """
 
 from __future__ import annotations
@@ -25,40 +26,70 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive values of one part of a request's prompt, and where their blocks go."""
+
+    part: int
+    keys: tuple[bytes, ...]
+    """Of the values, in order."""
+    first_value: int
+    """Number of the first in the request."""
+    skipped_blocks: int
+    """Leading blocks of the first value that vLLM has already, or does not need."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Of each group of the part, where the others go; the last value's may end early, since a prompt's last token is
+    always computed.
+    """
+    first_block: int = 0
+    """Number of ``blocks[...][0]`` in the request."""
+
+    def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go, by group."""
+        first = value * blocks_per_value - self.skipped_blocks
+        here = slice(max(0, first), max(0, first + blocks_per_value))
+        return max(0, -first), tuple(blocks[here] for blocks in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """Consecutive values of one request's prompt, to be put into its blocks beside this and the following steps."""
+    """Values of one request's prompt, to be put into its blocks beside this and the following steps."""
 
     request: str
-    keys: tuple[bytes, ...]
-    """Of the values that are read, in order."""
-    skipped_blocks: int
-    """Leading blocks of the first value that vLLM has already."""
-    blocks: tuple[int, ...]
-    """Where the others go; the last value's may end early, since a prompt's last token is always computed."""
-    first_block: int = 0
-    """Number of ``blocks[0]`` in the request."""
+    pieces: tuple[Piece, ...]
+    """One of each part, in the order in which they are read."""
+    tokens: int
+    """That vLLM counts as computed once they are there."""
     backward: bool = False
-    """Cake: the last value first, while the request computes from the front."""
+    """Cake: the last value first, while the request computes from the front; of one part."""
     wait_s: float = 0.0
     """Above 0: another engine is storing these values. Each is loaded as soon as it is there, until for so long no more
     has come.
     """
 
-    def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[int, ...]]:
-        """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go."""
-        first = value * blocks_per_value - self.skipped_blocks
-        return max(0, -first), self.blocks[max(0, first) : max(0, first + blocks_per_value)]
+    @property
+    def values(self) -> int:
+        return sum(len(piece.keys) for piece in self.pieces)
+
+    def at(self, index: int) -> tuple[Piece, int]:
+        """The piece that has the value ``index`` of all, and its place in there."""
+        for piece in self.pieces:
+            if index < len(piece.keys):
+                return piece, index
+            index -= len(piece.keys)
+        raise IndexError(index)
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     """One whole value, to be copied out after the forward of this step."""
 
+    part: int
     key: bytes
     depth: int
     """Values of the prompt before it."""
     parent: bytes | None
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    """By group of the part."""
 
 
 @dataclass(slots=True)
@@ -77,12 +108,16 @@ class Plan:
     """
 
 
+GIVEN_UP = "deadline"
+"""Reason of a load that took longer than computing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """The end of one load."""
 
     lost: int
-    """The key of the load that brought no value, by its place; those behind it (before it, of a backward load) were not
+    """Number in the request of the value that did not come; those behind it (before it, of a backward load) were not
     put into place.
     """
     reason: str
@@ -169,6 +204,11 @@ WITH_REASON = frozenset({"failed_loads", "unused_tokens"})
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
     """Sums by name."""
     return {name: ours.get(name, 0) + theirs.get(name, 0) for name in {**ours, **theirs}}
+
+
+def part_key(key: bytes, part: int) -> bytes:
+    """Under which a part of a value is stored: the first under the value's own key."""
+    return key if part == 0 else hashlib.sha256(b"part %d of " % part + key).digest()
 
 
 def rank_key(key: bytes, rank: int) -> bytes:

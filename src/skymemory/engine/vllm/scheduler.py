@@ -20,16 +20,28 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skymemory.cache.blocks import BlockCache
+from skymemory.cache.blocks import Part, Parts, PrefixSearch
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.plan import Load, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.plan import (
+    GIVEN_UP,
+    Load,
+    Loaded,
+    Outcome,
+    Piece,
+    Plan,
+    Save,
+    Shape,
+    part_key,
+    rank_key,
+)
 from skymemory.engine.vllm.transfer_params import TransferParams, answer_of
 from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED
 from skymemory.errors import InvalidInput
@@ -56,6 +68,10 @@ _STALLED_S = 30.0
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
 _RESET = "the cache was reset"
 """Reasons for which loaded tokens were not used."""
+BlockTables = Sequence[Sequence[Sequence[int]]]
+"""Of one request, by part and group of layers: vLLM's block numbers, in the order of its tokens."""
+_NULL_BLOCK = 0
+"""vLLM's, in the place of those that are out of a window."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
@@ -92,7 +108,7 @@ class CakeDoor(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """One question to the store: from value ``first`` on, how many are there."""
+    """One question to the store: how many leading values are there, if those before ``first`` are."""
 
     first: int
     asked_s: float
@@ -132,8 +148,6 @@ class Known:
     lookup: Lookup | None = None
     computed_tokens: int = 0
     """Where a load would begin."""
-    first: int = 0
-    """Value at which its last load began."""
     backward: Backward | None = None
     ahead_bytes: int = 0
     """Of the loads that were under way when its last one was planned."""
@@ -163,10 +177,10 @@ class SchedulerSide:
 
     def __init__(
         self,
-        blocks: BlockCache,
+        parts: Parts,
         shape: Shape,
         seeds: SeedsOfRequests,
-        block_ids: Callable[[str], Sequence[int]],
+        block_ids: Callable[[str], BlockTables],
         *,
         cake: CakeDoor | None = None,
         ranks: int = 1,
@@ -176,10 +190,11 @@ class SchedulerSide:
         kind_of_store: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_ids`` of a request: its current block table; ``wait_s`` for each next value of a prompt that another
+        """``block_ids`` of a request: its current block tables; ``wait_s`` for each next value of a prompt that another
         engine prefills (0: it is looked up instead); ``kind_of_store`` asks the store (in a thread), such as "memory".
         """
-        self._blocks = blocks
+        self._parts = parts
+        self._compute = parts.first.compute
         self._shape = shape
         self._seeds = seeds
         self._named: dict[str, None] = {}
@@ -207,6 +222,8 @@ class SchedulerSide:
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
+        self._gave_up_s = math.inf
+        """When the first load was given up behind the last one that came."""
         self._under_way: dict[str, int] = {}
         """Bytes of the loads that have not ended, by request: a later one shares the link with them."""
         self._counts: Counter[str] = Counter()
@@ -220,7 +237,7 @@ class SchedulerSide:
         """Connects, and learns how long a lookup takes: a distant store would else be given up by the first request."""
         for number in range(3):
             began_s = self._clock()
-            self._blocks.prefix(list(_GREETING))
+            self._parts.first.prefix(list(_GREETING))
             if number:
                 self._latencies.took(self._clock() - began_s)
         self.store_kind = kind_of_store()
@@ -246,9 +263,8 @@ class SchedulerSide:
         shape = self._shape
         limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
         first = computed_tokens // shape.value_tokens
-        wanted = -(-limit // shape.value_tokens)
-        keys = known.keys[first:wanted]
-        if limit <= computed_tokens or not keys:
+        wanted = min(-(-limit // shape.value_tokens), len(known.keys))
+        if limit <= computed_tokens or first >= wanted:
             return 0, False
         if known.waits_s:
             prompt_tokens = len(request.prompt_token_ids)
@@ -257,18 +273,17 @@ class SchedulerSide:
             known.computed_tokens = computed_tokens
             tokens = min(whole, limit) - computed_tokens
             return (tokens, True) if tokens > 0 else (0, False)
-        found = self._found(known, first, keys)
+        found = self._found(known, first, wanted, limit)
         if found is None:
             return None, False
-        for missing in keys[found:]:
-            self._sent.pop(missing, None)
-        tokens = min((first + found) * shape.value_tokens, limit) - computed_tokens
+        self._forget(known.keys[found:wanted])
+        tokens = min(found * shape.value_tokens, limit) - computed_tokens
         if tokens <= 0:
             return 0, False
         known.computed_tokens, known.backward = computed_tokens, None
-        load_bytes = found * self._blocks.layout.block_bytes
+        load_bytes = self._load_bytes(computed_tokens, computed_tokens + tokens)
         load_s = self._loading.seconds(load_bytes + sum(self._under_way.values()))
-        compute_s = self._blocks.compute.seconds(tokens)
+        compute_s = self._compute.seconds(tokens)
         if self._is_for_cake(tokens, load_s):
             known.backward = Backward(computed_tokens + tokens)
             return 0, False
@@ -283,15 +298,38 @@ class SchedulerSide:
         had it before, since the other engine waits for it; the rest is not saved again.
         """
         if not known.checked and known.keys:
-            found = self._found(known, 0, known.keys)
+            wanted = len(known.keys)
+            found = self._found(known, 0, wanted, wanted * self._shape.value_tokens)
             if found is None:
                 return False
+            self._forget(known.keys)  # of a window, what is out of sight is not known to be there
             for key in known.keys[:found]:
                 self._sent[key] = None
-            for missing in known.keys[found:]:
-                self._sent.pop(missing, None)
         known.checked = True
         return True
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """These values are saved again when they are computed again."""
+        for key in keys:
+            for number in range(len(self._parts.parts)):
+                self._sent.pop(part_key(key, number), None)
+
+    def _needed(self, part: Part, start: int, end: int) -> range:
+        """The blocks of a part that a request lacks which has its first ``start`` tokens and goes on behind ``end``."""
+        in_sight = 0 if part.window is None else max(0, end - part.window + 1)
+        block = self._shape.block_tokens
+        return range(max(start, in_sight) // block, end // block)
+
+    def _values_of(self, blocks: range) -> range:
+        """Those that have these blocks."""
+        size = self._shape.blocks_per_value
+        return range(blocks.start // size, -(-blocks.stop // size))
+
+    def _load_bytes(self, start: int, end: int) -> int:
+        return sum(
+            len(self._values_of(self._needed(part, start, end))) * part.blocks.layout.block_bytes
+            for part in self._parts.parts
+        )
 
     def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
         """Whether to load ``tokens`` from the back while computing from the front: where no other request could use
@@ -315,30 +353,36 @@ class SchedulerSide:
             backward.running, external_tokens = True, backward.end_tokens - known.computed_tokens
         if not external_tokens:
             return
-        shape = self._shape
-        first_block = known.computed_tokens // shape.block_tokens
-        first = known.computed_tokens // shape.value_tokens
-        last_block = first_block + external_tokens // shape.block_tokens
-        keys = tuple(known.keys[first : -(-last_block // shape.blocks_per_value)])
-        blocks = tuple(self._block_ids(request.request_id)[first_block:last_block])
-        skipped = first_block - first * shape.blocks_per_value
-        self._planned.append(
-            Load(request.request_id, keys, skipped, blocks, first_block, backward is not None, known.waits_s)
-        )
+        start, end = known.computed_tokens, known.computed_tokens + external_tokens
+        pieces = self._pieces(known, start, end)
+        self._planned.append(Load(request.request_id, pieces, external_tokens, backward is not None, known.waits_s))
         if known.waits_s:
             known.waits_s, known.waited = 0.0, True
             self._waiting_since_s[request.request_id] = self._clock()
             self._counts["waited_loads"] += 1
         else:
             known.ahead_bytes = sum(self._under_way.values())
-            self._under_way[request.request_id] = len(keys) * self._blocks.layout.block_bytes
-        known.first, known.missing_tokens = first, 0
+            self._under_way[request.request_id] = self._load_bytes(start, end)
+        known.missing_tokens = 0
         if backward is None:
-            known.loading = range(known.computed_tokens, known.computed_tokens + external_tokens)
-        known.settled = max(known.settled, first + len(keys))
+            known.loading = range(start, end)
+        known.settled = max(known.settled, -(-end // self._shape.value_tokens))
         known.lookup = None
         self._counts["loads"] += 1
         self._counts["requested_tokens"] += external_tokens
+
+    def _pieces(self, known: Known, start: int, end: int) -> tuple[Piece, ...]:
+        """Of all parts, what the request lacks that has its first ``start`` tokens and goes on behind ``end``."""
+        tables = self._block_ids(known.request.request_id)
+        pieces = []
+        for number, part in enumerate(self._parts.parts):
+            blocks = self._needed(part, start, end)
+            values = self._values_of(blocks)
+            keys = tuple(part_key(key, number) for key in known.keys[values.start : values.stop])
+            where = tuple(tuple(table[blocks.start : blocks.stop]) for table in tables[number])
+            skipped = blocks.start - values.start * self._shape.blocks_per_value
+            pieces.append(Piece(number, keys, values.start, skipped, where, blocks.start))
+        return tuple(piece for piece in pieces if piece.keys)
 
     def plan(self, output: Any) -> Plan:
         """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
@@ -367,13 +411,15 @@ class SchedulerSide:
         if whole <= known.settled:
             return []
         self._extend(known)
-        blocks, saves = self._block_ids(request.request_id), []
+        tables, saves = self._block_ids(request.request_id), []
         for depth in range(known.settled, whole):
-            key = known.keys[depth]
-            if key not in self._sent:
-                self._sent[key] = None
-                parent = known.keys[depth - 1] if depth else None
-                saves.append(Save(key, depth, parent, tuple(blocks[depth * size : (depth + 1) * size])))
+            for number in reversed(range(len(tables))):  # the first part last: lookups begin with it
+                key = part_key(known.keys[depth], number)
+                blocks = tuple(tuple(table[depth * size : (depth + 1) * size]) for table in tables[number])
+                if key not in self._sent and not any(_NULL_BLOCK in some for some in blocks):
+                    self._sent[key] = None
+                    parent = part_key(known.keys[depth - 1], number) if depth else None
+                    saves.append(Save(number, key, depth, parent, blocks))
         while len(self._sent) > _KEPT_SENT:
             self._sent.popitem(last=False)
         known.settled = whole
@@ -382,7 +428,7 @@ class SchedulerSide:
     def update(self, outcome: Outcome) -> None:
         """What the workers report of a step."""
         if outcome.step_tokens:
-            self._blocks.compute.took(outcome.step_tokens, outcome.step_s)
+            self._compute.took(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
                 self._step_s += (outcome.step_s - self._step_s) / 4 if self._step_s else outcome.step_s
         if outcome.saving != self._saving:
@@ -402,7 +448,8 @@ class SchedulerSide:
                 self._under_way.pop(request_id, None)
                 # What was ahead came in the same time; nothing is known of a load that brought nothing.
                 ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
-                self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
+                if not self._stood_still(loaded):
+                    self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
             if loaded.reason and loaded.reason != ABORTED:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
                 counted_tokens = known.missing_tokens if known is not None else 0
@@ -410,7 +457,7 @@ class SchedulerSide:
                 if known is not None:
                     known.missing_tokens = max(known.missing_tokens, loaded.missing_tokens)
                     known.failed = True
-                    self._unsettle(known, known.first + loaded.lost)
+                    self._unsettle(known, loaded.lost)
         for request_id, block in outcome.lowest.items():
             known = self._known.get(request_id)
             if known is not None and known.backward is not None:
@@ -420,6 +467,22 @@ class SchedulerSide:
                 self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
+    def _stood_still(self, loaded: Loaded) -> bool:
+        """Whether a load was given up since the store stopped answering, so that it says nothing of how fast it is: the
+        first one behind loads that came, and those beside it. The next one says that the store has become slow.
+        """
+        if loaded.reason != GIVEN_UP:
+            self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
+            return False
+        if self._loading.seconds(0) is None:
+            return False
+        now_s = self._clock()
+        if now_s - loaded.seconds <= self._gave_up_s:
+            self._gave_up_s = min(self._gave_up_s, now_s)
+            return True
+        self._loading = LoadRate()  # what was known is of another time
+        return False
+
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
         """They are saved when they are computed again; a prompt that is handed over ends before the first of them."""
         unsaved = frozenset(keys)
@@ -427,7 +490,12 @@ class SchedulerSide:
             self._sent.pop(key, None)
         for known in self._known.values():
             if known.params.hands_over:
-                depths = [depth for depth, key in enumerate(known.keys[: known.settled]) if key in unsaved]
+                numbers = range(len(self._parts.parts))
+                depths = [
+                    depth
+                    for depth, key in enumerate(known.keys[: known.settled])
+                    if any(part_key(key, number) in unsaved for number in numbers)
+                ]
                 known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
 
     def _end_waiting(self, request_id: str) -> None:
@@ -438,8 +506,7 @@ class SchedulerSide:
 
     def _unsettle(self, known: Known, depth: int) -> None:
         """Values from ``depth`` on are computed again, then to be saved."""
-        for key in known.keys[depth : known.settled]:
-            self._sent.pop(key, None)
+        self._forget(known.keys[depth : known.settled])
         known.settled = min(known.settled, depth)
 
     def _meet(self, known: Known, backward: Backward) -> None:
@@ -581,15 +648,19 @@ class SchedulerSide:
             content = {at - have * size: one for at, one in known.content.items() if have * size <= at < count * size}
             known.keys += hash_blocks(before, tokens, size, content)
 
-    def _found(self, known: Known, first: int, keys: list[bytes]) -> int | None:
-        """How many of ``keys``, from value ``first`` on, the store has; None: not answered yet."""
+    def _found(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
+        """How many of its first ``wanted`` values can be had, where ``first`` are there already: the longest prefix, of
+        ``limit_tokens`` at most, that it can go on behind. None: not answered yet.
+        """
         now_s = self._clock()
         lookup = known.lookup
         if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
-            lookup = known.lookup = Lookup(first, now_s, Call(lambda: self._prefix(keys)), self._latencies)
+            keys = known.keys[:wanted]
+            call: Call[object] = Call(lambda: self._prefix(keys, first, limit_tokens))
+            lookup = known.lookup = Lookup(first, now_s, call, self._latencies)
             self._counts["lookups"] += 1
             if self._lookups.all_hung or not self._lookups.submit(lookup.call):
-                lookup.found = 0
+                lookup.found = first
         if lookup.found is None and lookup.call.wait(_ANSWERED_S):
             if (error := lookup.call.error) is None:
                 lookup.found = int(str(lookup.call.result))
@@ -597,24 +668,26 @@ class SchedulerSide:
             else:  # vLLM goes on
                 _log.error("a lookup failed by a fault of the connector", exc_info=error)
                 self._counts["lookups_failed"] += 1
-                lookup.found = 0
+                lookup.found = first
         if lookup.found is None:
-            with recompute_cost(self._blocks.compute.seconds(len(keys) * self._shape.value_tokens)):
+            with recompute_cost(self._compute.seconds((wanted - first) * self._shape.value_tokens)):
                 patience = min(_PATIENCE_S, patience_s(self._latencies))
             overdue = now_s > lookup.asked_s + patience
             # What its thread waits for a processor is this machine's load, not the store's latency.
             overdue = overdue and now_s > lookup.asked_s + patience + min(lookup.call.starved_s, _PATIENCE_S)
             if overdue and lookup.call.give_up(lookup.answered_late):
                 self._counts["lookups_given_up"] += 1
-                lookup.found = 0
-        return min(lookup.found, len(keys)) if lookup.found is not None else None
+                lookup.found = first
+        return min(lookup.found, wanted) if lookup.found is not None else None
 
-    def _prefix(self, keys: list[bytes]) -> int:
-        """Leading values of which every rank has stored its part."""
-        found = len(keys)
-        for rank in range(self._ranks):
-            found = self._blocks.prefix([rank_key(key, rank) for key in keys[:found]])
-        return found
+    def _prefix(self, keys: list[bytes], first: int, limit_tokens: int) -> int:
+        """Leading values of which every rank has stored all that a request needs which goes on behind them."""
+        parts, chains = [], []
+        for number, part in enumerate(self._parts.parts):
+            for rank in range(self._ranks):
+                parts.append(part)
+                chains.append([rank_key(part_key(key, number), rank) for key in keys])
+        return PrefixSearch(parts, chains, limit_tokens, first).found(len(keys))
 
 
 def _params_of(request: Any) -> TransferParams:

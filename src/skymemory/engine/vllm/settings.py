@@ -90,14 +90,7 @@ def check_engine(config: Any, groups: Any, version: str, settings: Settings) -> 
             f'kv_load_failure_policy is "{policy}": a block that fails to load would end its request without tokens. '
             'Write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
-    if len(groups) != 1:
-        raise InvalidInput(
-            f"this model has {len(groups)} groups of KV caches (such as sliding windows beside full attention): vLLM "
-            "reports no failed blocks there; run it without this connector, or with --disable-hybrid-kv-cache-manager"
-        )
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind != "FullAttentionSpec":
-        raise InvalidInput(f"this model's KV cache is of kind {kind}: only full attention is supported")
+    check_groups(groups)
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (ranks := getattr(parallel, name, 1)) != 1:
@@ -108,3 +101,41 @@ def check_engine(config: Any, groups: Any, version: str, settings: Settings) -> 
             f"speculative decoding by {speculative.method!r}: a drafting model has keys and values of its own; only "
             "ngram and suffix are supported"
         )
+
+
+_FULL, _WINDOW = ("FullAttentionSpec", "MLAAttentionSpec"), "SlidingWindowSpec"
+_WITHOUT = "run this model without the connector: vLLM's own prefix cache works as before"
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfModel:
+    """vLLM's groups of layers with the same attention window (None: all before), which are stored together."""
+
+    groups: tuple[int, ...]
+    window: int | None = None
+
+
+def parts_of(groups: Any) -> list[PartOfModel]:
+    """Of the KV cache groups that ``check_groups`` accepts; the part without a window, if any, is the first."""
+    found: dict[int | None, list[int]] = {}
+    for number, group in enumerate(groups):
+        spec = group.kv_cache_spec
+        window = spec.sliding_window if type(spec).__name__ == _WINDOW else None
+        found.setdefault(window, []).append(number)
+    parts = [PartOfModel(tuple(numbers), window) for window, numbers in found.items()]
+    return sorted(parts, key=lambda part: part.window or 0)
+
+
+def check_groups(groups: Any) -> None:
+    """Raises InvalidInput for KV caches that cannot be stored block by block."""
+    for group in groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in (*_FULL, _WINDOW):
+            raise InvalidInput(
+                f"layer {group.layer_names[0]} has a cache of vLLM's kind {kind}: expected keys and values of all "
+                f"tokens or of a sliding window ({', '.join((*_FULL, _WINDOW))}); {_WITHOUT}"
+            )
+        if kind == _WINDOW and group.kv_cache_spec.extra_retained_tokens:
+            raise InvalidInput(f"windows are longer than the model's, for drafting: that is not supported; {_WITHOUT}")
+    if len(sizes := sorted({group.kv_cache_spec.block_size for group in groups})) != 1:
+        raise InvalidInput(f"blocks of {sizes} tokens in different layers: expected one size; {_WITHOUT}")

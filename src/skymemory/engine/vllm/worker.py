@@ -20,14 +20,14 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skymemory.cache.blocks import TIER_FAILURES, BlockCache, LoadTally, PhaseClock
+from skymemory.cache.blocks import TIER_FAILURES, LoadTally, Parts, PhaseClock
 from skymemory.cache.patience import Latencies, patience_while_computing_s
 from skymemory.cache.tiers.workers import Call, TierWorkers
-from skymemory.engine.vllm.copier import BlockCopier, Mark, Now
-from skymemory.engine.vllm.plan import Load, Loaded, Outcome, Plan, Save, Shape, rank_key
+from skymemory.engine.vllm.copier import Mark, Now, PartCopier
+from skymemory.engine.vllm.plan import GIVEN_UP, Load, Loaded, Outcome, Piece, Plan, Save, Shape, rank_key
 from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, Pace
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
@@ -67,11 +67,17 @@ class _Job:
     """One load under way: a sink that writes into the request's blocks, until it is closed."""
 
     def __init__(
-        self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float, due_s: float
+        self,
+        load: Load,
+        copiers: Sequence[PartCopier],
+        after: Mark,
+        blocks_per_value: int,
+        began_s: float,
+        due_s: float,
     ) -> None:
-        """``after``: until then the blocks may be another request's."""
+        """``copiers`` by part; ``after``: until then the blocks may be another request's."""
         self.load = load
-        self._copier = copier
+        self._copiers = copiers
         self._after = after
         self._size = blocks_per_value
         self.began_s, self.due_s = began_s, due_s
@@ -84,13 +90,18 @@ class _Job:
         self.end: Loaded | None = None
 
     def place(self, index: int, block: memoryview) -> None:
-        skipped, blocks = self.load.places(index, self._size)
         with self._lock:
             if self._closed:
                 raise _Closed("the load was given up")
-            if blocks:
-                self._writing[index] = self._copier.write(blocks, block, skipped, self._size, self._after)
+            self._write(index, block)
             self.placed = index + 1
+
+    def _write(self, index: int, block: memoryview) -> None:
+        piece, at = self.load.at(index)
+        skipped, blocks = piece.places(at, self._size)
+        if any(blocks):
+            copier = self._copiers[piece.part]
+            self._writing[index] = copier.write(blocks, block, skipped, self._size, self._after)
 
     def close(self) -> None:
         """When this returns, nothing is written any more."""
@@ -105,16 +116,27 @@ class _Job:
         for mark in writing:
             mark.wait()
 
+    @property
+    def lost(self) -> int:
+        """Number in the request of the first value that was not placed."""
+        if self.placed == self.load.values:
+            return self.load.pieces[0].first_value + len(self.load.pieces[0].keys)
+        piece, at = self.load.at(self.placed)
+        return piece.first_value + at
+
     def missing(self) -> tuple[int, ...]:
-        """The blocks that were not written."""
-        return self.load.blocks[max(0, self.placed * self._size - self.load.skipped_blocks) :]
+        """The blocks that were not written, where the model has one group of layers."""
+        (piece,) = self.load.pieces
+        return piece.blocks[0][max(0, self.placed * self._size - piece.skipped_blocks) :]
 
 
 class _WaitingJob(_Job):
     """A load of what another engine stores meanwhile: one question after the other."""
 
-    def __init__(self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float) -> None:
-        super().__init__(load, copier, after, blocks_per_value, began_s, began_s + load.wait_s)
+    def __init__(
+        self, load: Load, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
+    ) -> None:
+        super().__init__(load, copiers, after, blocks_per_value, began_s, began_s + load.wait_s)
         self.pace = Pace()
         self.size_bytes = 0
 
@@ -134,23 +156,34 @@ class _BackwardJob(_Job):
     """Cake's side of a prompt: values from the last one on, above the fence, by one thread or two."""
 
     def __init__(
-        self, load: Load, copier: BlockCopier, after: Mark, blocks_per_value: int, began_s: float, fence: int
+        self,
+        load: Load,
+        copiers: Sequence[PartCopier],
+        after: Mark,
+        blocks_per_value: int,
+        began_s: float,
+        fence: int,
     ) -> None:
-        super().__init__(load, copier, after, blocks_per_value, began_s, math.inf)
+        super().__init__(load, copiers, after, blocks_per_value, began_s, math.inf)
+        (self.piece,) = load.pieces
         self._fence = fence
-        self._next = len(load.keys) - 1
+        self._next = load.values - 1
         self._done: set[int] = set()
         self.threads = 0
         self.ended_s = began_s
         """When the last of its threads ended, which may be long before the step does."""
         self.size_bytes = 0
         self.reason = ""
-        self.lost = 0
+        self._lost = 0
         self.reported = False
+
+    @property
+    def lost(self) -> int:
+        return self.piece.first_value + self._lost
 
     def first_block(self, value: int) -> int:
         """Number in the request of the first block that comes from it."""
-        return self.load.first_block + max(0, value * self._size - self.load.skipped_blocks)
+        return self.piece.first_block + max(0, value * self._size - self.piece.skipped_blocks)
 
     def raise_fence(self, block: int) -> None:
         with self._lock:
@@ -169,11 +202,10 @@ class _BackwardJob(_Job):
             return index
 
     def place(self, index: int, block: memoryview) -> None:
-        skipped, blocks = self.load.places(index, self._size)
         with self._lock:
             if self._closed or self.first_block(index) < self._fence:
                 raise _Closed("computing has come as far")
-            self._writing[index] = self._copier.write(blocks, block, skipped, self._size, self._after)
+            self._write(index, block)
 
     def came(self, index: int, reason: str, size_bytes: int) -> None:
         """A value was placed, or why not; counts when its blocks are written."""
@@ -182,20 +214,17 @@ class _BackwardJob(_Job):
         with self._lock:
             self._writing.pop(index, None)
             if reason:
-                self.reason, self.lost = self.reason or reason, max(self.lost, index)
+                self.reason, self._lost = self.reason or reason, max(self._lost, index)
                 return
             self.size_bytes += size_bytes
             self._done.add(index)
-            while len(self.load.keys) - 1 - self.placed in self._done:
+            while self.load.values - 1 - self.placed in self._done:
                 self.placed += 1
 
     @property
     def lowest(self) -> int:
         """The first block from which on all are in place."""
-        return self.first_block(len(self.load.keys) - self.placed)
-
-    def missing(self) -> tuple[int, ...]:
-        return ()  # none counts as loaded before it is
+        return self.first_block(self.load.values - self.placed)
 
 
 class _From:
@@ -214,24 +243,30 @@ class WorkerSide:
 
     def __init__(
         self,
-        blocks: BlockCache,
+        parts: Parts,
         shape: Shape,
         *,
+        by_request: bool = False,
         rank: int = 0,
         queue_bytes: int = 512 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._blocks = blocks
+        """``by_request``: of a load that fails vLLM is told the request, not the blocks. It knows no other way where a
+        model has several groups of layers; and behind part of a window no request can go on.
+        """
+        self._parts = parts
+        self._compute = parts.first.compute
         self.shape = shape
+        self._by_request = by_request
         self._rank = rank
         self._clock = clock
-        self._copier: BlockCopier | None = None
+        self._copiers: Sequence[PartCopier] = ()
         self._loaders = TierWorkers("vllm load", _THREADS, _WAITING)
         self._waiters = DelayedCalls("vllm wait", _WAITING_THREADS, _WAITING)
         self._waited_values = 0
         """Since the last step."""
         self._latencies = Latencies()
-        self._saver = Saver(blocks, queue_bytes)
+        self._saver = Saver(parts, queue_bytes)
         self._ended = threading.Condition()
         self._jobs: list[_Job] = []
         self._backward: dict[str, _BackwardJob] = {}
@@ -241,18 +276,18 @@ class WorkerSide:
         """Steps that the device may not have done yet: their tokens, begin and end."""
         self._outcome = Outcome()
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
         self._finished: set[str] = set()
 
-    def register(self, copier: BlockCopier) -> None:
-        """The blocks are there."""
-        self._copier = copier
+    def register(self, copiers: Sequence[PartCopier]) -> None:
+        """The blocks are there; ``copiers`` by part."""
+        self._copiers = copiers
 
     # --- one step ---
 
     def begin(self, plan: Plan) -> None:
         """Its metadata came: loads start."""
-        assert self._copier is not None
-        self._plan, self._began = plan, self._copier.mark()
+        self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
                 job.close()
@@ -273,16 +308,15 @@ class WorkerSide:
 
     def end(self) -> None:
         """The forward is done, or given to the device: completed values are copied out behind it."""
-        assert self._copier is not None
         plan, self._plan = self._plan, Plan()
         for save in plan.saves:
-            self._saver.save(save, self._copier, rank_key(save.key, self._rank))
+            self._saver.save(save, self._copiers[save.part], rank_key(save.key, self._rank))
         if plan.tokens:
-            self._timed.append((plan.tokens, self._began, self._copier.mark()))
+            self._timed.append((plan.tokens, self._began, self._copiers[0].mark()))
         while self._timed and self._timed[0][2].done():
             tokens, began, ended = self._timed.popleft()
             self._outcome.step_tokens, self._outcome.step_s = tokens, ended.seconds_after(began)
-            self._blocks.compute.took(tokens, self._outcome.step_s)
+            self._compute.took(tokens, self._outcome.step_s)
         self._report_backward()
         if not plan.tokens and self._jobs:
             all_wait = all(isinstance(job, _WaitingJob) for job in self._jobs)
@@ -298,6 +332,11 @@ class WorkerSide:
         """Requests whose loads have ended since the last step, well or not."""
         finished, self._finished = self._finished, set()
         return finished
+
+    def failed(self) -> set[str]:
+        """Of those that have ended, requests of which nothing counts as loaded."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def invalid_blocks(self) -> set[int]:
         """Blocks that were not loaded since the last step."""
@@ -326,16 +365,15 @@ class WorkerSide:
     # --- loads ---
 
     def _start(self, load: Load) -> _Job:
-        size_bytes = len(load.keys) * self._blocks.layout.block_bytes
-        computing_s = self._blocks.compute.seconds(len(load.blocks) * self.shape.block_tokens)
+        size_bytes = self._bytes(load, load.values)
+        computing_s = self._compute.seconds(load.tokens)
         patience_s = (
             _UNKNOWN_S + size_bytes / _UNKNOWN_BYTES_PER_S
             if computing_s is None
             else patience_while_computing_s(computing_s, self._latencies, size_bytes)
         )
         now_s = self._clock()
-        assert self._copier is not None
-        job = _Job(load, self._copier, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
+        job = _Job(load, self._copiers, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
         self._jobs.append(job)
         if not self._loaders.submit(Call(lambda: self._run(job, computing_s))):
             self._end(job, "too many loads", 0)
@@ -343,28 +381,46 @@ class WorkerSide:
 
     def _run(self, job: _Job, computing_s: float | None) -> None:
         """In a thread."""
-        tally = LoadTally()
-        keys = [rank_key(key, self._rank) for key in job.load.keys]
-        reason = ""
+        reason, first, size_bytes = "", 0, 0
         try:
-            try:
-                self._blocks.load_found(keys, job, tally, PhaseClock(time.perf_counter, {}), computing_s)
-            finally:
-                job.settle()  # what came before a failure counts, too
-            reason = next(iter(tally.failed), "")
+            for piece in job.load.pieces:
+                tally = LoadTally()
+                try:
+                    self._load_found(piece, piece.keys, job, first, tally, computing_s)
+                finally:
+                    job.settle()  # what came before a failure counts, too
+                    size_bytes += tally.size_bytes
+                if reason := next(iter(tally.failed), ""):
+                    break
+                first += len(piece.keys)
         except _Closed:
-            reason = "deadline"
+            reason = GIVEN_UP
         except TIER_FAILURES as error:
-            _log.warning("a load of %d values failed: %s", len(keys), error)
+            _log.warning("a load of %d values failed: %s", job.load.values, error)
             reason = "unreachable"
         except BaseException:
-            _log.exception("a load of %d values failed by a fault of the connector", len(keys))
+            _log.exception("a load of %d values failed by a fault of the connector", job.load.values)
             reason = "fault"
-        self._end(job, reason, tally.size_bytes)
+        self._end(job, reason, size_bytes)
+
+    def _load_found(
+        self, piece: Piece, keys: Sequence[bytes], job: _Job, first: int, tally: LoadTally, computing_s: float | None
+    ) -> None:
+        """Load some consecutive values of a piece: the first is value ``first`` of the job."""
+        blocks = self._parts.parts[piece.part].blocks
+        ours = [rank_key(key, self._rank) for key in keys]
+        blocks.load_found(ours, _From(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
+
+    def _bytes(self, load: Load, values: int) -> int:
+        """Of its first ``values``."""
+        size_bytes = 0
+        for piece in load.pieces:
+            size_bytes += min(values, len(piece.keys)) * self._parts.parts[piece.part].blocks.layout.block_bytes
+            values -= min(values, len(piece.keys))
+        return size_bytes
 
     def _start_waiting(self, load: Load) -> None:
-        assert self._copier is not None
-        job = _WaitingJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock())
+        job = _WaitingJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock())
         self._jobs.append(job)
         self._waiters.call(lambda: self._ask(job))
 
@@ -373,10 +429,10 @@ class WorkerSide:
         if job.closed:
             return
         first, began_s = job.placed, self._clock()
-        keys = [rank_key(key, self._rank) for key in job.load.keys[first : first + job.pace.values]]
+        piece, at = job.load.at(first)
         tally, reason = LoadTally(), ""
         try:
-            self._blocks.load_found(keys, _From(job, first), tally, PhaseClock(time.perf_counter, {}), None)
+            self._load_found(piece, piece.keys[at : at + job.pace.values], job, first, tally, None)
             reason = next(iter(tally.failed), "")
         except _Closed:
             return
@@ -390,7 +446,7 @@ class WorkerSide:
         job.came(values, tally.size_bytes, now_s)
         with self._ended:
             self._waited_values += values
-        if job.placed == len(job.load.keys):
+        if job.placed == job.load.values:
             self._end_waiting(job, "")
         elif reason and reason not in NOT_YET:
             self._end_waiting(job, reason)
@@ -400,15 +456,14 @@ class WorkerSide:
 
     def _end_waiting(self, job: _WaitingJob, reason: str) -> None:
         job.close()
-        reason = reason if job.placed < len(job.load.keys) else ""
+        reason = reason if job.placed < job.load.values else ""
         with self._ended:
             if job.end is None:
                 job.end = self._end_of(job, reason, job.size_bytes, self._clock() - job.began_s)
             self._ended.notify_all()
 
     def _start_backward(self, load: Load, fence: int) -> None:
-        assert self._copier is not None
-        job = _BackwardJob(load, self._copier, self._began, self.shape.blocks_per_value, self._clock(), fence)
+        job = _BackwardJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock(), fence)
         self._backward[load.request] = job
         self._join(job)
 
@@ -422,8 +477,7 @@ class WorkerSide:
             began_s = self._clock()
             tally, reason = LoadTally(), ""
             try:
-                key = rank_key(job.load.keys[index], self._rank)
-                self._blocks.load_found([key], _From(job, index), tally, PhaseClock(time.perf_counter, {}), None)
+                self._load_found(job.piece, job.piece.keys[index : index + 1], job, index, tally, None)
                 reason = next(iter(tally.failed), "")
             except _Closed:
                 break
@@ -434,7 +488,7 @@ class WorkerSide:
                 _log.exception("a load failed by a fault of the connector")
                 reason = "fault"
             job.came(index, reason, tally.size_bytes)
-            if index == len(job.load.keys) - 1 and not reason and self._clock() - began_s < _PAIRED_S:
+            if index == job.load.values - 1 and not reason and self._clock() - began_s < _PAIRED_S:
                 self._join(job)
         with self._ended:
             job.threads -= 1
@@ -466,9 +520,11 @@ class WorkerSide:
             self._ended.notify_all()
 
     def _end_of(self, job: _Job, reason: str, size_bytes: int, seconds: float) -> Loaded:
-        missing_tokens = len(job.missing()) * self.shape.block_tokens if reason else 0
-        lost = job.lost if isinstance(job, _BackwardJob) else job.placed
-        return Loaded(lost, reason, size_bytes, seconds, missing_tokens, isinstance(job, _WaitingJob))
+        missing_tokens = 0
+        if reason and not isinstance(job, _BackwardJob):  # of which none counts as loaded before it is
+            missing_tokens = job.load.tokens if self._by_request else len(job.missing()) * self.shape.block_tokens
+        lost, waited = job.lost if reason else 0, isinstance(job, _WaitingJob)
+        return Loaded(lost, reason, size_bytes, seconds, missing_tokens, waited)
 
     def _settle(self) -> None:
         """Report the loads that have ended, and give up those that are overdue."""
@@ -480,14 +536,17 @@ class WorkerSide:
                 if job.end is None and now_s >= job.due_s:
                     job.close()
                     # What came says what the rate is; where nothing did, all of it takes longer than this.
-                    came = (job.placed or len(job.load.keys)) * self._blocks.layout.block_bytes
-                    job.end = self._end_of(job, "deadline", came, now_s - job.began_s)
+                    came = self._bytes(job.load, job.placed or job.load.values)
+                    job.end = self._end_of(job, GIVEN_UP, came, now_s - job.began_s)
             if job.end is None:
                 continue
             self._jobs.remove(job)
             self._outcome.loaded[job.load.request] = job.end
             if job.end.reason and job.end.reason != ABORTED:
-                self._invalid |= set(job.missing())
+                if self._by_request:
+                    self._failed.add(job.load.request)
+                else:
+                    self._invalid |= set(job.missing())
             self._finished.add(job.load.request)
 
 
@@ -499,19 +558,21 @@ class _Waiting:
     place: Place
     value: memoryview
     copied: Mark
+    part: int
 
 
 class Saver:
     """Values on their way to the store, copied out and bounded; one thread stores them."""
 
-    def __init__(self, blocks: BlockCache, queue_bytes: int) -> None:
-        self._blocks = blocks
-        self._value_bytes = PAYLOAD_AT + blocks.layout.block_bytes
-        self._most = max(1, queue_bytes // self._value_bytes)
-        self._free: list[memoryview] = []
-        """Of values that were stored: memory that is touched for the first time is ten times slower."""
+    def __init__(self, parts: Parts, queue_bytes: int) -> None:
+        self._parts = parts
+        self._value_bytes = [PAYLOAD_AT + part.blocks.layout.block_bytes for part in parts.parts]
+        self._most_bytes = queue_bytes
+        self._free: list[list[memoryview]] = [[] for _ in parts.parts]
+        """By part, of values that were stored: memory that is touched for the first time is ten times slower."""
         self._waiting: deque[_Waiting] = deque()
         self._held = 0
+        self._held_bytes = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._counts: Counter[str] = Counter()
@@ -520,29 +581,32 @@ class Saver:
         self._reads_back = True
         self._thread: threading.Thread | None = None
 
-    def save(self, save: Save, copier: BlockCopier, key: bytes) -> None:
+    def save(self, save: Save, copier: PartCopier, key: bytes) -> None:
         """Copy the value out and queue it; where there is no room it is dropped, and counted."""
+        size_bytes, free = self._value_bytes[save.part], self._free[save.part]
         with self._changed:
-            if self._held >= self._most or self._stopping:
+            if (self._held and self._held_bytes + size_bytes > self._most_bytes) or self._stopping:
                 self._counts["dropped_values"] += 1
                 self._unsaved.append(save.key)
                 return
             self._held += 1
-            if not self._free:
-                self._free += copier.buffers(self._value_bytes)
-            value = self._free.pop()
+            self._held_bytes += size_bytes
+            if not free:
+                free += copier.buffers(size_bytes)
+            value = free.pop()
         try:
             copied = copier.read(save.blocks, value[PAYLOAD_AT:])
         except Exception:  # the model's step goes on
             _log.exception("a value could not be copied out by a fault of the connector")
             with self._changed:
                 self._held -= 1
-                self._free.append(value)
+                self._held_bytes -= size_bytes
+                free.append(value)
                 self._counts["refused_values"] += 1
                 self._unsaved.append(save.key)
             return
         with self._changed:
-            self._waiting.append(_Waiting(save.key, key, Place(save.depth, save.parent), value, copied))
+            self._waiting.append(_Waiting(save.key, key, Place(save.depth, save.parent), value, copied, save.part))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm save", daemon=True)
                 self._thread.start()
@@ -600,7 +664,9 @@ class Saver:
                 _log.exception("%d values could not be saved by a fault of the connector", len(batch))
             with self._changed:
                 self._held -= len(batch)
-                self._free += [one.value for one in batch]
+                for one in batch:
+                    self._held_bytes -= self._value_bytes[one.part]
+                    self._free[one.part].append(one.value)
                 self._counts.update(counts)
                 self._unsaved += unsaved
                 self._changed.notify_all()
@@ -608,34 +674,33 @@ class Saver:
     def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes]]:
         """Store those of ``batch`` that the store does not have; returns counts, and the keys that it did not take."""
         began_s = time.perf_counter()
-        presence = self._blocks.store.lookup([one.key for one in batch])
-        missing, items, places = [], [], []
-        for one, present in zip(batch, presence, strict=True):
-            if present is Presence.MISS:
-                one.value[:PAYLOAD_AT] = block_header(one.key, self._blocks.layout, 0, one.value[PAYLOAD_AT:])
-                missing.append(one.save_key)
-                items.append((one.key, one.value))
-                places.append(one.place)
-        done = self._blocks.put(items, places) if items else []
-        stored, took_s = sum(done), time.perf_counter() - began_s
+        blocks = self._parts.first
+        presence = blocks.store.lookup([one.key for one in batch])
+        missing = [one for one, present in zip(batch, presence, strict=True) if present is Presence.MISS]
+        for one in missing:
+            layout = self._parts.parts[one.part].blocks.layout
+            one.value[:PAYLOAD_AT] = block_header(one.key, layout, 0, one.value[PAYLOAD_AT:])
+        done = blocks.put([(one.key, one.value) for one in missing], [one.place for one in missing])
+        took_s = time.perf_counter() - began_s
+        stored = [one for one, ok in zip(missing, done, strict=True) if ok]
         if self._reads_back and stored and not self._stopping:
             self._reads_back = False
-            self._load([key for (key, _), ok in zip(items, done, strict=True) if ok][:_READ_BACK])
+            self._load(stored[:_READ_BACK])
         counts = Counter(
-            saved_values=stored,
-            present_values=len(batch) - len(items),
-            refused_values=len(items) - stored,
-            saved_bytes=stored * self._value_bytes,
+            saved_values=len(stored),
+            present_values=len(batch) - len(missing),
+            refused_values=len(missing) - len(stored),
+            saved_bytes=sum(len(one.value) for one in stored),
             saving_us=round(took_s * 1e6),
         )
-        return counts, [key for key, ok in zip(missing, done, strict=True) if not ok]
+        return counts, [one.save_key for one, ok in zip(missing, done, strict=True) if not ok]
 
-    def _load(self, keys: list[bytes]) -> None:
+    def _load(self, stored: list[_Waiting]) -> None:
         """Once, for the link's latency and rate: else the first prompt that is found stored would have to try them."""
-        for number, some in enumerate((keys[:1], keys[:1], keys)):
+        for number, some in enumerate((stored[:1], stored[:1], stored)):
             began_s = time.perf_counter()
-            values = self._blocks.store.get_many(some)
-            took = len(some) * self._blocks.layout.block_bytes, time.perf_counter() - began_s
+            values = self._parts.first.store.get_many([one.key for one in some])
+            took = sum(len(one.value) - PAYLOAD_AT for one in some), time.perf_counter() - began_s
             if number and all(value is not None for value in values):  # the first one touches fresh memory
                 with self._changed:
                     self._read_back.append(took)
