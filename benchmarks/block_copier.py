@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def figures(caches: dict[str, Any], values: int, repeats: int) -> str:
-    copier = copier_of(caches, BLOCKS, VALUE_BLOCKS, untested_device=True)
+    copier = copier_of(caches, BLOCKS, VALUE_BLOCKS)
     value_bytes = copier.block_bytes * VALUE_BLOCKS
     outs: list[memoryview] = []
     while len(outs) < values:

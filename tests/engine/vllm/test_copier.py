@@ -27,7 +27,6 @@ from skymemory.engine.vllm.copier import (  # noqa: E402
     _by_block,
     _stacked,
     copier_of,
-    device_of,
 )
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 4, 6
@@ -222,12 +221,6 @@ def test_what_is_refused_says_why() -> None:
     two["model.layers.9.attn"] = torch.empty(BLOCKS, 1, TOKENS, WIDTH, dtype=torch.bfloat16)
     with pytest.raises(InvalidInput, match=r"blocks of \[48, 96\] bytes on cpu in different layers"):
         copier_of(two, BLOCKS, 2)
-
-
-def test_cuda_is_refused_unless_it_is_asked_for() -> None:
-    """vLLM's own kernels have not run with it: no user relies on it unseen."""
-    with pytest.raises(InvalidInput, match=r'on cuda:0: .* Triton attention alone .*"untested_device": true'):
-        device_of(torch.device("cuda", 0), False)
 
 
 def test_caches_that_were_made_in_inference_mode_are_written_by_threads_that_are_not_in_it() -> None:

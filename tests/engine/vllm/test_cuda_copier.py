@@ -32,7 +32,7 @@ def test_blocks_in_any_order_of_strides(layout: str) -> None:
 def test_reading_and_writing_wait_for_nothing_that_is_computed() -> None:
     """Both return at once and are not done while the device has half a second to compute."""
     caches = one_allocation("LBHNC", torch.bfloat16, "cuda")
-    copier = copier_of(caches, BLOCKS, 2, untested_device=True)
+    copier = copier_of(caches, BLOCKS, 2)
     assert isinstance(copier, TorchCopier)
     out, *_ = copier.buffers(2 * copier.block_bytes)
     copier.read([1, 2], out).wait()
@@ -45,7 +45,7 @@ def test_reading_and_writing_wait_for_nothing_that_is_computed() -> None:
 
 
 def test_marks_have_the_time_that_the_device_took() -> None:
-    copier = copier_of(one_allocation("LBHNC", torch.bfloat16, "cuda"), BLOCKS, 2, untested_device=True)
+    copier = copier_of(one_allocation("LBHNC", torch.bfloat16, "cuda"), BLOCKS, 2)
     began = copier.mark()
     torch.cuda._sleep(200_000_000)
     ended = copier.mark()

@@ -36,7 +36,8 @@ from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier,
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
-from skymemory.engine.vllm.settings import Settings, check_engine, parts_of
+from skymemory.engine.vllm.settings import TESTED_VERSIONS, Settings, check_engine, is_tested, parts_of
+from skymemory.engine.vllm.trial import check_interface, try_copier
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
 from skymemory.metrics import SharedCounters
@@ -56,7 +57,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         settings = Settings.read(transfer.kv_connector_extra_config)
         self._groups = kv_cache_config.kv_cache_groups
-        check_engine(vllm_config, self._groups, vllm.__version__, settings)
+        check_engine(vllm_config, self._groups)
+        if role is KVConnectorRole.SCHEDULER and not is_tested(vllm.__version__):
+            _check_untested()
         self._parts_of_model = parts_of(self._groups)
         block_tokens = self._groups[0].kv_cache_spec.block_size
         shape = Shape(block_tokens, settings.blocks_per_value(block_tokens))
@@ -205,18 +208,14 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             copier = PartCopier([self._copier_of(group, kv_caches, size) for group in part.groups])
             if (size_bytes := copier.block_bytes * size) != expected_bytes:
                 raise InvalidInput(f"values of {size_bytes} bytes in the registered caches, expected {expected_bytes}")
+            tried = try_copier(copier, part.groups, size, self._block_count)
+            _log.info("SkyMemory: %d blocks of groups %s were copied in and out: equal", tried, part.groups)
             copiers.append(copier)
         self._worker.register(copiers)
 
     def _copier_of(self, group: int, kv_caches: dict[str, Any], size: int) -> BlockCopier:
         layers = {name: kv_caches[name] for name in self._groups[group].layer_names}
-        return copier_of(
-            layers,
-            self._block_count,
-            size,
-            untested_device=self._settings.untested_device,
-            staging_bytes=STAGING_BYTES // len(self._groups),
-        )
+        return copier_of(layers, self._block_count, size, staging_bytes=STAGING_BYTES // len(self._groups))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -270,6 +269,16 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> SkyMemoryMetrics:
         return SkyMemoryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _check_untested() -> None:
+    check_interface(SkyMemoryConnector, KVConnectorBase_V1, ("go_on_by",))
+    _log.warning(
+        "SkyMemory was tested with vLLM %s, not with %s: that has the same interface, and copies of its blocks are "
+        "tried now; compare answers with those of plain vLLM before you rely on it",
+        ", ".join(TESTED_VERSIONS),
+        vllm.__version__,
+    )
 
 
 def cakes(config: Any) -> bool:

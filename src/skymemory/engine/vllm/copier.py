@@ -346,7 +346,6 @@ def copier_of(
     blocks: int,
     value_blocks: int,
     *,
-    untested_device: bool = False,
     staging_bytes: int = STAGING_BYTES,
 ) -> BlockCopier:
     """For the tensors that vLLM registers, by name of their layers; values have up to ``value_blocks``.
@@ -367,21 +366,15 @@ def copier_of(
     (device,) = devices
     if device.type == "cpu" and all(layer.is_contiguous() for layer in layers):
         return CpuCopier([layer.view(torch.uint8).reshape(blocks, -1).numpy() for layer in layers])
-    return TorchCopier(_stacked(layers), value_blocks, device_of(device, untested_device), staging_bytes)
+    return TorchCopier(_stacked(layers), value_blocks, device_of(device), staging_bytes)
 
 
-def device_of(device: Any, untested_device: bool) -> Device:
-    """Raises InvalidInput for one that is not supported, or on which vLLM's own kernels were not tried."""
+def device_of(device: Any) -> Device:
+    """Raises InvalidInput for one that is not supported."""
     if device.type == "cpu":
         return Host()
     if device.type != "cuda":
         raise InvalidInput(f"the KV cache is on {device}: expected a CPU's memory or a CUDA device")
-    if not untested_device:
-        raise InvalidInput(
-            f"the KV cache is on {device}: copies from and to CUDA devices were tried with vLLM's Triton attention "
-            'alone so far. To use them, write "untested_device": true in kv_connector_extra_config, and compare '
-            "answers with those of plain vLLM"
-        )
     return cast(Device, Cuda(device))
 
 

@@ -125,6 +125,12 @@ def _files(folder: Path) -> Iterable[Path]:
     return (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_NOT_WEIGHTS))
 
 
+def _looks_of(folder: Path) -> str:
+    """Of its files without their contents; inode and times change with them."""
+    looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
+    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in looks])
+
+
 class _Digests:
     """Digests of files by path, inode, size and times, kept from process to process in the user's cache folder. When an
     inode was changed last cannot be set back, as the time of its contents can.
@@ -242,14 +248,15 @@ class Seeds:
     def __init__(self, context: CacheContext) -> None:
         self._context = context
         self._known: dict[tuple[str, str, str], bytes] = {}
-        self._adapters: dict[tuple[int, str, str], str] = {}
+        self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
+        """Digest of each adapter, and what its files looked like then."""
+        self._changed: set[tuple[int, str, str]] = set()
         self.generation = ""
 
     def reset(self) -> None:
         """A generation begins."""
         self.generation = os.urandom(16).hex()
         self._known.clear()
-        self._adapters.clear()
 
     def context(self, generation: str) -> CacheContext:
         if not generation:
@@ -280,15 +287,25 @@ class Seeds:
 
     def _adapter(self, lora: Any) -> str:
         """Name and digest of an adapter's files as they were when it was first requested, which is when vLLM reads
-        them; empty where they cannot be read.
+        them; empty where they cannot be read, and where they have changed: vLLM may have read them again, or not.
         """
-        known = lora.lora_int_id, lora.lora_name, lora.lora_path
+        known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
         if lora.load_inplace:
             self._adapters.pop(known, None)
-        if known not in self._adapters:
-            try:
-                self._adapters[known] = f"{lora.lora_name} {folder_digest(Path(lora.lora_path))}"
-                _log.info("%s%s", _ADAPTER, json.dumps({lora.lora_name: self._adapters[known]}))
-            except (OSError, InvalidInput):
-                return ""
-        return self._adapters[known]
+            self._changed.discard(known)
+        try:
+            looks = _looks_of(folder)
+            if known not in self._adapters:
+                self._adapters[known] = f"{lora.lora_name} {folder_digest(folder)}", looks
+                _log.info("%s%s", _ADAPTER, json.dumps({lora.lora_name: self._adapters[known][0]}))
+        except (OSError, InvalidInput):  # which vLLM cannot read again either
+            return self._adapters.get(known, ("", ""))[0]
+        digest, before = self._adapters[known]
+        if known not in self._changed and looks != before:
+            self._changed.add(known)
+            _log.warning(
+                "the files of adapter %r have changed: its requests are neither loaded nor saved, until it is loaded "
+                'with "load_inplace", by another name, or in a new engine',
+                lora.lora_name,
+            )
+        return "" if known in self._changed else digest

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skymemory.config import duration, filled, setting, size, text, whole, yes_or_no
+from skymemory.config import duration, filled, setting, size, text, whole
 from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
-"""Of vLLM: the connector depends on how its scheduler behaves, not on the interface alone."""
+"""Of vLLM: the connector depends on how its scheduler behaves, not on the interface alone. Others are warned of."""
 _ONE_PROCESS = ("memory", "disk", "tiers")
 
 
@@ -23,8 +23,6 @@ class Settings:
     queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
     drain_s: float = setting("drain", duration, 3.0, "how long a stopping engine goes on saving what waits")
     wait_s: float = setting("wait", duration, 5.0, "how long a load waits for the next value of another's prefill")
-    untested_version: bool = setting("untested_version", yes_or_no, False, "run with a version that was not tested")
-    untested_device: bool = setting("untested_device", yes_or_no, False, "run with KV on CUDA, tried in part")
 
     def __post_init__(self) -> None:
         if not self.store:
@@ -74,16 +72,11 @@ def is_tested(version: str) -> bool:
     return version.startswith(tuple(f"{one}." for one in TESTED_VERSIONS))
 
 
-def check_engine(config: Any, groups: Any, version: str, settings: Settings) -> None:
+def check_engine(config: Any, groups: Any) -> None:
     """Raises InvalidInput for what would give wrong tokens, lost requests or nothing at all.
 
     ``config`` is a ``VllmConfig``, ``groups`` are its KV cache groups.
     """
-    if not settings.untested_version and not is_tested(version):
-        raise InvalidInput(
-            f"vLLM {version} was not tested with this connector, {', '.join(TESTED_VERSIONS)} was: install that, or "
-            'try it with "untested_version": true in kv_connector_extra_config'
-        )
     policy = config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise InvalidInput(
