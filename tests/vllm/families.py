@@ -1,4 +1,4 @@
-"""Small models of the shapes that people run, with random weights: what vLLM keeps of each is another kind of KV cache."""
+"""Small models of the shapes that people run, with random weights: of each vLLM keeps another kind of KV cache."""
 
 from __future__ import annotations
 

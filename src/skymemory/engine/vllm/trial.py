@@ -51,7 +51,7 @@ def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blo
         if expected != was:
             wrong = int(np.count_nonzero(np.frombuffer(expected, np.uint8) != np.frombuffer(was, np.uint8)))
             raise InvalidInput(
-                f"{wrong} of {size_bytes} bytes {what} differ in the KV caches of groups {', '.join(map(str, groups))}: "
+                f"{wrong} of {size_bytes} bytes {what} differ in the caches of groups {str(list(groups))[1:-1]}: "
                 "this attention backend keeps its blocks in an unsupported way; run vLLM without the connector"
             )
     return each * len(groups)
