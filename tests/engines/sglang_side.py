@@ -48,9 +48,21 @@ class _NoPictures(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.append(_NoPictures())
 
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig  # noqa: E402
+from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+)
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheFile,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
 from tests.engines.sides import answering  # noqa: E402
@@ -88,6 +100,73 @@ def pool_of(dtype: torch.dtype, heads: int, page: int, layout: str) -> Any:
         )
 
 
+def states_of() -> Any:
+    """A host pool of recurrent states, one a page."""
+    temporal = torch.zeros(2, 4, 3, 5)
+    about = MambaStateBufferInfo(temporal=temporal, conv=(torch.zeros(2, 4, 6, dtype=torch.bfloat16),))
+    with host_memory_budget_scope(1 << 30):
+        return MambaPoolHost(
+            about, host_to_device_ratio=4.0, host_size=0, device_capacity=4, pin_memory=False, layout="page_first"
+        )
+
+
+def hybrid(asked: dict[str, Any], backend: Any, config: Any, pool: Any) -> dict[str, Any]:
+    """Pages of keys and values, of a window and of states: stored, or looked up and loaded. Each look-up is made of
+    SGLang's own backend for files, too, which has the same pages.
+    """
+    window, states = pool_of(torch.float32, 1, 4, "page_first"), states_of()
+    pools = {PoolName.KV: pool, PoolName.SWA: window, PoolName.MAMBA: states}
+    keys = [f"{at:064x}" for at in range(PAGES)]
+
+    def page(name: PoolName, at: int) -> torch.Tensor:
+        flat = pools[name].get_dummy_flat_data_page()
+        noise = torch.Generator().manual_seed(1000 * list(pools).index(name) + at)
+        drawn = torch.randint(0, 255, (flat.numel() * flat.element_size(),), dtype=torch.uint8, generator=noise)
+        return (drawn % 60).view(flat.dtype)  # no NaN
+
+    def transfer(name: PoolName, which: list[int], policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES) -> PoolTransfer:
+        size = pools[name].page_size
+        places = torch.cat([torch.arange(at * size, (at + 1) * size) for at in which])
+        return PoolTransfer(name, host_indices=places, keys=[keys[at] for at in which], hit_policy=policy)
+
+    for one in (backend, files := HiCacheFile(config, asked["folder"])):
+        for name, host in pools.items():
+            one.register_mem_host_pool_v2(host, name)
+    stored = {PoolName[name]: which for name, which in asked["stored"].items()}
+    if asked["do"] == "store":
+        for name, which in stored.items():
+            for at in which:
+                pools[name].set_from_flat_data_page(at * pools[name].page_size, page(name, at))
+        wanted = [transfer(name, which) for name, which in stored.items() if which]
+        for name, which in stored.items():
+            for at in which:
+                files.set(files._log_key(name, keys[at]), page(name, at))
+        said: dict[str, Any] = {"stored": backend.batch_set_v2(wanted)}
+    else:
+        policies = {"all": PoolHitPolicy.ALL_PAGES, "last": PoolHitPolicy.TRAILING_PAGES}
+        others = [
+            transfer(PoolName[name], list(range(count)), policies[policy]) for name, policy, count in asked["others"]
+        ]
+        found, expected = (one.batch_exists_v2(keys, others) for one in (backend, files))
+        said = {"found": found.kv_hit_pages, "same": found == expected, "of files": str(expected)}
+        hits = found.kv_hit_pages
+        sights = {PoolName[name]: hits if policy == "all" else count for name, policy, count in asked["others"]}
+        wanted = [transfer(name, list(range(max(0, hits - sight), hits))) for name, sight in sights.items() if hits]
+        wanted += [transfer(PoolName.KV, list(range(hits)))] if hits else []
+        said["loaded"] = backend.batch_get_v2(wanted)
+        said["equal"] = all(
+            torch.equal(
+                pools[one.name].get_data_page(keys.index(key) * pools[one.name].page_size).view(torch.uint8),
+                page(one.name, keys.index(key)).view(torch.uint8),
+            )
+            for one in wanted
+            for key in one.keys
+        )
+    said["stats"] = [sum(backend.get_stats().prefetch_pgs), sum(backend.get_stats().prefetch_pgs)]
+    backend.close()
+    return said
+
+
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, asked.get("dtype", "float32"))
     heads, page, layout = asked.get("heads", 2), asked.get("page", 4), asked.get("layout", "page_first")
@@ -101,7 +180,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         attn_cp_rank=0,
         attn_cp_size=1,
         is_mla_model=False,
-        enable_storage_metrics=False,
+        enable_storage_metrics=True,
         is_page_first_layout=layout == "page_first",
         model_name=asked.get("model", "small"),
         extra_config={
@@ -117,6 +196,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         backend.register_mem_pool_host(pool)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    if "stored" in asked:
+        return hybrid(asked, backend, config, pool)
     keys = [f"{at:064x}" for at in range(PAGES)]
     flat = pool.get_dummy_flat_data_page()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
@@ -202,3 +203,36 @@ def test_wrong_options_say_what_to_do(engine: tuple[Side, Side, dict[str, Any]])
     for address in ("memory://1GiB", "disk:///nowhere?budget=1GiB", "tiers:?tier=memory&tier=disk:///d?budget=1GiB"):
         error = one.ask("ask", address, **several)["error"]
         assert "skymemory store serve" in error and "unix:///" in error, error
+
+
+def drawn_pages(seed: int) -> dict[str, list[int]]:
+    dice = random.Random(seed)
+    return {
+        "KV": list(range(dice.randrange(1, COUNT + 1))),
+        "SWA": sorted(dice.sample(range(COUNT), dice.randrange(COUNT + 1))),
+        "MAMBA": sorted(dice.sample(range(COUNT), dice.randrange(COUNT + 1))),
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pages_of_several_pools_are_found_as_sglangs_own_backend_finds_them(
+    sides: dict[str, tuple[Side, Side]], seed: int, tmp_path: Path
+) -> None:
+    one, other = sides["sglang_side"]
+    dice = random.Random(seed)
+    others = [["SWA", dice.choice(["all", "last"]), dice.randrange(1, 4)], ["MAMBA", "last", 1]]
+    stored = drawn_pages(seed) if seed else {name: list(range(COUNT)) for name in ("KV", "SWA", "MAMBA")}
+    with daemon("memory://64MiB") as address:
+        hybrid = {
+            "stored": stored,
+            "others": others[: dice.randrange(1, 3)],
+            "folder": str(tmp_path / "files"),
+        }
+        said = one.ask("store", address, **hybrid)
+        assert all(all(done) for done in said["stored"].values()), said
+        said = other.ask("load", address, **hybrid)
+        assert said["same"], said
+        assert said["equal"] and all(all(done) for done in said["loaded"].values()), said
+        assert said["stats"] == [sum(map(len, said["loaded"].values())), 0]
+        if not seed:
+            assert said["found"] == COUNT

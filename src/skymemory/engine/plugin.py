@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from threading import Lock
 
@@ -92,7 +93,7 @@ class PluginStore:
         """The last reason why values were not stored, which is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
         self._digest = context.digest()
-        self._value_bytes = max(1, value_bytes)
+        self.value_bytes = max(1, value_bytes)
         self._queue_bytes = settings.queue_bytes
         self._queued_bytes = 0
         self._lock = Lock()
@@ -100,6 +101,12 @@ class PluginStore:
         self._logged_s = time.monotonic()
         self.counters = SharedCounters()
         """hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
+
+    def beside(self, context: CacheContext, value_bytes: int) -> PluginStore:
+        """The values of another context in the same store, which counts and closes with this one."""
+        other = copy(self)
+        other._digest, other.value_bytes = context.digest(), max(1, value_bytes)
+        return other
 
     def key(self, name: str) -> bytes:
         """The store's key of the engine's ``name``."""
@@ -122,7 +129,7 @@ class PluginStore:
         it. Behind the first batch with a miss nothing is loaded: the engines use a prompt's beginning alone.
         """
         done: list[bool] = []
-        batch = max(1, LOAD_BATCH_BYTES // self._value_bytes)
+        batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
         while len(done) < len(names) and all(done):
             done += self._load(names[len(done) : len(done) + batch], len(done), place)
         if left := len(names) - len(done):
@@ -167,7 +174,7 @@ class PluginStore:
         done = self.present(names)
         self.counters.add("present_total", sum(done))
         missing = [at for at, there in enumerate(done) if not there]
-        batch = max(1, STORE_BATCH_BYTES // self._value_bytes)
+        batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
         for start in range(0, len(missing), batch):
             part = missing[start : start + batch]
             for at, stored in zip(part, self._put([(self.key(names[at]), read(at)) for at in part]), strict=True):

@@ -1,25 +1,40 @@
 """SGLang's HiCache: its pages in any store, by the backend "dynamic" (docs/guide/sglang.md).
 
-Both of its interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), and pages by pointer
-(``batch_get_v1``, ``batch_set_v1``; ``"interface_v1": 1``). SGLang calls them in threads of its own.
+All of its interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), pages by pointer (``batch_get_v1``,
+``batch_set_v1``; ``"interface_v1": 1``), and the pages of further pools that hybrid models have (``batch_get_v2``,
+``batch_set_v2``). SGLang calls them in threads of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import sglang
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
 
 _log = logging.getLogger(__name__)
+_KV = "kv"
+"""SGLang's name of the pool of keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """One beside keys and values, such as windows or states."""
+
+    host: Any
+    values: PluginStore
 
 
 class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
@@ -37,20 +52,26 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 f"{where}: queue: SGLang saves in a thread of its own, and nothing waits here: leave it out"
             )
         self._values: PluginStore | None = None
+        self._pools: dict[str, _Pool] = {}
+        """By name, those beside keys and values."""
+        self._counting = Lock()
+        self._metrics = StorageMetrics()
+        """Since the last ``get_stats``."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pages are known, and with them all that they depend on."""
         super().register_mem_pool_host(mem_pool_host)
-        context = _context(self._settings.weights, self._config, mem_pool_host)
+        context = _context(self._settings.weights, self._config, mem_pool_host, _KV)
         page_bytes = mem_pool_host.get_size_per_token() * mem_pool_host.page_size
         self._values = PluginStore(self._settings, context, page_bytes)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        if str(host_pool_name) != "kv":
-            raise InvalidInput(
-                f"this model has a pool {host_pool_name} beside its keys and values, which is not supported: run it "
-                "without --hicache-storage-backend"
-            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if (name := str(host_pool_name)) == _KV:  # known by ``register_mem_pool_host``
+            return
+        context = _context(self._settings.weights, self._config, host_pool, name)
+        page_bytes = _bytes_of(host_pool.get_dummy_flat_data_page()).nbytes
+        self._pools[name] = _Pool(host_pool, self.values.beside(context, page_bytes))
 
     @property
     def values(self) -> PluginStore:
@@ -88,7 +109,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             room[:] = value
             return True
 
-        loaded = self.values.load([_copied(key) for key in keys], place)
+        loaded = self._load(self.values, [_copied(key) for key in keys], place)
         return [target if ok else None for target, ok in zip(targets, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -97,7 +118,8 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        return all(self.values.save([_copied(key) for key in keys], lambda at: [_bytes_of(values[at].contiguous())]))
+        names = [_copied(key) for key in keys]
+        return all(self._save(self.values, names, lambda at: [_bytes_of(values[at].contiguous())]))
 
     # --- pages by pointer ---
 
@@ -112,11 +134,11 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 value = value[piece.nbytes :]
             return True
 
-        return self.values.load([_by_pointer(key) for key in keys], place)
+        return self._load(self.values, [_by_pointer(key) for key in keys], place)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         pages = self._pages(len(keys), host_indices)
-        return self.values.save([_by_pointer(key) for key in keys], lambda at: pages[at])
+        return self._save(self.values, [_by_pointer(key) for key in keys], lambda at: pages[at])
 
     def _pages(self, count: int, host_indices: torch.Tensor) -> list[Sequence[memoryview]]:
         """The pieces of each page in the host's pool, in the pool's order."""
@@ -126,6 +148,95 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             raise InvalidInput(f"{len(pointers)} pieces for {count} pages: expected as many for each")
         pieces = [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)]
         return [pieces[page * each : (page + 1) * each] for page in range(count)]
+
+    # --- pages of several pools ---
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The longest prefix of pages at whose end every pool has what its hit policy asks for."""
+        pages = self.batch_exists(keys)
+        hits = {_KV: pages} if pages else {}
+        restorable = set(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            name, ends = str(transfer.name), set(restorable)
+            there = self._pools[name].values.present([_of_pool(key) for key in keys[:pages]])
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                ends = set(range(1, (there.index(False) if False in there else pages) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                seen = max(1, len(transfer.keys or ()))
+                ends = {end for end in range(1, pages + 1) if all(there[max(0, end - seen) : end])}
+            else:
+                raise InvalidInput(f"pool {name} has the hit policy {transfer.hit_policy}, which is not supported")
+            if ends:
+                hits[name] = max(ends)
+            restorable &= ends
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {str(one.name): self._transfer(one, self._load_pages) for one in transfers}
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {str(one.name): self._transfer(one, self._save_pages) for one in transfers}
+
+    def _transfer(self, transfer: Any, pages: Callable[[_Pool, list[str], list[int]], list[bool]]) -> list[bool]:
+        name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
+        pool = _Pool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
+        size = getattr(pool.host, "page_size", 1) or 1
+        if indices is None or indices.numel() != len(keys) * size:
+            given = 0 if indices is None else indices.numel()
+            _log.error("pool %s: %d indices for %d pages of %d: expected as many", name, given, len(keys), size)
+            return [False] * len(keys)
+        names = [_copied(key) if name == _KV else _of_pool(key) for key in keys]
+        return pages(pool, names, [int(indices[at * size]) for at in range(len(keys))])
+
+    def _load_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+        def place(at: int, value: memoryview) -> bool:
+            page = pool.host.get_dummy_flat_data_page()
+            room = _bytes_of(page)
+            if room.nbytes != value.nbytes:
+                return False
+            room[:] = value
+            pool.host.set_from_flat_data_page(places[at], page)
+            return True
+
+        return self._load(pool.values, names, place)
+
+    def _save_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+        def read(at: int) -> list[memoryview]:
+            return [_bytes_of(pool.host.get_data_page(places[at], flat=True).contiguous())]
+
+        return self._save(pool.values, names, read)
+
+    # --- statistics ---
+
+    def _load(self, values: PluginStore, names: list[str], place: Callable[[int, memoryview], bool]) -> list[bool]:
+        began_s = time.monotonic()
+        done = values.load(names, place)
+        seconds = time.monotonic() - began_s
+        with self._counting:
+            self._metrics.prefetch_pgs.append(sum(done))
+            self._metrics.prefetch_bandwidth.append(sum(done) * values.value_bytes / seconds / (1 << 30))
+        return done
+
+    def _save(self, values: PluginStore, names: list[str], read: Callable[[int], Sequence[memoryview]]) -> list[bool]:
+        began_s = time.monotonic()
+        done = values.save(names, read)
+        seconds = time.monotonic() - began_s
+        with self._counting:
+            self._metrics.backup_pgs.append(sum(done))
+            self._metrics.backup_bandwidth.append(sum(done) * values.value_bytes / seconds / (1 << 30))
+        return done
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Pages of each load and save since the last call, and their rates in GiB/s."""
+        if not self._config.enable_storage_metrics:
+            return None
+        with self._counting:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
 
     # --- the rest ---
 
@@ -147,6 +258,10 @@ def _by_pointer(key: str) -> str:
     return f"pieces {key}"
 
 
+def _of_pool(key: str) -> str:
+    return f"pool {key}"
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's memory."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
@@ -156,26 +271,27 @@ def _memory(address: int, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
-def _context(weights: str, config: Any, pool: Any) -> CacheContext:
+def _context(weights: str, config: Any, pool: Any, name: str) -> CacheContext:
     """All that SGLang's page hashes leave out: they name the tokens, the adapter and the request's salt."""
-    # Where every rank of tensor parallelism has the same pages one writes for all.
-    ranks = None if config.is_mla_model else (config.tp_rank, config.tp_size)
+    # Where every rank of tensor parallelism has the same keys and values one writes for all.
+    ranks = None if config.is_mla_model and name == _KV else (config.tp_rank, config.tp_size)
+    what = ("layer_num", "head_num", "head_dim", "v_head_dim")
     packing = (
         sglang.__version__,
         type(pool).__name__,
-        pool.layout,
-        pool.storage_format_tag,
+        *(getattr(pool, one, None) for one in ("layout", "storage_format_tag")),
         pool.get_size_per_token(),
-        *(getattr(pool, name, None) for name in ("layer_num", "head_num", "head_dim", "v_head_dim")),
-        (pool.start_layer, pool.end_layer),
+        *(getattr(pool, one, None) for one in what),
+        tuple(getattr(pool, one, None) for one in ("start_layer", "end_layer")),
         ranks,
         (config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size, config.dcp_rank, config.dcp_size),
+        *(() if name == _KV else (name, _bytes_of(pool.get_dummy_flat_data_page()).nbytes)),
     )
     return CacheContext(
         model=f"sglang:{config.model_name}",
         weights=weights,
         tokenizer="token ids",
-        kv_dtype=str(pool.dtype),
+        kv_dtype=str(getattr(pool, "dtype", None)),
         layout=f"sglang{packing}",
-        block_tokens=pool.page_size,
+        block_tokens=getattr(pool, "page_size", 1) or 1,
     )

@@ -1,0 +1,95 @@
+"""LMCache's multi-process storage over a store daemon: one process stores by its manager, another prefetches by its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from tests.engines.sides import PYTHON, Side
+from tests.engines.test_plugins import IMPATIENT, daemon
+
+from skymemory.store.redis import NAMESPACE
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engines,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="the engines could not be installed: see make test-engines"),
+]
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side]]:
+    logs = tmp_path_factory.mktemp("logs")
+    started = Side("lmcache_l2_side", logs / "one"), Side("lmcache_l2_side", logs / "other")
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.close()
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    with daemon("memory://64MiB") as address:
+        yield address
+
+
+def test_what_one_server_stores_another_prefetches(both: tuple[Side, Side], store: str) -> None:
+    one, other = both
+    said = one.ask("store", store)
+    assert said["stored"] == COUNT and said["used"] > 0 and said["healthy"], said
+    said = other.ask("load", store)
+    assert said["loaded"] == [True] * COUNT and said["equal"], said
+    assert one.ask("store", store)["stored"] == COUNT, "they are there already"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"model": "large"}, {"rank": 1}, {"group": 1}, {"salt": "tenant"}, {"options": {"weights": "revision 2"}}),
+        *({"dtype": "bfloat16"}, {"dtype": "int32"}, {"chunk": 32}),
+    ],
+    ids=str,
+)
+def test_others_load_nothing_of_it(both: tuple[Side, Side], store: str, more: dict[str, Any]) -> None:
+    one, other = both
+    assert one.ask("store", store)["stored"] == COUNT
+    said = other.ask("load", store, **more)
+    assert said["loaded"] == [False] * COUNT, said
+
+
+def test_a_prefix_ends_before_a_damaged_object(both: tuple[Side, Side], store: str) -> None:
+    one, other = both
+    keys = one.ask("store", store)["keys"]
+    with Redis(unix_socket_path=store.removeprefix("unix://")) as client:
+        name = NAMESPACE + bytes.fromhex(keys[3])
+        value = bytearray(client.get(name))
+        value[-1] ^= 1
+        client.set(name, bytes(value))
+    said = other.ask("load", store)
+    assert said["loaded"] == [True] * 3 + [False] * 3 and said["equal"], said
+    assert one.ask("store", store)["stored"] == COUNT
+    assert other.ask("load", store)["loaded"] == [True] * COUNT, "it was stored again"
+
+
+def test_a_store_that_does_not_answer_is_a_miss(both: tuple[Side, Side]) -> None:
+    _, other = both
+    said = other.ask("load", "unix:///nowhere", options=IMPATIENT)
+    assert said["loaded"] == [False] * COUNT and said["seconds"] < 5, said
+
+
+def test_deleted_objects_are_gone_and_count_no_more(both: tuple[Side, Side], store: str) -> None:
+    one, other = both
+    said = one.ask("store", store, delete=True)
+    assert said["used"] > 0 and said["after"] == 0
+    assert other.ask("load", store)["loaded"] == [False] * COUNT
+
+
+def test_wrong_options_say_what_to_do(both: tuple[Side, Side], store: str) -> None:
+    one, _ = both
+    assert "weights is missing" in one.ask("load", store, options={"weights": ""})["error"]
+    assert "adapter_params" in one.ask("load", store, options={"wieghts": "1"})["error"]
