@@ -10,7 +10,8 @@ from redis import Redis
 from tests.engines.sides import PYTHON, Side
 from tests.engines.test_plugins import IMPATIENT, daemon
 
-from skymemory.store.redis import NAMESPACE
+from skymemory.native import crc32
+from skymemory.store.redis import NAMESPACE, RedisStore
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,11 +66,11 @@ def test_others_load_nothing_of_it(both: tuple[Side, Side], store: str, more: di
 def test_a_prefix_ends_before_a_damaged_object(both: tuple[Side, Side], store: str) -> None:
     one, other = both
     keys = one.ask("store", store)["keys"]
-    with Redis(unix_socket_path=store.removeprefix("unix://")) as client:
-        name = NAMESPACE + bytes.fromhex(keys[3])
-        value = bytearray(client.get(name))
+    key = bytes.fromhex(keys[3])
+    with RedisStore(store) as bytes_of, Redis(unix_socket_path=store.removeprefix("unix://")) as client:
+        (value,) = (bytearray(value or b"") for value in bytes_of.get_many([key]))
         value[-1] ^= 1
-        client.set(name, bytes(value))
+        client.set(NAMESPACE + key, bytes(value) + b"SKV1" + crc32(value, crc32(key)).to_bytes(4, "little"))
     said = other.ask("load", store)
     assert said["loaded"] == [True] * 3 + [False] * 3 and said["equal"], said
     assert one.ask("store", store)["stored"] == COUNT
