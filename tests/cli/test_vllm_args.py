@@ -44,6 +44,11 @@ def test_roles_and_the_module_of_vllm_s_cpu_package(capsys: pytest.CaptureFixtur
     assert json.loads(words[6])["kv_role"] == "kv_consumer"
 
 
+def test_cake_comes_with_the_scheduler_that_every_model_runner_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(printed(capsys, "m", "--cake"))
+    assert words[5:8] == ["--no-async-scheduling", "--scheduler-cls", "skymemory.engine.vllm.CakeScheduler"]
+
+
 def test_the_default_is_where_the_daemon_listens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

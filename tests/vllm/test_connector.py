@@ -21,6 +21,7 @@ import pytest
 from tests.serving.resp.test_daemon import serving
 from tests.store.redis_server import RedisServer
 from tests.vllm.server import MODEL, PYTHON, ROOT, Vllm, an_adapter
+from tools.vllm_interface import CLASSES, PAGE, WHAT, methods
 
 from skymemory.store.base import LoadTicket, Store, StoreTicket
 from skymemory.store.memory import MemoryStore
@@ -200,6 +201,12 @@ def test_two_of_it_below_a_multi_connector_answer_as_one(folder: Path) -> None:
         (warm,) = run(folder, [asked], how, engine=engine)
         assert warm["tokens"] == plain["tokens"] and warm["external"] > 0
         assert one.stats()["stored_total"] == two.stats()["stored_total"] > 0
+
+
+def test_the_page_has_every_method_of_this_vllm(folder: Path) -> None:
+    (base,) = PYTHON.parents[1].glob("lib/*/site-packages/vllm/distributed/kv_transfer/kv_connector/v1/base.py")
+    named = {line.split("`")[1] for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")}
+    assert methods(base, CLASSES) <= named <= set(WHAT)
 
 
 class Slow(MemoryStore):

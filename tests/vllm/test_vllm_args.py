@@ -81,7 +81,8 @@ def external_tokens(url: str) -> float:
 def test_two_starts_by_the_printed_command(tmp_path: Path) -> None:
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with daemon("memory://256MiB") as path:
-        code, line = printed("vllm-args", str(MODEL), "--store", f"unix://{path}", "--module", "--drain", "10s")
+        options = ["--store", f"unix://{path}", "--module", "--drain", "10s", "--cake"]
+        code, line = printed("vllm-args", str(MODEL), *options)
         assert code == 0
         external = []
         for log in logs:

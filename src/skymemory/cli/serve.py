@@ -134,6 +134,12 @@ def _add_vllm_args(subparsers: Subparsers) -> None:
         help="producer: only saves; consumer: only loads (default: both)",
     )
     add(
+        "--cake",
+        action="store_true",
+        help="for long prompts that come one at a time, over a slow link: compute from the front while the rest is "
+        "loaded; costs vLLM's asynchronous scheduling",
+    )
+    add(
         "--module",
         action="store_true",
         help="`python -m vllm.entrypoints.openai.api_server` instead of `vllm serve`, which ends with 'No package "
@@ -208,5 +214,9 @@ def _print_vllm_args(args: argparse.Namespace) -> int:
     start = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if args.module else ["vllm", "serve"]
     # Without it vLLM kills its workers when it is stopped, with what they have not saved yet.
     stop = ["--shutdown-timeout", "10"] if args.role != "consumer" else []
-    print(shlex.join([*start, args.model, *stop, "--kv-transfer-config", json.dumps(transfer)]))
+    # On a GPU vLLM schedules a step ahead by default, and its newer model runner takes the count of computed tokens
+    # only from a request that is resumed.
+    cake = ["--no-async-scheduling", "--scheduler-cls", f"{transfer['kv_connector_module_path']}.CakeScheduler"]
+    words = [*start, args.model, *stop, *(cake if args.cake else []), "--kv-transfer-config", json.dumps(transfer)]
+    print(shlex.join(words))
     return 0
