@@ -3,8 +3,8 @@
     .venv-vllm/bin/python tests/vllm/offline.py JOB.json RESULT.json
 
 The job: ``engine`` (options of ``LLM``), ``transfer`` (of ``KVTransferConfig``, or null), ``rounds`` of requests
-(``tokens``, ``salt``, ``adapter``, ``max_tokens``); before each round but the first vLLM's own prefix cache is emptied.
-Before the rounds in ``changed`` the weights are changed in place, and the connector is reset, too.
+(``tokens``, ``salt``, ``adapter``, ``max_tokens``, ``sampling``); before each round but the first vLLM's own prefix
+cache is emptied. Before the rounds in ``changed`` the weights are changed in place, and the connector is reset, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,38 @@ COUNTS = {
     "vllm:prefix_cache_hits": "local",
     "vllm:num_preemptions": "preemptions",
 }
+
+
+def sampling_of(request: dict[str, Any]) -> dict[str, Any]:
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    more = dict(request.get("sampling", {}))
+    if "structured_outputs" in more:
+        more["structured_outputs"] = StructuredOutputsParams(**more["structured_outputs"])
+    if "logit_bias" in more:
+        more["logit_bias"] = {int(token): bias for token, bias in more["logit_bias"].items()}
+    if "output_kind" in more:
+        more["output_kind"] = RequestOutputKind(more["output_kind"])
+    return {"temperature": 0, "max_tokens": request["max_tokens"], "ignore_eos": True, **more}
+
+
+def all_of(answer: Any) -> dict[str, Any]:
+    """Tokens, text and why it ended, of each output; log probabilities by position, where asked."""
+
+    def probabilities(positions: Any) -> list[Any]:
+        found = []
+        for at in range(len(positions or ())):
+            one = positions[at]
+            found.append(one and sorted((int(token), round(float(value.logprob), 2)) for token, value in one.items()))
+        return found
+
+    return {
+        "outputs": [
+            [list(one.token_ids), one.text, one.finish_reason, str(one.stop_reason), probabilities(one.logprobs)]
+            for one in answer.outputs
+        ],
+        "prompt": probabilities(answer.prompt_logprobs),
+    }
 
 
 def main() -> None:
@@ -64,7 +96,7 @@ def main() -> None:
             if prompt["cache_salt"] is None:
                 del prompt["cache_salt"]
         adapters = [LoRARequest("sql", 1, one["adapter"]) if one.get("adapter") else None for one in requests]
-        sampling = [SamplingParams(temperature=0, max_tokens=one["max_tokens"], ignore_eos=True) for one in requests]
+        sampling = [SamplingParams(**sampling_of(one)) for one in requests]
         began_s = time.monotonic()
         if job.get("one_by_one"):
             answers = [
@@ -79,6 +111,7 @@ def main() -> None:
         rounds.append(
             {
                 "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+                "answers": [all_of(answer) for answer in answers] if job.get("all") else [],
                 "seconds": time.monotonic() - began_s,
                 "cached": [answer.num_cached_tokens for answer in answers],
                 "ttft_s": [answer.metrics.first_token_latency for answer in answers],

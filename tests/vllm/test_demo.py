@@ -17,8 +17,9 @@ pytestmark = [
 ]
 
 
-def test_the_second_server_loads_what_the_first_one_stored() -> None:
-    command = [sys.executable, "-m", "skymemory", "demo", "vllm", "--python", str(PYTHON), "--json"]
+@pytest.mark.parametrize("more", [[], ["--windows"]], ids=["full attention", "windows"])
+def test_the_second_server_loads_what_the_first_one_stored(more: list[str]) -> None:
+    command = [sys.executable, "-m", "skymemory", "demo", "vllm", "--python", str(PYTHON), "--json", *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout)

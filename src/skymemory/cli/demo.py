@@ -216,6 +216,7 @@ def _add_vllm(others: Subparsers) -> None:
     )
     _add_vllm_environment(vllm)
     add = vllm.add_argument
+    add("--windows", action="store_true", help="a model of Gemma 3's shape, most of whose layers see 512 tokens")
     add("--characters", type=int, default=4000, metavar="N", help="of the document (default: 4000)")
     add("--json", action="store_true", help="print the answers as one JSON object, progress on standard error")
 

@@ -27,6 +27,37 @@ _SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+def windowed_model(folder: Path, progress: Progress) -> Path:
+    """As ``random_model``; five of its six layers see 512 tokens, of which alone they load what is in sight."""
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+    from transformers.utils import logging as transformers_logging
+
+    from skymemory.engine.models import train_tokenizer
+
+    progress.say("a model of Gemma 3's shape, 6 of the 1B's 26 layers, with random weights")
+    transformers_logging.disable_progress_bar()
+    tokenizer = train_tokenizer()
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=4096,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def random_model(folder: Path, progress: Progress) -> Path:
     """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays."""
     from transformers.utils import logging as transformers_logging

@@ -18,7 +18,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from skymemory.demo.engines import constellation, environment_hint, our_package, random_model, store_daemon, vllm_server
+from skymemory.demo.engines import (
+    constellation,
+    environment_hint,
+    our_package,
+    random_model,
+    store_daemon,
+    vllm_server,
+    windowed_model,
+)
 from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
@@ -52,7 +60,8 @@ def run_vllm(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
         with progress.wait("a model is made"):
-            model = args.model or random_model(folder / "model", progress)
+            made = windowed_model if args.windows else random_model
+            model = args.model or made(folder / "model", progress)
         with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))

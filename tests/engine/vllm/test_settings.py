@@ -142,10 +142,21 @@ def test_a_spoilt_memory_of_digests_is_not_asked(folder: Path, tmp_path: Path) -
 
 
 def test_weights_that_are_drawn_are_named_by_their_seed(folder: Path) -> None:
-    model = SimpleNamespace(model=str(folder), revision=None, seed=3)
+    model = SimpleNamespace(model=str(folder), revision=None, seed=3, trust_remote_code=False)
     assert weights_digest(model, "dummy") == "dummy weights, seed 3"
     assert weights_digest(model, "auto") == f"auto {folder_digest(folder)}"
     assert weights_digest(model, "auto") != weights_digest(model, "bitsandbytes")
+
+
+def test_a_model_s_own_code_is_part_of_it_where_it_runs(folder: Path) -> None:
+    plain, trusted = (SimpleNamespace(model=str(folder), revision=None, trust_remote_code=one) for one in (False, True))
+    assert weights_digest(plain, "auto") == weights_digest(trusted, "auto")
+    before = weights_digest(plain, "auto")
+    (folder / "modeling.py").write_text("scale = 1.0\n")
+    once = weights_digest(trusted, "auto")
+    (folder / "modeling.py").write_text("scale = 2.0\n")
+    assert len({before, once, weights_digest(trusted, "auto")}) == 3
+    assert weights_digest(plain, "auto") == before
 
 
 def a_request(**fields: Any) -> SimpleNamespace:

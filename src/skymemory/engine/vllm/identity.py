@@ -94,7 +94,7 @@ def weights_digest(model: Any, load_format: object) -> str:
     folder = Path(model.model)
     if not folder.is_dir():
         folder = _downloaded(model.model, model.revision)
-    return f"{load_format} {folder_digest(folder)}"
+    return f"{load_format} {folder_digest(folder, code=bool(model.trust_remote_code))}"
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
@@ -107,22 +107,23 @@ def _downloaded(name: str, revision: str | None) -> Path:
     return Path(config).parent
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of a folder's files of weights and settings; bytes are read once, later looks go
-    by path, inode, size and times.
+def folder_digest(folder: Path, *, code: bool = False) -> str:
+    """SHA-256 over names and contents of a folder's files of weights and settings, with ``code`` of Python files, too;
+    bytes are read once, later looks go by path, inode, size and times.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
     found = hashlib.sha256()
     known = _Digests()
-    for path in sorted(_files(folder)):
+    for path in sorted(_files(folder, code)):
         found.update(f"{path.relative_to(folder)} {known.of(path)}\n".encode())
     known.keep()
     return f"sha256:{found.hexdigest()}"
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_NOT_WEIGHTS))
+def _files(folder: Path, code: bool = False) -> Iterable[Path]:
+    without = tuple(one for one in _NOT_WEIGHTS if not (code and one == ".py"))
+    return (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(without))
 
 
 def _looks_of(folder: Path) -> str:
