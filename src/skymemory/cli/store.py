@@ -110,9 +110,9 @@ def run(args: argparse.Namespace) -> int:
             daemon.serve([listener for _, listener in listeners])
         finally:
             for address, listener in listeners:
-                listener.close()
-                if address.path:
+                if address.path:  # while it listens: then it is ours
                     Path(address.path).unlink(missing_ok=True)
+                listener.close()
     return 0
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from tests.serving.resp.daemons import Forgetful, daemon, serving, until
 
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
+from skymemory.serving.resp import server
 from skymemory.serving.resp.commands import Commands
 from skymemory.serving.resp.server import Daemon, Limits, listen_at
 from skymemory.store.memory import MemoryStore
@@ -255,6 +260,32 @@ def test_a_socket_file_that_was_left_is_replaced_and_one_in_use_is_not(short: Pa
     with pytest.raises(OSError, match="in use"):
         listen_at(address)
     second.close()
+
+
+def test_of_daemons_that_start_at_once_at_a_socket_that_was_left_one_listens_there(short: Path) -> None:
+    address = ListenAddress.parse(f"unix://{short / 'a.sock'}", unix=True)
+
+    def listens(_: int) -> socket.socket | None:
+        try:
+            return listen_at(address)
+        except OSError as error:
+            assert error.errno == errno.EADDRINUSE
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(40):
+            (one,) = (found for found in pool.map(listens, range(8)) if found is not None)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(address.path)
+            one.close()
+
+
+def test_who_holds_the_folder_s_lock_holds_no_daemon_up(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_REPLACED_S", 0.05)
+    holder = os.open(short, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    listen_at(ListenAddress.parse(f"unix://{short / 'a.sock'}", unix=True)).close()
+    os.close(holder)
 
 
 @pytest.mark.parametrize("text", ["/tmp/a.sock", "unix://", "tcp://127.0.0.1", "tcp://a:99999", "http://a:1"])

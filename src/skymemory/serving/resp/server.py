@@ -11,6 +11,7 @@ it holds (``budget``), it is disconnected sooner.
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import logging
 import math
@@ -24,7 +25,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -70,6 +71,8 @@ _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _BLOCKED_S = 0.1
 """After this long a reply that cannot be sent lets what the client sends be read meanwhile."""
+_REPLACED_S = 2.0
+"""For so long a daemon that replaces a socket file waits for others that do."""
 _GRACE_S, _END_S = 2.0, 8.0
 """At the end: for replies under way, and for calls of the store."""
 
@@ -645,19 +648,36 @@ def listen_at(address: ListenAddress) -> socket.socket:
     """
     if not address.path:
         return socket.create_server((address.host, address.port), family=address.family, backlog=512)
-    listener = socket.socket(socket.AF_UNIX)
+    path, listener = Path(address.path), socket.socket(socket.AF_UNIX)
     try:
-        _remove_stale(Path(address.path))
-        before = os.umask(0o177)
-        try:
-            listener.bind(address.path)
-        finally:
-            os.umask(before)
-        listener.listen(512)
+        with _alone_in(path.parent):  # a socket that is bound and does not listen yet looks like one that was left
+            _remove_stale(path)
+            before = os.umask(0o177)
+            try:
+                listener.bind(address.path)
+            finally:
+                os.umask(before)
+            listener.listen(512)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other daemon replaces a socket in there meanwhile; one that holds the lock for long is not waited for."""
+    fd, until_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
+    try:
+        while time.monotonic() < until_s:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _remove_stale(path: Path) -> None:
