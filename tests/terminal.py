@@ -40,6 +40,11 @@ class Emulated(pyte.Screen):
                 self.wrapped.append(self.display[self.cursor.y])
             super().draw(character)
 
+    def resize(self, lines: int | None = None, columns: int | None = None) -> None:
+        super().resize(lines, columns)
+        # pyte leaves the cursor where it was, in the midst of a frame below the last row.
+        self.cursor.x, self.cursor.y = min(self.cursor.x, self.columns), min(self.cursor.y, self.lines - 1)
+
     def set_mode(self, *modes: int, **options: Any) -> None:
         super().set_mode(*modes, **options)
         if options.get("private") and _ALTERNATE >> 5 in modes and not self.alternate:

@@ -97,6 +97,8 @@ def main() -> None:
                 del prompt["cache_salt"]
         adapters = [LoRARequest("sql", 1, one["adapter"]) if one.get("adapter") else None for one in requests]
         sampling = [SamplingParams(**sampling_of(one)) for one in requests]
+        by_priority = job["engine"].get("scheduling_policy") == "priority"
+        priority = {"priority": [one["priority"] for one in requests]} if by_priority else {}
         began_s = time.monotonic()
         if job.get("one_by_one"):
             answers = [
@@ -104,7 +106,7 @@ def main() -> None:
                 for prompt, one, adapter in zip(prompts, sampling, adapters, strict=True)
             ]
         else:
-            answers = llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False)
+            answers = llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False, **priority)
         now = {
             name: sum(one.value for one in llm.get_metrics() if one.name == metric) for metric, name in COUNTS.items()
         }

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -422,6 +423,40 @@ def test_a_server_counts_its_saves_without_requests_and_saves_what_waits_when_it
         finally:
             vllm.stop()
         assert store.stats()["entries"] == 28
+
+
+def test_behind_a_daemon_that_stood_still_the_next_prompt_is_loaded(folder: Path) -> None:
+    """It is stopped between two prompts and, with a third, in the midst of a load."""
+    dice = random.Random(13)
+    prompt = [dice.randrange(5, 8000) for _ in range(1900)]
+
+    def asked(vllm: Vllm) -> tuple[int, str]:
+        vllm.post("/reset_prefix_cache")
+        answer = vllm.post("/v1/completions", {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0, answer["choices"][0]["text"]
+
+    with daemon_over_disk(folder) as (address, process):
+        vllm = Vllm(folder, "stands-still", "--kv-transfer-config", json.dumps(transfer(address)), ours=True)
+        vllm.start()
+        try:
+            vllm.wait()
+            _, text = asked(vllm)
+            ends_s = time.monotonic() + 60
+            while (found := asked(vllm))[0] < 1700:
+                assert time.monotonic() < ends_s, "never loaded"
+            for delay_s in (0.0, 0.002, 0.005, 0.02):
+                assert asked(vllm) == found == (found[0], text)
+                stop = threading.Timer(delay_s, lambda: process.send_signal(signal.SIGSTOP))
+                stop.start()
+                for _ in range(3):
+                    assert asked(vllm)[1] == text, "computed"
+                stop.join()
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.5)
+                assert asked(vllm) == found, delay_s
+        finally:
+            process.send_signal(signal.SIGCONT)
+            vllm.stop()
 
 
 def test_a_daemon_that_is_killed_costs_no_answer_and_is_used_again_when_it_is_back(folder: Path) -> None:
