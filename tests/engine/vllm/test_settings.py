@@ -55,12 +55,18 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
 def configuration(**changes: Any) -> SimpleNamespace:
-    fields: dict[str, Any] = {"policy": "recompute", "pipeline": 1, "speculative": None} | changes
+    fields: dict[str, Any] = {"policy": "recompute", "pipeline": 1, "speculative": None, "chunked": True} | changes
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["policy"]),
         parallel_config=SimpleNamespace(pipeline_parallel_size=fields["pipeline"], tensor_parallel_size=1),
         speculative_config=fields["speculative"],
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=fields["chunked"]),
+        device_config=SimpleNamespace(device_type=fields.get("device", "cpu")),
     )
 
 
@@ -69,6 +75,7 @@ def group(spec: SimpleNamespace) -> SimpleNamespace:
 
 
 FULL = [group(FullAttentionSpec(block_size=32))]
+LATENT = [group(MLAAttentionSpec(block_size=16))]
 WINDOW = [group(SlidingWindowSpec(block_size=32, sliding_window=128, extra_retained_tokens=0))]
 
 
@@ -76,6 +83,9 @@ def test_an_engine_that_is_served() -> None:
     check_engine(configuration(), FULL)
     check_engine(configuration(speculative=SimpleNamespace(method="ngram")), FULL)
     check_engine(configuration(), WINDOW + FULL + WINDOW)
+    check_engine(configuration(), LATENT)
+    check_engine(configuration(chunked=False, device="cuda"), LATENT)
+    check_engine(configuration(chunked=False), FULL)
     assert parts_of(WINDOW + FULL + WINDOW) == [PartOfModel((1,)), PartOfModel((0, 2), 128)]
 
 
@@ -90,6 +100,7 @@ def test_an_engine_that_is_served() -> None:
             r"model\.layers\.3 has a cache of vLLM's kind MambaSpec",
         ),
         ({}, [group(SlidingWindowSpec(block_size=32, extra_retained_tokens=3))], "for drafting"),
+        ({"chunked": False}, LATENT, "VLLM_MLA_DISABLE=1"),
         ({"pipeline": 2}, FULL, "pipeline_parallel_size is 2"),
         ({"speculative": SimpleNamespace(method="eagle")}, FULL, "'eagle'"),
     ],

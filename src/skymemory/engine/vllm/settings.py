@@ -84,6 +84,12 @@ def check_engine(config: Any, groups: Any) -> None:
             'Write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
     check_groups(groups)
+    latent = any(type(group.kv_cache_spec).__name__ == _LATENT for group in groups)
+    if latent and config.device_config.device_type == "cpu" and not config.scheduler_config.enable_chunked_prefill:
+        raise InvalidInput(
+            "vLLM's attention for latent caches (MLA) on this CPU computes each prompt from its beginning, and would "
+            "not see what is loaded: set VLLM_MLA_DISABLE=1, which keeps keys and values instead"
+        )
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (ranks := getattr(parallel, name, 1)) != 1:
@@ -96,7 +102,8 @@ def check_engine(config: Any, groups: Any) -> None:
         )
 
 
-_FULL, _WINDOW = ("FullAttentionSpec", "MLAAttentionSpec"), "SlidingWindowSpec"
+_LATENT, _WINDOW = "MLAAttentionSpec", "SlidingWindowSpec"
+_FULL = ("FullAttentionSpec", _LATENT)
 _WITHOUT = "run this model without the connector: vLLM's own prefix cache works as before"
 
 
