@@ -111,7 +111,7 @@ def states_of() -> Any:
 
 
 def hybrid(asked: dict[str, Any], backend: Any, config: Any, pool: Any) -> dict[str, Any]:
-    """Pages of keys and values, of a window and of states: stored, or looked up and loaded. Each look-up is made of
+    """Pages of keys and values, of a window and of states: stored, or looked up and loaded. Each lookup is made of
     SGLang's own backend for files, too, which has the same pages.
     """
     window, states = pool_of(torch.float32, 1, 4, "page_first"), states_of()

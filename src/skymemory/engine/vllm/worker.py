@@ -251,7 +251,7 @@ class WorkerSide:
         queue_bytes: int = 512 << 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``by_request``: of a load that fails vLLM is told the request, not the blocks. It knows no other way where a
+        """``by_request``: of a load that fails vLLM gets the request, not the blocks. It knows no other way where a
         model has several groups of layers; and behind part of a window no request can go on.
         """
         self._parts = parts
