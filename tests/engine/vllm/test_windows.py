@@ -163,7 +163,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def computed(store: Store, windows: list[int | None], tokens: list[int], step: int) -> None:
-    """By an engine of its own, so many tokens a step."""
+    """By an engine of its own, this many tokens a step."""
     engine, request = Engine(store, windows), Request("first", tokens)
     engine.scheduler._loads = False
     engine.matched(request)
