@@ -414,6 +414,12 @@ def test_behind_a_store_that_stood_still_the_next_prompt_is_loaded_and_behind_on
 
         assert asked("one") and asked("two")
         store.hangs = True
+        assert not asked("alone"), "it is given up"
+        store.hangs = False
+        store.go.set()
+        assert asked("next")
+        store.go.clear()
+        store.hangs = True
         assert not asked("three", beside="four"), "they are given up"
         store.hangs = False
         store.go.set()

@@ -234,6 +234,20 @@ def test_of_a_window_only_blocks_in_sight_are_loaded(store: MemoryStore, monkeyp
     engine.close()
 
 
+def test_what_the_engine_has_the_store_need_not_have(store: MemoryStore) -> None:
+    words = prompt(6 * VALUE + 1)
+    computed(store, [None, 40], words, 6 * VALUE + 1)
+    keys = hash_blocks(CONTEXT.digest(), words, VALUE)
+    store.delete([*keys[:4], *(part_key(key, 1) for key in keys[:4])])
+    engine, request = Engine(store, [None, 40]), Request("second", words)
+    found = engine.matched(request, 4 * VALUE)
+    assert found == 2 * VALUE
+    engine.admit(request, found, 4 * VALUE)
+    engine.until_loaded(request)
+    assert not engine.failed and engine.sees(request, 6 * VALUE)
+    engine.close()
+
+
 def test_a_value_that_is_lost_ends_the_whole_load_and_is_saved_again(store: MemoryStore) -> None:
     words = prompt(6 * VALUE + 1)
     computed(store, MIXED, words, 6 * VALUE + 1)
