@@ -21,6 +21,7 @@ setup(
             py_limited_api=STABLE_ABI,
             extra_compile_args=[
                 "-O3",
+                "-g0",
                 "-fvisibility=hidden",
                 "-std=c11",
                 "-Wall",
