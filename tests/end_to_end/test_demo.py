@@ -104,9 +104,14 @@ def test_bad_options_are_refused_before_anything_is_started(options: list[str]) 
     assert answer.returncode == 2 and options[1] in answer.stderr and answer.stdout == ""
 
 
+@pytest.mark.brief("UTF-16")
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff\xfe\x00binary", "UTF-16, expected UTF-8"), (b"\x80binary", "not UTF-8"), (b"a few words", "at least 129")],
+    [
+        pytest.param(b"\xff\xfe\x00binary", "UTF-16, expected UTF-8", id="UTF-16"),
+        (b"\x80binary", "not UTF-8"),
+        (b"a few words", "at least 129"),
+    ],
 )
 def test_a_document_that_is_no_text_or_too_short_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     document = tmp_path / "document"

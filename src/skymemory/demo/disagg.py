@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 from skymemory.demo.engines import (
     constellation,
-    environment_hint,
     own_engine,
+    python_of_vllm,
     random_model,
     router,
     store_daemon,
@@ -36,7 +36,7 @@ from skymemory.demo.engines import (
 from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_model_folder, shipped_document
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import SkyMemoryError
 from skymemory.progress import Progress
 from skymemory.text import Table, width_of, write
 
@@ -88,10 +88,8 @@ def run_disagg(args: argparse.Namespace) -> int:
     """Prints the table and the burst; 1 if an answer failed or differed, nothing was moved, or a refused request cost
     a prefill.
     """
-    python = args.python.absolute()
-    own = args.engine == "own" or (args.engine is None and not python.is_file())
-    if not own and not python.is_file():
-        raise InvalidInput(f"--python {args.python}: no such file; {environment_hint()}; --engine own does without")
+    own = args.engine == "own" or (args.engine is None and not args.python.is_file())
+    python = args.python if own else python_of_vllm(args.python, "; --engine own does without")
     if args.model is not None:
         check_model_folder(args.model)
     progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown() * contention(2)

@@ -15,62 +15,69 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from skymemory.engine.vllm.settings import transfer_config
+from skymemory.errors import InvalidInput
 from skymemory.installation import make_command
 from skymemory.progress import Progress
 from skymemory.testbed.liveness import StartWait, guard
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
 _GRACE_S = 15.0
 _SKYMEMORY = (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin")
+_FIND = """
+import importlib.util
+print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
+"""
+_FIND_S = 120.0
+"""A Python that starts takes a tenth of a second; on a busy computer with a cold disk, some."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def windowed_model(folder: Path, progress: Progress) -> Path:
-    """As ``random_model``; five of its six layers see 512 tokens, of which alone they load what is in sight."""
-    import torch
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig
-    from transformers.utils import logging as transformers_logging
-
-    from skymemory.engine.models import train_tokenizer
-
-    progress.say("a model of Gemma 3's shape, 6 of the 1B's 26 layers, with random weights")
-    transformers_logging.disable_progress_bar()
-    tokenizer = train_tokenizer()
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        sliding_window=512,
-        max_position_embeddings=4096,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def random_model(folder: Path, progress: Progress) -> Path:
-    """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays."""
+def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> Path:
+    """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays. ``windows``: five of
+    six layers see 512 tokens, of which alone they load what is in sight.
+    """
     from transformers.utils import logging as transformers_logging
 
     from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama, train_tokenizer
 
-    progress.say("a model of TinyLlama's shape, 6 of its 22 layers, with random weights")
+    shape = "Gemma 3's shape, 6 of the 1B's 26 layers" if windows else "TinyLlama's shape, 6 of its 22 layers"
+    progress.say(f"a model of {shape}, with random weights")
     transformers_logging.disable_progress_bar()
     tokenizer = train_tokenizer()
-    shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": 6, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    build_llama(shape, dtype="bfloat16").save_pretrained(folder)
+    common = {"num_hidden_layers": 6, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    if windows:
+        model = _gemma(common, tokenizer)
+    else:
+        model = build_llama({**TINYLLAMA_SHAPE, **common}, dtype="bfloat16")
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _gemma(common: Mapping[str, int], tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **common,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return made
 
 
 @contextmanager
@@ -186,11 +193,24 @@ def vllm_server(
     )
 
 
-def environment_hint() -> str:
-    """How to come to an environment with vLLM, for errors."""
-    return (
-        f"{make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, or name the Python of any "
-        "other"
+def python_of_vllm(given: Path, otherwise: str = "") -> Path:
+    """The absolute path of ``given``, a Python that finds vLLM and the openai client.
+
+    Raises:
+        InvalidInput: It is none, or lacks one of them; how to come to such an environment. ``otherwise``: what else
+            can be done.
+    """
+    python = given.absolute()
+    if not python.is_file():
+        lacking = "no such file"
+    else:
+        done = subprocess.run([str(python), "-c", _FIND], capture_output=True, text=True, timeout=_FIND_S)
+        if done.returncode == 0 and done.stdout == "":
+            return python
+        lacking = f"has no {done.stdout.strip()}" if done.returncode == 0 else "is no Python that runs"
+    raise InvalidInput(
+        f"--python {given}: {lacking}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
+        f"or name the Python of any other{otherwise}"
     )
 
 

@@ -20,17 +20,16 @@ from typing import Any
 
 from skymemory.demo.engines import (
     constellation,
-    environment_hint,
     our_package,
+    python_of_vllm,
     random_model,
     store_daemon,
     vllm_server,
-    windowed_model,
 )
 from skymemory.demo.estimate import say_estimate, took
 from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
-from skymemory.errors import InvalidInput, SkyMemoryError
+from skymemory.errors import SkyMemoryError
 from skymemory.progress import Progress
 from skymemory.text import Table, write
 
@@ -43,14 +42,11 @@ _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "Wha
 
 def run_vllm(args: argparse.Namespace) -> int:
     """Prints tokens and times of each request; 1 if the second server loaded nothing, or answered otherwise."""
-
-    python = args.python.absolute()
-    if not python.is_file():
-        raise InvalidInput(f"--python {args.python}: no such file; {environment_hint()}")
     if args.model is None:
         check_engine_installed("small")
     else:
         check_model_folder(args.model)
+    python = python_of_vllm(args.python)
     document = shipped_document()[: args.characters]
     answers = []
     progress = Progress(sys.stderr)
@@ -60,8 +56,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
         with progress.wait("a model is made"):
-            made = windowed_model if args.windows else random_model
-            model = args.model or made(folder / "model", progress)
+            model = args.model or random_model(folder / "model", progress, windows=args.windows)
         with progress.wait("a constellation of 95 satellites, and the store daemon in front of it, start"):
             stack.enter_context(constellation(folder))
             store = stack.enter_context(store_daemon(folder))
