@@ -5,6 +5,7 @@ The real one is in tests/vllm; here its order of calls is driven by hand, so tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -43,6 +44,15 @@ class Request(SimpleNamespace):
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """vLLM's names of its whole blocks."""
+        return [name_of(self.all_token_ids[: (block + 1) * BLOCK]) for block in range(self.num_tokens // BLOCK)]
+
+
+def name_of(tokens: list[int]) -> bytes:
+    return hashlib.sha256(repr(tokens).encode()).digest()
 
 
 def kv_of(tokens: list[int], block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

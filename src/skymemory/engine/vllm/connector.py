@@ -11,9 +11,11 @@ decided is in ``scheduler``, what is done in ``worker``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -24,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -32,6 +35,7 @@ import vllm
 from skymemory import __version__
 from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.engine.vllm import register
+from skymemory.engine.vllm.announcements import Announced, Announcements
 from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
@@ -78,17 +82,23 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ]
         )
         is_plain = len(self._groups) == 1 and self._parts_of_model[0].window is None
+        self._announcements: Announcements | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             seeds = Seeds(context)
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            events = vllm_config.kv_events_config
+            if events is not None and events.enable_kv_cache_events:
+                self._announcements = Announcements(ranks)
             self._scheduler = SchedulerSide(
                 parts,
                 shape,
                 seeds,
                 self._block_ids,
                 cake=_Door(self, vllm_config) if is_plain and cakes(vllm_config) else None,
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                announcements=self._announcements,
+                ranks=ranks,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
                 wait_s=settings.wait_s,
@@ -169,6 +179,31 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         if isinstance(connector_output.kv_connector_worker_meta, Outcome):
             self._scheduler.update(connector_output.kv_connector_worker_meta)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the store has of the blocks that vLLM's own events have named (see ``announcements``)."""
+        return () if self._announcements is None else map(self._event, self._announcements.take())
+
+    def _event(self, announced: Announced) -> KVCacheEvent:
+        assert self._scheduler is not None
+        names = [maybe_convert_block_hash(name) for name in announced.names]
+        where = {
+            "medium": MEDIUM_STORAGE,
+            "group_idx": self._parts_of_model[0].groups[0],
+            "locality": "LOCAL" if self._scheduler.store_kind in _SOURCES else "REMOTE",
+        }
+        if not announced.stored:
+            return BlockRemoved(block_hashes=names, **where)
+        block_tokens = self._groups[0].kv_cache_spec.block_size
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=block_tokens,
+            lora_id=None,
+            lora_name=None,
+            **where,
+        )
 
     def has_pending_push_work(self) -> bool:
         """vLLM goes on stepping for it, without requests and when it stops (see ``Saver.close``)."""

@@ -146,6 +146,8 @@ class Outcome:
     """Values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
     """Bytes and seconds of loads of what had just been saved."""
+    saved: list[bytes] = field(default_factory=list)
+    """Keys that the store has now; once for each rank."""
     unsaved: list[bytes] = field(default_factory=list)
     """Keys of saves that came to nothing."""
 
@@ -168,6 +170,7 @@ class Outcome:
             added(self.counts, other.counts),
             self.saving + other.saving,
             self.read_back + other.read_back,
+            self.saved + other.saved,
             self.unsaved + other.unsaved,
         )
 

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from skymemory.cache.blocks import Part, Parts, PrefixSearch
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
 from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.engine.vllm.announcements import Announcements
 from skymemory.engine.vllm.plan import (
     GIVEN_UP,
     Load,
@@ -183,6 +184,7 @@ class SchedulerSide:
         block_ids: Callable[[str], BlockTables],
         *,
         cake: CakeDoor | None = None,
+        announcements: Announcements | None = None,
         ranks: int = 1,
         loads: bool = True,
         saves: bool = True,
@@ -203,6 +205,7 @@ class SchedulerSide:
         """Those of before: nothing of them is taken over any more."""
         self._block_ids = block_ids
         self._cake = cake
+        self._announcements = announcements
         self._ending: list[str] = []
         """Backward loads to be ended by the next plan."""
         self._step_s = 0.0
@@ -420,6 +423,8 @@ class SchedulerSide:
                     self._sent[key] = None
                     parent = part_key(known.keys[depth - 1], number) if depth else None
                     saves.append(Save(number, key, depth, parent, blocks))
+                    if self._announcements is not None and number == 0:
+                        self._announcements.saving(key, self._names(request, depth))
         while len(self._sent) > _KEPT_SENT:
             self._sent.popitem(last=False)
         known.settled = whole
@@ -435,6 +440,9 @@ class SchedulerSide:
             self._saving, self._saved_s = outcome.saving, self._clock()
         for size_bytes, seconds in outcome.read_back:
             self._loading.took(size_bytes, seconds)
+        if self._announcements is not None:
+            self._announcements.saved(outcome.saved)
+            self._announcements.unsaved(outcome.unsaved)
         if outcome.unsaved:
             self._note_unsaved(outcome.unsaved)
         for request_id, loaded in outcome.loaded.items():
@@ -518,6 +526,7 @@ class SchedulerSide:
         elif backward.lowest_tokens is not None and computed >= backward.lowest_tokens:
             self._cake.go_on_from(known.request, backward.end_tokens)
             self._counts["cake_tokens"] += backward.end_tokens - computed
+            self._announce(known, computed, backward.end_tokens)
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
@@ -539,6 +548,7 @@ class SchedulerSide:
         loaded = len(loading) - known.missing_tokens
         used = max(0, min(computed_tokens, loading.stop) - loading.start)
         self._count_loaded(loaded, min(used, loaded), reason)
+        self._announce(known, loading.start, loading.start + min(used, loaded))
         if used < loaded and reason == _ALL_THE_SAME and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -548,6 +558,19 @@ class SchedulerSide:
                 loaded,
                 known.request.request_id,
             )
+
+    def _announce(self, known: Known, start: int, end: int) -> None:
+        """These tokens were loaded."""
+        if self._announcements is not None:
+            for depth in range(-(-start // self._shape.value_tokens), end // self._shape.value_tokens):
+                self._announcements.stored(known.keys[depth], self._names(known.request, depth))
+
+    def _names(self, request: Any, depth: int) -> Sequence[bytes]:
+        """vLLM's, of a value's blocks; none where vLLM names shorter blocks than the first group's."""
+        if len(request.block_hashes) > request.num_tokens // self._shape.block_tokens:
+            return ()
+        size = self._shape.blocks_per_value
+        return [bytes(name) for name in request.block_hashes[depth * size : (depth + 1) * size]]
 
     def _count_loaded(self, loaded: int, used: int, reason: str) -> None:
         self._counts["loaded_tokens"] += loaded
@@ -597,6 +620,8 @@ class SchedulerSide:
             else:
                 del self._known[name]  # it is asked about again
         self._sent.clear()
+        if self._announcements is not None:
+            self._announcements.clear()
         return not any(name in loading for name in self._known)
 
     def counts(self) -> dict[str, int]:
@@ -664,6 +689,8 @@ class SchedulerSide:
         if lookup.found is None and lookup.call.wait(_ANSWERED_S):
             if (error := lookup.call.error) is None:
                 lookup.found = int(str(lookup.call.result))
+                if self._announcements is not None:
+                    self._announcements.lost(known.keys[max(first, lookup.found) : wanted])
                 self._latencies.took(now_s - lookup.asked_s)
             else:  # vLLM goes on
                 _log.error("a lookup failed by a fault of the connector", exc_info=error)

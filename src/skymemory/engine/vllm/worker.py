@@ -346,7 +346,7 @@ class WorkerSide:
     def outcome(self) -> Outcome | None:
         """Since the last step; None if there is nothing to say."""
         outcome, self._outcome = self._outcome, Outcome()
-        outcome.counts, outcome.saving, outcome.read_back, outcome.unsaved = self._saver.news()
+        self._saver.report(outcome)
         with self._ended:
             waited_values, self._waited_values = self._waited_values, 0
         if waited_values:
@@ -577,6 +577,7 @@ class Saver:
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._read_back: list[tuple[int, float]] = []
+        self._saved: list[bytes] = []
         self._unsaved: list[bytes] = []
         self._reads_back = True
         self._thread: threading.Thread | None = None
@@ -612,13 +613,14 @@ class Saver:
                 self._thread.start()
             self._changed.notify_all()
 
-    def news(self) -> tuple[dict[str, float], int, list[tuple[int, float]], list[bytes]]:
-        """Counts, loads of saved values, and keys not saved, since the last call; and how many values are held now."""
+    def report(self, outcome: Outcome) -> None:
+        """What happened since the last call, and how many values are held now."""
         with self._changed:
-            counts, self._counts = self._counts, Counter()
-            read_back, self._read_back = self._read_back, []
-            unsaved, self._unsaved = self._unsaved, []
-            return dict(counts), self._held, read_back, unsaved
+            outcome.saving = self._held
+            outcome.counts, self._counts = dict(self._counts), Counter()
+            outcome.read_back, self._read_back = self._read_back, []
+            outcome.saved, self._saved = self._saved, []
+            outcome.unsaved, self._unsaved = self._unsaved, []
 
     def wait(self, seconds: float) -> None:
         """Until all is saved, so long at most."""
@@ -668,6 +670,7 @@ class Saver:
                     self._held_bytes -= self._value_bytes[one.part]
                     self._free[one.part].append(one.value)
                 self._counts.update(counts)
+                self._saved += [one.save_key for one in batch if one.save_key not in unsaved]
                 self._unsaved += unsaved
                 self._changed.notify_all()
 
