@@ -31,7 +31,7 @@ WHAT = {
     "get_finished": "requests whose loads have ended; saves hold no blocks",
     "get_finished_count": "each worker reports for itself",
     "get_handshake_metadata": "none: workers do not speak to each other",
-    "get_kv_connector_kv_cache_events": "blocks that the store has: once stored or loaded, until a lookup finds them lost",
+    "get_kv_connector_kv_cache_events": "none: the scheduler says what is stored (`take_events`)",
     "get_kv_connector_stats": "counters since the last report",
     "get_loaded_kv_cache_group_ids": "all groups",
     "get_mem_pool_context": "none: caches are allocated as without the connector",
