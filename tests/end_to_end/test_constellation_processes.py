@@ -54,7 +54,7 @@ class Sky:
         return answer
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self("constellation", "status", "--json", "--patience", "300ms").stdout)
+        found: dict[str, Any] = json.loads(self("constellation", "status", "--json", "--patience", "2s").stdout)
         return found
 
     def host_pids(self) -> dict[str, int]:
@@ -169,7 +169,7 @@ def test_a_dead_host_is_shown_and_down_still_works(sky: Sky) -> None:
     victim = sky.host_pids()["host-3"]
     os.kill(victim, signal.SIGKILL)
     assert eventually(lambda: victim not in sky.processes())
-    table = sky("constellation", "status", "--patience", "300ms")
+    table = sky("constellation", "status", "--patience", "2s")
     assert table.returncode == 1 and "host-3 is dead" in table.stdout
     status = sky.status()
     assert not status["healthy"]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.router.running import PATIENCE_S, Running, until
+from tests.router.running import PATIENCE_S, Answer, Running, until
 
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.request_account import UsageReader
@@ -224,10 +224,21 @@ def test_clients_that_send_slowly_are_warned_or_cut_off(run: Run) -> None:
     assert running.complete().status == 200
 
 
+def eight_at_once(running: Running) -> list[Answer]:
+    """The engines answer once four were refused."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(running.complete, mock={"hold": True}) for _ in range(8)]
+        try:
+            until(lambda: sum(one.done() for one in asked) >= 4)
+        finally:
+            for engine in running.engines:
+                running.loop.loop.call_soon_threadsafe(engine.release.set)
+        return [one.result() for one in asked]
+
+
 def test_too_much_at_once_is_refused_with_a_time(run: Run) -> None:
     running = run(engines=1, limits={"max_in_flight": 4})
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: running.complete(mock={"first_byte_s": 0.5}), range(8)))
+    answers = eight_at_once(running)
     statuses = sorted(answer.status for answer in answers)
     assert statuses == [200] * 4 + [429] * 4
     refused = next(answer for answer in answers if answer.status == 429)
@@ -237,8 +248,7 @@ def test_too_much_at_once_is_refused_with_a_time(run: Run) -> None:
 
 def test_servers_that_have_enough_waiting_get_no_more(run: Run) -> None:
     running = run(engines=2, limits={"max_waiting": 2})
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: running.complete(mock={"first_byte_s": 0.5}), range(8)))
+    answers = eight_at_once(running)
     assert sorted(answer.status for answer in answers) == [200] * 4 + [429] * 4
     assert [len(engine.seen) for engine in running.engines] == [2, 2]
 
