@@ -73,7 +73,7 @@ def loaded(values: PluginStore, names: Sequence[str] = NAMES) -> list[bytes | No
 
 def test_what_is_saved_is_loaded(values: PluginStore) -> None:
     assert loaded(values) == [None] * 5 and values.prefix(NAMES) == 0
-    assert values.save(NAMES[:3], pieces) == [True] * 3
+    assert values.save(NAMES[:3], pieces).done == [True] * 3
     assert values.present(NAMES) == [True] * 3 + [False] * 2 and values.prefix(NAMES) == 3
     assert loaded(values) == [data(0), data(1), data(2), None, None]
     assert values.counters.as_dict() == {
@@ -89,7 +89,7 @@ def test_what_is_saved_is_loaded(values: PluginStore) -> None:
 def test_what_is_there_is_not_read_again(values: PluginStore) -> None:
     values.save(NAMES[:2], pieces)
     read: list[int] = []
-    assert values.save(NAMES[:3], lambda at: [read.append(at) or data(at)]) == [True] * 3  # type: ignore[func-returns-value,list-item]
+    assert values.save(NAMES[:3], lambda at: [read.append(at) or data(at)]).done == [True] * 3  # type: ignore[func-returns-value,list-item]
     assert read == [2] and values.counters.get("present_total") == 2
 
 
@@ -165,7 +165,7 @@ def test_a_store_that_hangs_costs_its_deadlines_once() -> None:
 
 def test_a_value_that_fits_nowhere_is_counted(memory: MemoryStore) -> None:
     values = PluginStore(SETTINGS, CONTEXT, 2 << 20, memory)
-    assert values.save(NAMES[:1], lambda at: [bytes(2 << 20)]) == [False]
+    assert values.save(NAMES[:1], lambda at: [bytes(2 << 20)]).done == [False]
     assert values.counters.get("refused_total", "too large") == 1
 
 
@@ -176,7 +176,7 @@ def test_a_fault_of_ours_is_a_miss(values: PluginStore) -> None:
         raise TypeError("a fault")
 
     assert values.load(NAMES, broken) == [False] * 5
-    assert values.save(["new"], lambda at: [None]) == [False]  # type: ignore[list-item]
+    assert values.save(["new"], lambda at: [None]).done == [False]  # type: ignore[list-item]
     assert values.counters.get("failures_total", "TypeError") == 2
 
 

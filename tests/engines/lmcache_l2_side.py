@@ -36,16 +36,13 @@ def manager_of(options: dict[str, Any]) -> StorageManager:
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     dtype, tokens = getattr(torch, asked.get("dtype", "float32")), asked.get("chunk", 16)
     layout = MemoryLayoutDesc([torch.Size([2, 3, tokens, 16])], [dtype])
-    keys = [
-        ObjectKey(
-            bytes([at]) * 32,
-            asked.get("model", "small"),
-            asked.get("rank", 0),
-            asked.get("group", 0),
-            asked.get("salt", ""),
-        )
-        for at in range(COUNT)
-    ]
+    group = asked.get("group", 0)
+
+    def keys_of(rank: int) -> list[ObjectKey]:
+        model, salt = asked.get("model", "small"), asked.get("salt", "")
+        return [ObjectKey(bytes([at]) * 32, model, rank, group, salt) for at in range(COUNT)]
+
+    keys = keys_of(asked.get("rank", 0))
 
     def number(at: int) -> torch.Tensor:
         return (torch.arange(2 * 3 * tokens * 16) % 251 + at).to(dtype).reshape(layout.shapes[0])
@@ -71,12 +68,20 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
                     break
                 time.sleep(0.01)
             said = {"stored": stored, "refused": refused}
+            if asked.get("unanswered"):
+                adapter.values.present = lambda names: [False] * len(names)
+                lookup = adapter.submit_lookup_and_lock_task(keys, {})
+                while (found := adapter.query_lookup_and_lock_result(lookup)) is None:
+                    time.sleep(0.01)
+                assert not any(found.test(at) for at in range(COUNT))
         else:
-            row = GroupedObjectKeys(keys, asked.get("group", 0), layout, asked.get("window", -1))
-            handle = manager.submit_prefetch_task(PrefetchTaskSpec([row]))
+            rows = [keys, *(keys_of(rank) for rank in asked.get("others", ()))]
+            window = asked.get("window", -1)
+            spec = PrefetchTaskSpec([GroupedObjectKeys(row, group, layout, window) for row in rows])
+            handle = manager.submit_prefetch_task(spec)
             assert manager.wait_prefetch_status(handle, WAIT_S)
             result = manager.query_prefetch_status(handle)
-            (hits,) = result.l2_hit_cells
+            hits = result.l2_hit_cells[0]
             loaded = [hits.test(at) for at in range(COUNT)]
             found = [key for key, there in zip(keys, loaded, strict=True) if there]
             equal = True

@@ -179,8 +179,8 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         pp_size=1,
         attn_cp_rank=0,
         attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=True,
+        is_mla_model=asked.get("mla", False),
+        enable_storage_metrics=asked.get("metrics", True),
         is_page_first_layout=layout == "page_first",
         model_name=asked.get("model", "small"),
         extra_config={
@@ -236,6 +236,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         ]
     said["seconds"] = time.monotonic() - began_s
     said["counters"] = backend.values.counters.as_dict()
+    said["noted"] = len(backend._metrics.prefetch_pgs) + len(backend._metrics.backup_pgs)
     backend.close()
     return said
 

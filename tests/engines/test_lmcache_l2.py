@@ -90,6 +90,34 @@ def test_deleted_objects_are_gone_and_count_no_more(both: tuple[Side, Side], sto
     assert other.ask("load", store)["loaded"] == [False] * COUNT
 
 
+def test_a_lookup_without_an_answer_says_not_that_objects_are_gone(both: tuple[Side, Side], store: str) -> None:
+    said = both[0].ask("store", store, unanswered=True)
+    assert said["used"] > 0 and said["stored"] == COUNT
+
+
+def test_an_object_that_one_rank_lacks_costs_what_is_behind_it_alone(both: tuple[Side, Side], store: str) -> None:
+    """LMCache loads the objects of all ranks at once, one rank's behind the other's."""
+    one, other = both
+    keys = one.ask("store", store, rank=0)["keys"]
+    assert one.ask("store", store, rank=1)["stored"] == COUNT
+    with RedisStore(store) as values:
+        values.delete([bytes.fromhex(keys[3])])
+    said = other.ask("load", store, rank=0, others=[1])
+    assert said["loaded"] == [True] * 3 + [False] * 3 and said["equal"], said
+
+
+def test_bytes_without_a_type_are_refused_and_of_two_types_do_not_meet(both: tuple[Side, Side], store: str) -> None:
+    one, other = both
+    said = one.ask("store", store, dtype="uint8")
+    assert (said["stored"], said["refused"]) == (0, COUNT), said
+    for kv_dtype in ("fp8_e4m3", "fp8_e5m2"):
+        assert one.ask("store", store, dtype="uint8", options={"kv_dtype": kv_dtype})["stored"] == COUNT
+        said = other.ask("load", store, dtype="uint8", options={"kv_dtype": "fp8_e4m3"})
+        assert said["loaded"] == [True] * COUNT and said["equal"], said
+    assert other.ask("load", store, dtype="uint8")["loaded"] == [False] * COUNT
+    assert other.ask("load", store, dtype="uint8", options={"kv_dtype": "fp8"})["loaded"] == [False] * COUNT
+
+
 def test_wrong_options_say_what_to_do(both: tuple[Side, Side], store: str) -> None:
     one, _ = both
     assert "weights is missing" in one.ask("load", store, options={"weights": ""})["error"]

@@ -128,6 +128,44 @@ def test_other_engines_share_nothing(engine: tuple[Side, Side, dict[str, Any]], 
         assert not keys & set(found["keys"]), change
 
 
+@pytest.mark.parametrize("name", ["lmcache", "sglang"])
+def test_bytes_without_a_type_are_refused_and_of_two_types_do_not_meet(
+    sides: dict[str, tuple[Side, Side]], name: str, store: str
+) -> None:
+    """Both kinds of 8-bit floats are bytes (uint8) to the engines' memory."""
+    module, about = ENGINES[name]
+    one, other = sides[module]
+    assert "kv_dtype is missing" in one.ask("ask", store, **about, dtype="uint8")["error"]
+    for kv_dtype in ("fp8_e4m3", "fp8_e5m2"):
+        options = {"kv_dtype": kv_dtype}
+        assert not any(other.ask("ask", store, **about, dtype="uint8", options=options)["loaded"])
+        one.ask("store", store, **about, dtype="uint8", options=options)
+        found = other.ask("ask", store, **about, dtype="uint8", options=options)
+        assert found["loaded"] == found["equal"] == [True] * COUNT
+
+
+def test_without_metrics_sglangs_numbers_are_not_kept(sides: dict[str, tuple[Side, Side]], store: str) -> None:
+    one, _ = sides["sglang_side"]
+    assert one.ask("store", store)["noted"] > 0 and one.ask("ask", store, metrics=False)["noted"] == 0
+
+
+def test_where_all_ranks_have_the_same_pages_one_stores_for_all(
+    sides: dict[str, tuple[Side, Side]], store: str, tmp_path: Path
+) -> None:
+    """Of models with latent caches (MLA), other pools than keys and values, too; states are cut by rank."""
+    one, other = sides["sglang_side"]
+    hybrid = {"stored": {"KV": list(range(COUNT)), "SWA": list(range(COUNT))}, "mla": True}
+    hybrid |= {"others": [["SWA", "all", COUNT]], "folder": str(tmp_path / "files")}
+    one.ask("store", store, **hybrid)
+    said = other.ask("load", store, rank=1, **hybrid)
+    assert said["same"] and said["found"] == COUNT and said["equal"], said
+    hybrid["stored"] |= {"MAMBA": list(range(COUNT))}
+    hybrid["others"] = [["MAMBA", "last", 1]]
+    one.ask("store", store, **hybrid)
+    assert other.ask("load", store, **hybrid)["found"] == COUNT
+    assert other.ask("load", store, rank=1, **hybrid)["found"] == 0
+
+
 def test_a_damaged_value_is_a_miss_and_is_stored_again(engine: tuple[Side, Side, dict[str, Any]], store: str) -> None:
     one, other, about = engine
     keys = [bytes.fromhex(key) for key in one.ask("store", store, **about)["keys"]]

@@ -2,9 +2,10 @@
 
     .venv-vllm/bin/python tests/vllm/offline.py JOB.json RESULT.json
 
-The job: ``engine`` (options of ``LLM``), ``transfer`` (of ``KVTransferConfig``, or null), ``rounds`` of requests
-(``tokens``, ``salt``, ``adapter``, ``max_tokens``, ``sampling``); before each round but the first vLLM's own prefix
-cache is emptied. Before the rounds in ``changed`` the weights are changed in place, and the connector is reset, too.
+The job: ``engine`` (options of ``LLM``), ``transfer`` (of ``KVTransferConfig``, or null), ``pooling`` (vLLM's name of a
+task, for a model that pools), ``rounds`` of requests (``tokens``, ``salt``, ``adapter``, ``max_tokens``, ``sampling``).
+Before each round but the first vLLM's own prefix cache is emptied; before those in ``changed`` the weights are changed
+in place, and the connector is reset, too.
 """
 
 from __future__ import annotations
@@ -63,16 +64,20 @@ def all_of(answer: Any) -> dict[str, Any]:
 
 def main() -> None:
     from tests.vllm.weights import change_weights
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, PoolerConfig
     from vllm.lora.request import LoRARequest
 
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(sys.argv[1]).read_text())
+    task = job.get("pooling")
     options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "disable_log_stats": False}
     if job["transfer"]:
         options["kv_transfer_config"] = KVTransferConfig(**job["transfer"])
-    llm = LLM(**options | job["engine"])
+    options |= job["engine"]
+    if "pooler_config" in options:
+        options["pooler_config"] = PoolerConfig(**options["pooler_config"])
+    llm = LLM(**options)
     rounds: list[dict[str, Any]] = []
     before: dict[str, float] = {}
 
@@ -95,6 +100,11 @@ def main() -> None:
         for prompt in prompts:
             if prompt["cache_salt"] is None:
                 del prompt["cache_salt"]
+        if task:
+            pooled = llm.encode(prompts, pooling_task=task, use_tqdm=False)
+            vectors = [one.outputs.data.tolist() for one in pooled]
+            rounds.append({"vectors": vectors, "cached": [one.num_cached_tokens for one in pooled]})
+            continue
         adapters = [LoRARequest("sql", 1, one["adapter"]) if one.get("adapter") else None for one in requests]
         sampling = [SamplingParams(**sampling_of(one)) for one in requests]
         by_priority = job["engine"].get("scheduling_policy") == "priority"

@@ -66,7 +66,7 @@ def test_what_was_evicted_is_known_to_be_in_the_store_and_what_is_lost_there_is_
         assert ears.feed.counts.unknown_events == ears.feed.counts.unusable_events == 0
 
     with TemporaryDirectory(prefix="sky-vllm-") as folder, Lossy() as store, daemon(store, Path(folder)) as address:
-        vllm = Vllm(Path(folder), "tells", "--kv-transfer-config", json.dumps(transfer(address)), ours=True)
+        vllm = Vllm(Path(folder), "events", "--kv-transfer-config", json.dumps(transfer(address)), ours=True)
         try:
             vllm.start()
             vllm.wait()

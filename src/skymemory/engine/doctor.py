@@ -258,7 +258,7 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
                 continue
             rate = f"{format_size(size_bytes)} loaded in {format_duration(took_s)}"
             found.append(Finding(f"store {address}", True, f"{server}{rate}"))
-        if holder is not None and not holder.delete([holder.key(name)]):
+        if holder is not None and holder.delete([holder.key(name)]) != [True]:
             words = "what was stored cannot be deleted everywhere: a tier behind it does not answer"
             found.append(Finding(f"store {where}", False, words))
     return found
@@ -298,7 +298,7 @@ def _server(info: Mapping[str, str]) -> str:
 
 def _save(probe: PluginStore, name: str, value: bytes) -> None:
     # Twice: with ?admit=second a store takes what it is offered again.
-    if not any(probe.save([name], lambda at: [value])[0] for _ in range(2)):
+    if not any(probe.save([name], lambda at: [value]).done[0] for _ in range(2)):
         raise SkyMemoryError(
             f"it took no value of {format_size(len(value))}: it is too small or full, such values are above its limit "
             "(--largest of `skymemory store serve`), or a tier does not answer"

@@ -39,7 +39,8 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         }
         try:
             settings = PluginSettings.read(given, "extra_config, skymemory.*", metadata.world_size)
-            context = _context(settings.weights, config, metadata, (self.meta_shapes, self.meta_dtypes))
+            dtype = settings.type_of(metadata.kv_dtype, "extra_config, skymemory.*")
+            context = _context(settings.weights, dtype, config, metadata, (self.meta_shapes, self.meta_dtypes))
             value_bytes = self.full_chunk_size_bytes + self.remote_metadata_bytes
             self.values = PluginStore(settings, context, value_bytes, log=init_logger(__name__))
         except SkyMemoryError as error:
@@ -120,7 +121,13 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
             return
         for one in memory_objs:
             one.ref_count_up()  # LMCache frees them when this returns, also where it is cancelled
-        await self._run(self._saving, lambda: self._save(keys, memory_objs, size_bytes))
+        try:
+            saving = self._saving.submit(self._save, keys, memory_objs, size_bytes)
+        except RuntimeError:  # it is closed
+            self.values.dequeue(size_bytes)
+            _free(memory_objs)
+            return
+        await self._result_of(saving)
 
     def _save(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj], size_bytes: int) -> None:
         """In a thread."""
@@ -140,7 +147,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
     # --- the rest ---
 
     def remove_sync(self, key: Any) -> bool:
-        return self.values.delete([self.values.key(key.to_string())])
+        return self.values.delete([self.values.key(key.to_string())]) == [True]
 
     async def list(self) -> list[str]:
         raise InvalidInput("a store of SkyMemory lists no keys of LMCache")
@@ -154,16 +161,12 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         self.values.close()
 
     async def _ask(self, work: Callable[[], Result], late: Callable[[Result], object] = lambda result: None) -> Result:
-        return await self._run(self._asking, work, late)
+        return await self._result_of(self._asking.submit(work), late)
 
-    async def _run(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[], Result],
-        late: Callable[[Result], object] = lambda result: None,
+    async def _result_of(
+        self, future: Future[Result], late: Callable[[Result], object] = lambda result: None
     ) -> Result:
-        """The result of ``work``; ``late`` gets it where no caller waits any more."""
-        future: Future[Result] = pool.submit(work)
+        """``late`` gets it where no caller waits any more."""
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
@@ -177,8 +180,8 @@ def _free(found: Sequence[MemoryObj | None]) -> None:
             one.ref_count_down()
 
 
-def _context(weights: str, config: Any, metadata: Any, chunk: object) -> CacheContext:
-    """All that LMCache's keys leave out: they name the model, rank, ranks and data type."""
+def _context(weights: str, dtype: str, config: Any, metadata: Any, chunk: object) -> CacheContext:
+    """All that LMCache's keys leave out: they name the model, rank and ranks."""
     packing = (
         lmcache.__version__,
         list(metadata.kv_shape),
@@ -193,7 +196,7 @@ def _context(weights: str, config: Any, metadata: Any, chunk: object) -> CacheCo
         model=f"lmcache:{metadata.model_name}",
         weights=weights,
         tokenizer="token ids",
-        kv_dtype=str(metadata.kv_dtype),
+        kv_dtype=dtype,
         layout=f"lmcache{packing}",
         block_tokens=metadata.chunk_size,
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from threading import Lock
+from functools import partial
+from itertools import count, islice
+from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 
 import lmcache
@@ -21,14 +22,16 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
+from skymemory.engine.plugin import GONE, PluginSettings, PluginStore, warn_untested
 from skymemory.kv.context import CacheContext
 
 _OBJECT_BYTES = 32 << 20
 """Loads and stores go in batches, and how large objects are is known only when one comes: as of an 8B model."""
 _KEPT_SIZES = 1 << 20
+_WHERE = "--l2-adapter, adapter_params"
 _LENGTH_BYTES = 4
 Result = TypeVar("Result")
+_log = init_logger(__name__)
 
 
 class _Tasks(Generic[Result]):
@@ -43,9 +46,15 @@ class _Tasks(Generic[Result]):
     def fileno(self) -> int:
         return int(self._event.fileno())
 
-    def submit(self, task: int, work: Callable[[], Result]) -> int:
+    def submit(self, task: int, work: Callable[[], Result], failed: Result) -> int:
+        """``failed``: the result if ``work`` fails by a fault of ours, since LMCache waits for one."""
+
         def run() -> None:
-            result = work()
+            try:
+                result = work()
+            except Exception:
+                _log.exception("a task failed by a fault of the plug-in")
+                result = failed
             with self._lock:
                 self._done[task] = result
             self._event.notify()
@@ -63,7 +72,7 @@ class _Tasks(Generic[Result]):
         return done
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
         self._event.close()
 
 
@@ -72,17 +81,20 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        settings = PluginSettings.read(params, "--l2-adapter, adapter_params", 1)
+        self._settings = settings = PluginSettings.read(params, _WHERE, 1)
         warn_untested("LMCache", lmcache.__version__, "0.5.6")
-        self.values = PluginStore(settings, _context(settings.weights), _OBJECT_BYTES, log=init_logger(__name__))
+        self.values = PluginStore(settings, _context(settings), _OBJECT_BYTES, log=_log)
         self._numbers = count()
         # A slow save must not delay what a prompt waits for.
         self._stores = _Tasks[L2StoreResult](2, "store")
         self._lookups = _Tasks[Bitmap](2, "look up")
         self._loads = _Tasks[Bitmap](4, "load")
-        self._sizing = Lock()
+        self._sizing = RLock()
         self._sizes: OrderedDict[Any, int] = OrderedDict()
-        """Of objects that were stored here and not missed since: LMCache sums them by tenant."""
+        """Of objects that were stored here and not found to be gone since: LMCache sums them by tenant. What is said of
+        them is said in the order in which it happened.
+        """
+        self._has_warned = False
 
     def get_store_event_fd(self) -> int:
         return self._stores.fileno()
@@ -98,27 +110,47 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         size_bytes = sum(one.get_size() for one in objects)
         fits = self.values.queue(size_bytes)
-        return self._stores.submit(next(self._numbers), lambda: self._store(keys, objects, size_bytes, fits))
+        work = partial(self._store, keys, objects, size_bytes, fits)
+        return self._stores.submit(next(self._numbers), work, L2StoreResult(False, 0))
 
     def _store(self, keys: list[Any], objects: list[Any], size_bytes: int, fits: bool) -> L2StoreResult:
         """In a thread."""
         if not fits:
             return L2StoreResult(False, 0)
         try:
-            done = self.values.save(
+            if not self._says_what_they_are(objects):
+                self.values.counters.add("refused_total", len(keys), "kv_dtype is missing")
+                return L2StoreResult(False, 0)
+            saved = self.values.save(
                 [_name(key) for key in keys], lambda at: [_about(objects[at]), _bytes_of(objects[at])]
             )
         finally:
             self.values.dequeue(size_bytes)
-        stored = {key: one.get_size() for key, one, ok in zip(keys, objects, done, strict=True) if ok}
+        sizes = [one.get_size() for one in objects]
         with self._sizing:
-            new = {key: size for key, size in stored.items() if key not in self._sizes}
+            stored = zip(keys, sizes, saved.done, strict=True)
+            new = {key: size for key, size, is_there in stored if is_there and key not in self._sizes}
             self._sizes.update(new)
-            while len(self._sizes) > _KEPT_SIZES:
-                self._sizes.popitem(last=False)
-        if new:
-            self._notify_keys_stored(list(new), list(new.values()))
-        return L2StoreResult(all(done), sum(stored.values()))
+            if new:
+                self._notify_keys_stored(list(new), list(new.values()))
+            self._drop(list(islice(self._sizes, max(0, len(self._sizes) - _KEPT_SIZES))))
+        written = zip(sizes, saved.written, strict=True)
+        return L2StoreResult(all(saved.done), sum(size for size, is_written in written if is_written))
+
+    def _says_what_they_are(self, objects: list[Any]) -> bool:
+        """Whether it is known what objects of bytes mean: those of two kinds of 8-bit floats, or of two serializers,
+        must not meet.
+        """
+        if self._settings.kv_dtype or all(str(one) != "torch.uint8" for each in objects for one in each.get_dtypes()):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            _log.error(
+                "objects of bytes (uint8) are neither stored nor loaded: %s: kv_dtype is missing, expected what they "
+                "are, such as fp8_e4m3, with the serializer if there is one",
+                _WHERE,
+            )
+        return False
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         return self._stores.take_all()
@@ -126,13 +158,10 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # --- look up ---
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        return self._lookups.submit(next(self._numbers), lambda: self._look_up(keys))
+        def work() -> Bitmap:
+            return _bitmap(self.values.present([_name(key) for key in keys]))
 
-    def _look_up(self, keys: list[Any]) -> Bitmap:
-        """In a thread."""
-        present = self.values.present([_name(key) for key in keys])
-        self._missed([key for key, there in zip(keys, present, strict=True) if not there])
-        return _bitmap(present)
+        return self._lookups.submit(next(self._numbers), work, Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._lookups.take(task_id)
@@ -143,7 +172,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # --- load ---
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        return self._loads.submit(next(self._numbers), lambda: self._load(keys, objects))
+        return self._loads.submit(next(self._numbers), partial(self._load, keys, objects), Bitmap(len(keys)))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
         """In a thread."""
@@ -155,10 +184,17 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             room[:] = value[len(about) :]
             return True
 
-        done = self.values.load([_name(key) for key in keys], place)
-        if found := [key for key, ok in zip(keys, done, strict=True) if ok]:
+        if not self._says_what_they_are(objects):
+            return Bitmap(len(keys))
+        with self._sizing:
+            counted = {key for key in keys if key in self._sizes}
+        # Keys are those of several ranks and groups, each with a prefix, or a window, of its own.
+        reasons = self.values.load_or_say_why([_name(key) for key in keys], place, is_prefix=False)
+        if found := [key for key, reason in zip(keys, reasons, strict=True) if not reason]:
             self._notify_keys_accessed(found)
-        return _bitmap(done)
+        # One that is stored while we look is not gone.
+        self._drop([key for key, reason in zip(keys, reasons, strict=True) if reason in GONE and key in counted])
+        return _bitmap([not reason for reason in reasons])
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
@@ -166,15 +202,15 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # --- the rest ---
 
     def delete(self, keys: list[Any]) -> None:
-        self.values.delete([self.values.key(_name(key)) for key in keys])
-        self._missed(keys)
+        done = self.values.delete([self.values.key(_name(key)) for key in keys])
+        self._drop([key for key, is_gone in zip(keys, done, strict=True) if is_gone is not None])
 
-    def _missed(self, keys: Sequence[Any]) -> None:
-        """They are not in the store (any more)."""
+    def _drop(self, keys: Sequence[Any]) -> None:
+        """They are not in the store any more, or counted no longer."""
         with self._sizing:
             gone = {key: self._sizes.pop(key) for key in keys if key in self._sizes}
-        if gone:
-            self._notify_keys_deleted(list(gone), list(gone.values()))
+            if gone:
+                self._notify_keys_deleted(list(gone), list(gone.values()))
 
     def report_status(self) -> dict[str, Any]:
         return {"is_healthy": True, "type": type(self).__name__, "counters": self.values.counters.as_dict()}
@@ -209,12 +245,12 @@ def _bitmap(done: Sequence[bool]) -> Bitmap:
     return bitmap
 
 
-def _context(weights: str) -> CacheContext:
+def _context(settings: PluginSettings) -> CacheContext:
     """The rest is in each object's name and before its bytes."""
     return CacheContext(
         model="lmcache objects",
-        weights=weights,
+        weights=settings.weights,
         tokenizer="token ids",
-        kv_dtype="of each object",
+        kv_dtype=f"of each object {settings.kv_dtype}".rstrip(),
         layout=f"lmcache {lmcache.__version__}, of each object",
     )

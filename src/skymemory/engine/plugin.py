@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
+from typing import NamedTuple
 
 from skymemory import native
 from skymemory.cache.blocks import LOAD_BATCH_BYTES, STORE_BATCH_BYTES, TIER_FAILURES
@@ -42,6 +44,9 @@ class PluginSettings:
 
     store: str = setting("store", text, "", "the address of a store")
     weights: str = setting("weights", text, "", "any words that name the weights and how they are quantized")
+    kv_dtype: str = setting(
+        "kv_dtype", text, "", "the type of keys and values where the engine says only bytes (uint8)"
+    )
     ask_deadline_s: float = setting("ask_deadline", duration, 0.5, "how long to wait for an answer whether it is there")
     load_deadline_s: float = setting("load_deadline", duration, 5.0, "how long to wait for values")
     store_deadline_s: float = setting("store_deadline", duration, 10.0, "how long to wait until values are stored")
@@ -68,6 +73,27 @@ class PluginSettings:
                 f"`skymemory store serve '{settings.store}' --listen unix:///run/sky.sock`, and give unix:///run/sky.sock"
             )
         return settings
+
+    def type_of(self, dtype: object, where: str) -> str:
+        """What a context says of an engine's data type.
+
+        Raises:
+            InvalidInput: It is bytes alone, as of two kinds of 8-bit floats whose values must not meet, and
+                ``kv_dtype`` does not say of what.
+        """
+        if str(dtype).rpartition(".")[2] == "uint8" and not self.kv_dtype:
+            raise InvalidInput(
+                f"{where}: kv_dtype is missing: the engine keeps its cache as bytes (uint8), expected what they are, "
+                "such as fp8_e4m3"
+            )
+        return f"{dtype} {self.kv_dtype}".rstrip()
+
+
+class Saved(NamedTuple):
+    """Of each value, whether the store has it now, and whether it was written for that."""
+
+    done: list[bool]
+    written: list[bool]
 
 
 class PluginStore:
@@ -124,20 +150,30 @@ class PluginStore:
         """How many leading ones the store has."""
         return next((at for at, there in enumerate(self.present(names)) if not there), len(names))
 
-    def load(self, names: Sequence[str], place: Callable[[int, memoryview], bool]) -> list[bool]:
+    def load(
+        self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
+    ) -> list[bool]:
         """Of each, whether it was loaded. ``place`` copies value ``at`` before it returns; False: it has no room for
-        it. Behind the first batch with a miss nothing is loaded: the engines use a prompt's beginning alone.
+        it. ``is_prefix``: the engine uses a prompt's beginning alone, and behind the first batch with a miss nothing is
+        loaded.
         """
-        done: list[bool] = []
-        batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
-        while len(done) < len(names) and all(done):
-            done += self._load(names[len(done) : len(done) + batch], len(done), place)
-        if left := len(names) - len(done):
-            self.counters.add("misses_total", left, "behind a miss")
-        self._log()
-        return done + [False] * left
+        return [not reason for reason in self.load_or_say_why(names, place, is_prefix=is_prefix)]
 
-    def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[bool]:
+    def load_or_say_why(
+        self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
+    ) -> list[str]:
+        """As ``load``; of each, why it was not loaded, empty if it was: ``GONE``, "unreachable", "no room", …"""
+        reasons: list[str] = []
+        batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
+        while len(reasons) < len(names) and not (is_prefix and any(reasons)):
+            reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
+        left = [_BEHIND] * (len(names) - len(reasons))
+        if left:
+            self.counters.add("misses_total", len(left), _BEHIND)
+        self._log()
+        return reasons + left
+
+    def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[str]:
         keys = [self.key(name) for name in names]
         reasons = ["unreachable"] * len(keys)
         ticket = None
@@ -165,28 +201,29 @@ class PluginStore:
             self.delete(wrong)
         for reason in reasons:
             self.counters.add("misses_total" if reason else "hits_total", 1, reason)
-        return [not reason for reason in reasons]
+        return reasons
 
-    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> list[bool]:
-        """Of each, whether the store has it now. ``read`` gives the pieces of value ``at``, called for those that are
-        not there yet.
-        """
-        done = self.present(names)
+    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> Saved:
+        """``read`` gives the pieces of value ``at``, called for those that are not there yet."""
+        there = self.present(names)
+        done = list(there)
         self.counters.add("present_total", sum(done))
-        missing = [at for at, there in enumerate(done) if not there]
+        missing = [at for at, is_there in enumerate(done) if not is_there]
         batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
         for start in range(0, len(missing), batch):
             part = missing[start : start + batch]
-            for at, stored in zip(part, self._put([(self.key(names[at]), read(at)) for at in part]), strict=True):
+            for at, stored in zip(
+                part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
+            ):
                 done[at] = stored
         self._log()
-        return done
+        return Saved(done, [is_done and not was for is_done, was in zip(done, there, strict=True)])
 
-    def _put(self, values: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[bool]:
+    def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
         reason = "no room, or no answer"
         stored = [False] * len(values)
         try:
-            items = [(key, _framed(key, pieces)) for key, pieces in values]
+            items = [(key, _framed(key, read())) for key, read in values]
             ticket = self._store.prepare_store(items)
             stored = self._store.complete_store(ticket)
             if not all(stored) and ticket.reason and ticket.reason != self._said:
@@ -205,13 +242,13 @@ class PluginStore:
             self.counters.add("refused_total", refused, reason)
         return stored
 
-    def delete(self, keys: Sequence[bytes]) -> bool:
-        """Whether all were there and are gone."""
+    def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Of each, whether it was there and is gone; None: not known."""
         try:
-            return all(one is True for one in self._store.delete(keys))
+            return list(self._store.delete(keys))
         except Exception as error:
             self._failed(error)
-            return False
+            return [None] * len(keys)
 
     def queue(self, size_bytes: int) -> bool:
         """Whether ``size_bytes`` more may wait to be saved; they are counted until ``dequeue``."""
@@ -249,7 +286,10 @@ class PluginStore:
         self._logger.info("SkyMemory: %s", counts or "not used")
 
 
+_BEHIND = "behind a miss"
 _WRONG = ("corrupt", "foreign")
+GONE = ("absent", *_WRONG)
+"""Reasons of misses after which the value is not in the store: damaged ones are deleted."""
 
 
 def warn_untested(engine: str, version: str, tested: str) -> None:

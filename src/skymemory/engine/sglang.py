@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import sglang
 import torch
@@ -27,6 +27,10 @@ from skymemory.kv.context import CacheContext
 _log = logging.getLogger(__name__)
 _KV = "kv"
 """SGLang's name of the pool of keys and values."""
+_BY_RANK = ("mamba", "draft", "draft_swa")
+"""Pools that are cut by rank although the model's keys and values are not: states, and those of a drafting model, which
+SGLang has one rank alone store.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         where = "hicache-storage-backend-extra-config, skymemory"
         processes = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         table = (storage_config.extra_config or {}).get("skymemory", {})
-        self._settings = PluginSettings.read(table, where, processes)
+        self._settings, self._where = PluginSettings.read(table, where, processes), where
         if "queue" in table:
             raise InvalidInput(
                 f"{where}: queue: SGLang saves in a thread of its own, and nothing waits here: leave it out"
@@ -61,7 +65,13 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pages are known, and with them all that they depend on."""
         super().register_mem_pool_host(mem_pool_host)
-        context = _context(self._settings.weights, self._config, mem_pool_host, _KV)
+        if not hasattr(mem_pool_host, "get_size_per_token"):
+            raise InvalidInput(
+                f"SGLang's pool {type(mem_pool_host).__name__} has no pages of its own, which is not supported: use "
+                "another backend for this model"
+            )
+        kv_dtype = self._settings.type_of(getattr(mem_pool_host, "dtype", None), self._where)
+        context = _context(self._settings.weights, kv_dtype, self._config, mem_pool_host, _KV)
         page_bytes = mem_pool_host.get_size_per_token() * mem_pool_host.page_size
         self._values = PluginStore(self._settings, context, page_bytes)
 
@@ -69,7 +79,8 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if (name := str(host_pool_name)) == _KV:  # known by ``register_mem_pool_host``
             return
-        context = _context(self._settings.weights, self._config, host_pool, name)
+        dtype = f"{getattr(host_pool, 'dtype', None)} {self._settings.kv_dtype}".rstrip()
+        context = _context(self._settings.weights, dtype, self._config, host_pool, name)
         page_bytes = _bytes_of(host_pool.get_dummy_flat_data_page()).nbytes
         self._pools[name] = _Pool(host_pool, self.values.beside(context, page_bytes))
 
@@ -215,20 +226,21 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def _load(self, values: PluginStore, names: list[str], place: Callable[[int, memoryview], bool]) -> list[bool]:
         began_s = time.monotonic()
         done = values.load(names, place)
-        seconds = time.monotonic() - began_s
-        with self._counting:
-            self._metrics.prefetch_pgs.append(sum(done))
-            self._metrics.prefetch_bandwidth.append(sum(done) * values.value_bytes / seconds / (1 << 30))
+        self._count("prefetch", sum(done), values, began_s)
         return done
 
     def _save(self, values: PluginStore, names: list[str], read: Callable[[int], Sequence[memoryview]]) -> list[bool]:
         began_s = time.monotonic()
-        done = values.save(names, read)
-        seconds = time.monotonic() - began_s
-        with self._counting:
-            self._metrics.backup_pgs.append(sum(done))
-            self._metrics.backup_bandwidth.append(sum(done) * values.value_bytes / seconds / (1 << 30))
-        return done
+        saved = values.save(names, read)
+        self._count("backup", sum(saved.written), values, began_s)
+        return saved.done
+
+    def _count(self, what: Literal["prefetch", "backup"], pages: int, values: PluginStore, began_s: float) -> None:
+        if self._config.enable_storage_metrics:
+            rate = pages * values.value_bytes / (time.monotonic() - began_s) / (1 << 30)
+            with self._counting:
+                getattr(self._metrics, f"{what}_pgs").append(pages)
+                getattr(self._metrics, f"{what}_bandwidth").append(rate)
 
     def get_stats(self) -> StorageMetrics | None:
         """Pages of each load and save since the last call, and their rates in GiB/s."""
@@ -271,10 +283,10 @@ def _memory(address: int, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
-def _context(weights: str, config: Any, pool: Any, name: str) -> CacheContext:
+def _context(weights: str, dtype: str, config: Any, pool: Any, name: str) -> CacheContext:
     """All that SGLang's page hashes leave out: they name the tokens, the adapter and the request's salt."""
-    # Where every rank of tensor parallelism has the same keys and values one writes for all.
-    ranks = None if config.is_mla_model and name == _KV else (config.tp_rank, config.tp_size)
+    # Where every rank of tensor parallelism has the same pages one writes for all.
+    ranks = None if config.is_mla_model and name not in _BY_RANK else (config.tp_rank, config.tp_size)
     what = ("layer_num", "head_num", "head_dim", "v_head_dim")
     packing = (
         sglang.__version__,
@@ -291,7 +303,7 @@ def _context(weights: str, config: Any, pool: Any, name: str) -> CacheContext:
         model=f"sglang:{config.model_name}",
         weights=weights,
         tokenizer="token ids",
-        kv_dtype=str(getattr(pool, "dtype", None)),
+        kv_dtype=dtype,
         layout=f"sglang{packing}",
         block_tokens=getattr(pool, "page_size", 1) or 1,
     )

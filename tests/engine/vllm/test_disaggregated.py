@@ -76,6 +76,7 @@ def counts(engine: Engine, into: dict[str, int]) -> dict[str, int]:
         ({}, TransferParams()),
         (HAND_OVER, TransferParams(hands_over=True)),
         ({"do_remote_prefill": True, "sky_tokens": 0, "remote_port": 5}, TransferParams(takes_over=True, tokens=0)),
+        ({"sky_tokens": 8}, TransferParams(takes_over=True, tokens=8)),
         ({"do_remote_prefill": True, "sky_wait_ms": 20.5}, TransferParams(takes_over=True, wait_s=0.0205)),
     ],
 )
@@ -131,7 +132,7 @@ def test_a_prompt_is_loaded_while_another_engine_computes_it(store: MemoryStore)
         assert not two.finished
         one.step((first, 2 * VALUE))
     one.step((first, 3))
-    assert one.scheduler.finished(first) == {"do_remote_prefill": True, "sky_tokens": 8 * VALUE}
+    assert one.scheduler.finished(first) == {"sky_tokens": 8 * VALUE}
     two.until_loaded(second)
     assert two.sound(second, 8 * VALUE) and not two.invalid
     counts(two, seen)
@@ -374,7 +375,7 @@ def test_what_the_store_has_lost_is_saved_again_for_who_takes_over_and_what_it_h
         assert engine.matched(request) == (0, False)
         engine.admit(request)
         engine.step((request, len(words)))
-        assert engine.scheduler.finished(request) == {"do_remote_prefill": True, "sky_tokens": 4 * VALUE}
+        assert engine.scheduler.finished(request) == {"sky_tokens": 4 * VALUE}
         engine.free += engine.tables.pop(name)
         stepped_until(engine, lambda: not engine.scheduler.saving)
         assert store.prefix(keys) == 4
@@ -397,7 +398,7 @@ def test_values_for_which_there_is_no_room_are_not_promised_and_saved_when_they_
     with saver._changed:
         saver._held, saver._most_bytes = saver._held - 1, most_bytes
     engine.step((request, 2 * VALUE + 1))
-    assert engine.scheduler.finished(request) == {"do_remote_prefill": True, "sky_tokens": 2 * VALUE}
+    assert engine.scheduler.finished(request) == {"sky_tokens": 2 * VALUE}
     again = asked(engine, Request("two", words), None)
     engine.admit(again)
     engine.step((again, len(words)))
@@ -414,7 +415,7 @@ def test_whole_values_are_handed_over(store: MemoryStore, tokens: int) -> None:
         engine.admit(request)
         engine.step((request, tokens))
         request.all_token_ids.append(7)
-        answer = {"do_remote_prefill": True, "sky_tokens": tokens // VALUE * VALUE} if answers else None
+        answer = {"sky_tokens": tokens // VALUE * VALUE} if answers else None
         assert engine.scheduler.finished(request) == answer
         engine.close()
 

@@ -60,13 +60,15 @@ class MLAAttentionSpec(SimpleNamespace):
 
 
 def configuration(**changes: Any) -> SimpleNamespace:
-    fields: dict[str, Any] = {"policy": "recompute", "pipeline": 1, "speculative": None, "chunked": True} | changes
+    fields: dict[str, Any] = {"policy": "recompute", "pipeline": 1, "speculative": None, "chunked": True}
+    fields |= changes
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["policy"]),
         parallel_config=SimpleNamespace(pipeline_parallel_size=fields["pipeline"], tensor_parallel_size=1),
         speculative_config=fields["speculative"],
         scheduler_config=SimpleNamespace(enable_chunked_prefill=fields["chunked"]),
         device_config=SimpleNamespace(device_type=fields.get("device", "cpu")),
+        model_config=SimpleNamespace(is_prefix_caching_supported=fields.get("prefixes", True)),
     )
 
 
@@ -101,6 +103,8 @@ def test_an_engine_that_is_served() -> None:
         ),
         ({}, [group(SlidingWindowSpec(block_size=32, extra_retained_tokens=3))], "for drafting"),
         ({"chunked": False}, LATENT, "VLLM_MLA_DISABLE=1"),
+        ({"prefixes": False}, FULL, "computed in one pass"),
+        ({}, [], "keeps no keys and values"),
         ({"pipeline": 2}, FULL, "pipeline_parallel_size is 2"),
         ({"speculative": SimpleNamespace(method="eagle")}, FULL, "'eagle'"),
     ],

@@ -57,6 +57,11 @@ class Announcements:
         for key in keys:
             self._saving.pop(key, None)
 
+    def loaded(self, key: bytes, names: Sequence[bytes]) -> None:
+        """The store has it. It is said again: vLLM may have said that all is gone, and meant its own cache."""
+        self._stored.pop(key, None)
+        self.stored(key, names)
+
     def stored(self, key: bytes, names: Sequence[bytes]) -> None:
         """The store has it."""
         if key not in self._stored:
@@ -73,10 +78,9 @@ class Announcements:
                 self._say(False, names)
 
     def clear(self) -> None:
-        """The cache was reset; vLLM says so to all who follow its events."""
+        """The cache was reset: what is stored is of other weights."""
         self._saving.clear()
-        self._stored.clear()
-        self._events.clear()
+        self.lost(list(self._stored))
 
     def take(self) -> list[Announced]:
         """Since the last call, in order."""

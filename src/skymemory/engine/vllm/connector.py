@@ -182,7 +182,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the store has of the blocks that vLLM's own events have named (see ``announcements``)."""
-        return () if self._announcements is None else map(self._event, self._announcements.take())
+        if self._announcements is None or self._scheduler is None or not self._scheduler.store_kind:
+            return ()  # whether it is near is not known yet
+        return map(self._event, self._announcements.take())
 
     def _event(self, announced: Announced) -> KVCacheEvent:
         assert self._scheduler is not None
@@ -220,7 +222,8 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool:
         """vLLM calls it where the weights may be changed: it updates them, sleeps, or its user says so."""
         assert self._scheduler is not None
-        done = self._scheduler.reset()
+        pool = self._kv_cache_manager.block_pool
+        done = self._scheduler.reset(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)  # but for the null block
         replace(self._report, context=self._seeds.context(self._seeds.generation).describe()).log()
         return done
 
@@ -333,8 +336,9 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.connector, SkyMemoryConnector):
-            self.connector.go_on_by(self)
+        for one in (self.connector, *getattr(self.connector, "_connectors", ())):
+            if isinstance(one, SkyMemoryConnector):
+                one.go_on_by(self)
 
     def resume(self, request: Any) -> None:
         """To be called before its number of computed tokens is raised."""
@@ -350,12 +354,15 @@ class _Door:
 
     def __init__(self, connector: SkyMemoryConnector, config: Any) -> None:
         self._connector = connector
+        self._needs_scheduler = config.use_v2_model_runner
         self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
         """Called while vLLM schedules the request's first chunk, whose blocks it has; its own count of computed tokens
         comes afterwards.
         """
+        if self._needs_scheduler and self._connector.cake_scheduler is None:
+            return False
         blocks = self._connector._kv_cache_manager.allocate_slots(
             request,
             request.num_tokens - computed_tokens,

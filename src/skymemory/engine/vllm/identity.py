@@ -30,6 +30,8 @@ _ENGINE, _ADAPTER = "SkyMemory: engine ", "SkyMemory: adapter "
 _REFUSED = re.compile(r"skymemory\.errors\.\w+: (.+)")
 
 _NOT_WEIGHTS = (".md", ".txt", ".png", ".jpg", ".gitattributes", ".lock", ".py", ".pyc", ".gguf.md")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_AS_FOLDER = "give the model as a folder with its weights"
 _PIECE_BYTES = 8 << 20
 _NOT_IDENTITY = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _KEPT_DIGESTS = 4096
@@ -40,9 +42,8 @@ def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
     """The context of a ``VllmConfig`` without adapter and salt, which are each request's; ``layouts`` by part."""
     model = config.model_config
     fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_IDENTITY}
-    what = json.dumps(
-        [fields, str(model.quantization), str(getattr(model, "quantization_config", None))], sort_keys=True, default=str
-    )
+    kinds = [fields, str(model.quantization), str(getattr(model, "quantization_config", None)), *_other_kinds(model)]
+    what = json.dumps(kinds, sort_keys=True, default=str)
     return CacheContext(
         model=f"vllm:{model.hf_config.model_type}:{hashlib.sha256(what.encode()).hexdigest()[:32]}",
         weights=weights_digest(model, config.load_config.load_format),
@@ -51,6 +52,27 @@ def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
         layout=", beside ".join(layout.describe() for layout in layouts),
         block_tokens=layouts[0].block_tokens,
     )
+
+
+def _other_kinds(model: Any) -> list[object]:
+    """What keys and values of some models depend on beside the configuration: LongRoPE takes other factors in engines
+    that allow long prompts, and an engine may prepare all images otherwise.
+    """
+    kinds: list[object] = []
+    rope = _found(model.hf_config.to_dict(), "rope_type") or _found(model.hf_config.to_dict(), "type")
+    if rope == "longrope":
+        original = _found(model.hf_config.to_dict(), "original_max_position_embeddings")
+        kinds.append(["longrope", model.max_model_len > original if original else model.max_model_len])
+    if prepared := getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None):
+        kinds.append(["media", prepared])
+    return kinds
+
+
+def _found(fields: object, name: str) -> Any:
+    """The first value of this name in a configuration, however deep."""
+    if not isinstance(fields, dict):
+        return None
+    return fields.get(name) or next(filter(None, (_found(each, name) for each in fields.values())), None)
 
 
 def layout_of(
@@ -91,9 +113,13 @@ def weights_digest(model: Any, load_format: object) -> str:
     load_format = str(getattr(load_format, "value", load_format))
     if load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
+    if elsewhere := getattr(model, "model_weights", ""):
+        raise InvalidInput(f"the weights are at {elsewhere}, where their contents are not known: {_AS_FOLDER}")
     folder = Path(model.model)
     if not folder.is_dir():
         folder = _downloaded(model.model, model.revision)
+    if not any(path.name.endswith(_WEIGHTS) for path in folder.iterdir()):
+        raise InvalidInput(f"{folder} has no file of weights ({', '.join(_WEIGHTS)}): {_AS_FOLDER}")
     return f"{load_format} {folder_digest(folder, code=bool(model.trust_remote_code))}"
 
 
@@ -101,9 +127,11 @@ def _downloaded(name: str, revision: str | None) -> Path:
     """The folder of a model that vLLM has loaded from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    config = None
+    with suppress(ValueError):  # no name of the hub's
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(config, str):
-        raise InvalidInput(f"the files of {name!r} are not in the hub's cache: give the model as a folder")
+        raise InvalidInput(f"the files of {name!r} are not in the hub's cache: {_AS_FOLDER}")
     return Path(config).parent
 
 
@@ -252,12 +280,15 @@ class Seeds:
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
         """Digest of each adapter, and what its files looked like then."""
         self._changed: set[tuple[int, str, str]] = set()
+        self._reloaded: set[tuple[int, str, str]] = set()
+        """Adapters loaded in place from other files: vLLM's own cache has blocks of before under their names."""
         self.generation = ""
 
     def reset(self) -> None:
         """A generation begins."""
         self.generation = os.urandom(16).hex()
         self._known.clear()
+        self._reloaded.clear()
 
     def context(self, generation: str) -> CacheContext:
         if not generation:
@@ -286,16 +317,22 @@ class Seeds:
             self._known[what] = context.digest()
         return self._known[what]
 
+    def has_stale_blocks(self, request: Any) -> bool:
+        """Whether blocks that vLLM itself has cached under the request's names may be of other weights."""
+        lora = request.lora_request
+        return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
+
     def _adapter(self, lora: Any) -> str:
         """Name and digest of an adapter's files as they were when it was first requested, which is when vLLM reads
         them; empty where they cannot be read, and where they have changed: vLLM may have read them again, or not.
         """
         known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
-        if lora.load_inplace:
-            self._adapters.pop(known, None)
-            self._changed.discard(known)
         try:
             looks = _looks_of(folder)
+            if lora.load_inplace and known in self._adapters and looks != self._adapters[known][1]:
+                del self._adapters[known]
+                self._changed.discard(known)
+                self._reloaded.add(known)
             if known not in self._adapters:
                 self._adapters[known] = f"{lora.lora_name} {folder_digest(folder)}", looks
                 _log.info("%s%s", _ADAPTER, json.dumps({lora.lora_name: self._adapters[known][0]}))

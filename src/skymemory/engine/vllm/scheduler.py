@@ -67,7 +67,7 @@ _SPREAD, _LEAST_SLOPE = 0.2, 0.1
 _STALLED_S = 30.0
 """A store that takes no value for so long is not waited for when the engine stops."""
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
-_RESET = "the cache was reset"
+_RESET, _PREEMPTED = "the cache was reset", "the request was preempted"
 """Reasons for which loaded tokens were not used."""
 BlockTables = Sequence[Sequence[Sequence[int]]]
 """Of one request, by part and group of layers: vLLM's block numbers, in the order of its tokens."""
@@ -88,6 +88,9 @@ class SeedsOfRequests(Protocol):
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
         """Digest of a request's context. None: it is neither loaded nor saved."""
+
+    def has_stale_blocks(self, request: Any) -> bool:
+        """Whether vLLM's own cache may have blocks of other weights for it."""
 
     def reset(self) -> None:
         """A generation begins."""
@@ -170,7 +173,9 @@ class Known:
     unsaved: int | None = None
     """Its first value that the workers could not save."""
     is_apart: bool = False
-    """Its blocks were filled before the cache was reset: it loads and saves nothing."""
+    """Its blocks are of other weights than its keys say, as after a reset: it loads and saves nothing."""
+    is_own: bool = True
+    """Its values are this engine's generation's, which all requests may load."""
 
 
 class SchedulerSide:
@@ -201,6 +206,8 @@ class SchedulerSide:
         self._seeds = seeds
         self._named: dict[str, None] = {}
         """Generations of prefilling engines that requests have named since the last reset."""
+        self._is_stale = False
+        """vLLM's own cache has blocks of before the last reset."""
         self._past: dict[str, None] = {}
         """Those of before: nothing of them is taken over any more."""
         self._block_ids = block_ids
@@ -208,6 +215,8 @@ class SchedulerSide:
         self._announcements = announcements
         self._ending: list[str] = []
         """Backward loads to be ended by the next plan."""
+        self._is_writing = False
+        """Some of these write until then."""
         self._step_s = 0.0
         """Of a full step."""
         self._ranks = ranks
@@ -257,6 +266,11 @@ class SchedulerSide:
         """
         known = self._of(request)
         if known is None or known.is_apart:
+            return 0, False
+        # Who is asked about has no blocks. Preempted between steps, it is asked about before the plan says so.
+        self._end_backward(known, _PREEMPTED)
+        if computed_tokens and (self._is_stale or self._seeds.has_stale_blocks(request)):
+            known.is_apart = True
             return 0, False
         if known.params.hands_over and self._saves and not self._check(known):
             return None, False
@@ -390,10 +404,12 @@ class SchedulerSide:
     def plan(self, output: Any) -> Plan:
         """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
         plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
+        plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
+        began = {load.request for load in plan.loads if load.backward}
         for request_id in output.preempted_req_ids or ():
-            if (known := self._known.get(request_id)) is not None:
-                self._end_backward(known, "the request was preempted")
-        plan.ends, self._ending = self._ending, []
+            if request_id not in began and (known := self._known.get(request_id)) is not None:
+                self._end_backward(known, _PREEMPTED)
+        plan.ends, self._ending, self._is_writing = self._ending, [], False
         for request_id, tokens in output.num_scheduled_tokens.items():
             known = self._known.get(request_id)
             if known is not None and known.loading is not None:
@@ -407,11 +423,26 @@ class SchedulerSide:
                     plan.saves += self._completed(known, tokens)
         return plan
 
+    def _begins(self, load: Load, output: Any) -> bool:
+        """Whether the request of a backward load is computed from where it was to be: beside other connectors
+        (``MultiConnector``) another one may have loaded something into its blocks.
+        """
+        known = self._known.get(load.request)
+        if known is None or known.backward is None:
+            return False
+        if load.request in output.num_scheduled_tokens and known.request.num_computed_tokens == known.computed_tokens:
+            return True
+        known.backward = None
+        return False
+
     def _completed(self, known: Known, tokens: int) -> list[Save]:
         """The values that are complete once ``tokens`` more are computed, of tokens that are known by now."""
         request, size = known.request, self._shape.blocks_per_value
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
         if whole <= known.settled:
+            return []
+        if request.lora_request is not None and self._seed_of(known.request, known.params) != known.seed:
+            known.is_apart = True  # its adapter was loaded again meanwhile, from other files
             return []
         self._extend(known)
         tables, saves = self._block_ids(request.request_id), []
@@ -423,7 +454,7 @@ class SchedulerSide:
                     self._sent[key] = None
                     parent = part_key(known.keys[depth - 1], number) if depth else None
                     saves.append(Save(number, key, depth, parent, blocks))
-                    if self._announcements is not None and number == 0:
+                    if self._announcements is not None and number == 0 and known.is_own:
                         self._announcements.saving(key, self._names(request, depth))
         while len(self._sent) > _KEPT_SENT:
             self._sent.popitem(last=False)
@@ -466,12 +497,11 @@ class SchedulerSide:
                     known.missing_tokens = max(known.missing_tokens, loaded.missing_tokens)
                     known.failed = True
                     self._unsettle(known, loaded.lost)
-        for request_id, block in outcome.lowest.items():
-            known = self._known.get(request_id)
-            if known is not None and known.backward is not None:
-                known.backward.lowest_tokens = block * self._shape.block_tokens
-        for known in self._known.values():
+        for request_id, known in self._known.items():
             if known.backward is not None and known.backward.running:
+                # Where a rank has placed nothing yet, none is named.
+                block = outcome.lowest.get(request_id)
+                known.backward.lowest_tokens = None if block is None else block * self._shape.block_tokens
                 self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
@@ -535,6 +565,7 @@ class SchedulerSide:
         if backward is None or not backward.running:
             return
         self._ending.append(known.request.request_id)
+        self._is_writing = True
         if backward.lowest_tokens is not None:
             self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
 
@@ -561,9 +592,9 @@ class SchedulerSide:
 
     def _announce(self, known: Known, start: int, end: int) -> None:
         """These tokens were loaded."""
-        if self._announcements is not None:
+        if self._announcements is not None and known.is_own:
             for depth in range(-(-start // self._shape.value_tokens), end // self._shape.value_tokens):
-                self._announcements.stored(known.keys[depth], self._names(known.request, depth))
+                self._announcements.loaded(known.keys[depth], self._names(known.request, depth))
 
     def _names(self, request: Any, depth: int) -> Sequence[bytes]:
         """vLLM's, of a value's blocks; none where vLLM names shorter blocks than the first group's."""
@@ -600,11 +631,13 @@ class SchedulerSide:
         values = 0 if known.is_apart else values
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
-    def reset(self) -> bool:
+    def reset(self, is_empty: bool = True) -> bool:
         """The weights may be others from now on: nothing that was stored or loaded before is used. Requests that hold
-        blocks of before compute on, and load and save nothing. False: such a block is still being loaded.
+        blocks of before compute on, and load and save nothing; so do, until the next reset, those that find such blocks
+        in vLLM's own cache where that is not ``is_empty``. False: a block of before is still being written.
         """
         self._seeds.reset()
+        self._is_stale = not is_empty
         self._past |= self._named
         self._named.clear()
         while len(self._past) > _KEPT_GENERATIONS:
@@ -622,7 +655,7 @@ class SchedulerSide:
         self._sent.clear()
         if self._announcements is not None:
             self._announcements.clear()
-        return not any(name in loading for name in self._known)
+        return not any(name in loading for name in self._known) and not self._is_writing
 
     def counts(self) -> dict[str, int]:
         """Since the last call, by name."""
@@ -644,16 +677,18 @@ class SchedulerSide:
             generation = self._named_by(params)
             if (seed := self._seeds.of(request, generation)) is None:
                 return None
-            content = {
-                feature.mm_position.offset: hashlib.sha256(feature.identifier.encode()).digest()
-                for feature in request.mm_features
-            }
-            known = self._known[request.request_id] = Known(request, seed, content, params=params)
+            is_own = generation in ("", self._seeds.generation)
+            known = self._known[request.request_id] = Known(
+                request, seed, _content_of(request), params=params, is_own=is_own
+            )
             # Where this engine's generation is its own, only one that is named may be stored.
             if params.takes_over and self._loads and (generation or not self._seeds.generation):
                 known.waits_s = min(self._wait_s, params.wait_s)
         self._extend(known)
         return known
+
+    def _seed_of(self, request: Any, params: TransferParams) -> bytes | None:
+        return self._seeds.of(request, self._named_by(params))
 
     def _named_by(self, params: TransferParams) -> str:
         """The generation of the engine that prefills; empty: this one's."""
@@ -715,6 +750,17 @@ class SchedulerSide:
                 parts.append(part)
                 chains.append([rank_key(part_key(key, number), rank) for key in keys])
         return PrefixSearch(parts, chains, limit_tokens, first).found(len(keys))
+
+
+def _content_of(request: Any) -> dict[int, bytes]:
+    """Digests of what a request has beside its tokens, by the position of its first placeholder; a film and its sound
+    may have the same one.
+    """
+    content: dict[int, bytes] = {}
+    for feature in request.mm_features:
+        digest, before = hashlib.sha256(feature.identifier.encode()).digest(), content.get(feature.mm_position.offset)
+        content[feature.mm_position.offset] = digest if before is None else hashlib.sha256(before + digest).digest()
+    return content
 
 
 def _params_of(request: Any) -> TransferParams:

@@ -84,6 +84,8 @@ def check_engine(config: Any, groups: Any) -> None:
             'Write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
         )
     check_groups(groups)
+    if not config.model_config.is_prefix_caching_supported:
+        raise InvalidInput(f"this model's answers need all tokens of a prompt computed in one pass; {_WITHOUT}")
     latent = any(type(group.kv_cache_spec).__name__ == _LATENT for group in groups)
     if latent and config.device_config.device_type == "cpu" and not config.scheduler_config.enable_chunked_prefill:
         raise InvalidInput(
@@ -104,7 +106,7 @@ def check_engine(config: Any, groups: Any) -> None:
 
 _LATENT, _WINDOW = "MLAAttentionSpec", "SlidingWindowSpec"
 _FULL = ("FullAttentionSpec", _LATENT)
-_WITHOUT = "run this model without the connector: vLLM's own prefix cache works as before"
+_WITHOUT = "run this model without the connector: vLLM's own caching works as before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def parts_of(groups: Any) -> list[PartOfModel]:
 
 def check_groups(groups: Any) -> None:
     """Raises InvalidInput for KV caches that cannot be stored block by block."""
+    if not groups:
+        raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:
         kind = type(group.kv_cache_spec).__name__
         if kind not in (*_FULL, _WINDOW):

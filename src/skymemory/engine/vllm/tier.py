@@ -52,7 +52,8 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         settings = PluginSettings.read(
             skymemory or {}, "secondary_tiers, skymemory", max(1, parallel.data_parallel_size)
         )
-        context = _context(settings.weights, offloading_spec.config, self.block_size_bytes)
+        dtype = settings.type_of(offloading_spec.config.model.dtype, "secondary_tiers, skymemory")
+        context = _context(settings.weights, dtype, offloading_spec.config, self.block_size_bytes)
         # vLLM shows the loggers below its own.
         log = logging.getLogger("vllm.skymemory")
         self.values = PluginStore(settings, context, self.block_size_bytes, log=log)
@@ -134,7 +135,7 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _save(self, job_id: int, keys: Sequence[bytes], chunks: Sequence[int]) -> JobResult:
         def work() -> list[bool]:
-            return self.values.save([_name(key) for key in keys], lambda at: [self._chunk(chunks[at])])
+            return self.values.save([_name(key) for key in keys], lambda at: [self._chunk(chunks[at])]).done
 
         try:
             return self._result(job_id, keys, work)
@@ -170,7 +171,7 @@ def _name(key: bytes) -> str:
     return key.hex()
 
 
-def _context(weights: str, config: Any, chunk_bytes: int) -> CacheContext:
+def _context(weights: str, dtype: str, config: Any, chunk_bytes: int) -> CacheContext:
     """All that vLLM's keys leave out: they name the tokens, adapter, media and salt alone."""
     parallel = config.parallel
     packing = (
@@ -187,7 +188,7 @@ def _context(weights: str, config: Any, chunk_bytes: int) -> CacheContext:
         model=f"vllm tier:{config.model.name}",
         weights=weights,
         tokenizer="token ids",
-        kv_dtype=str(config.model.dtype),
+        kv_dtype=dtype,
         layout=f"vllm tier{packing}",
         block_tokens=config.cache.tokens_per_hash * config.cache.blocks_per_chunk,
     )

@@ -1,8 +1,9 @@
 """``kv_transfer_params`` of a request: by these a router has one engine compute a prompt and another go on from it.
 
 The dialect is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
-``{"do_remote_decode": true}``; its answer carries ``{"do_remote_prefill": true, "sky_tokens": 512}``. The second step
-goes to the decoding engine with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``.
+``{"do_remote_decode": true}``; its answer carries ``{"sky_tokens": 512}``. The second step goes to the decoding engine
+with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``; NIXL answers that, too, and
+below a ``MultiConnector`` only one may.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TransferParams:
     hands_over: bool = False
     """``do_remote_decode``: another engine will load all that is stored of its prompt."""
     takes_over: bool = False
-    """``do_remote_prefill``: another engine stores its prompt's values, or will."""
+    """``do_remote_prefill`` or ``sky_tokens``: another engine stores its prompt's values, or will."""
     tokens: int | None = None
     """``sky_tokens``: so many of the prompt's; None: all of its whole values."""
     wait_s: float = math.inf
@@ -58,7 +59,7 @@ class TransferParams:
             raise InvalidInput(f"sky_generation is {reprlib.repr(generation)}: expected 32 hexadecimal digits")
         return cls(
             _switch(params, "do_remote_decode"),
-            _switch(params, "do_remote_prefill"),
+            _switch(params, "do_remote_prefill") or tokens is not None,
             tokens,
             math.inf if wait_ms is None else min(wait_ms, _LONGEST_MS) / 1000,
             generation or "",
@@ -67,7 +68,7 @@ class TransferParams:
 
 def answer_of(tokens: int, generation: str) -> dict[str, Any]:
     """What the prefilling engine answers, for the second step: it stores the prompt's first ``tokens``."""
-    return {"do_remote_prefill": True, "sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
+    return {"sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
 
 
 def _switch(params: Mapping[str, object], key: str) -> bool:

@@ -351,8 +351,9 @@ class WorkerSide:
             waited_values, self._waited_values = self._waited_values, 0
         if waited_values:
             outcome.counts["waited_values"] = waited_values
-        said = outcome.loaded or outcome.lowest or outcome.step_tokens or outcome.counts or outcome.saving
-        return outcome if said else None
+        said = outcome.loaded or outcome.step_tokens or outcome.counts or outcome.saving
+        # vLLM leaves out a rank that says nothing, as if it had placed what the others have.
+        return outcome if said or self._backward else None
 
     def close(self, drain_s: float) -> None:
         """Stores what waits, as long as ``drain_s``; loads end as given up. See ``Saver.close``."""
@@ -653,11 +654,11 @@ class Saver:
                 if not self._waiting:
                     return
                 batch = [self._waiting.popleft() for _ in range(min(_SAVED_AT_ONCE, len(self._waiting)))]
-            counts, unsaved = Counter[str](), [one.save_key for one in batch]
+            counts, saved, unsaved = Counter[str](), list[bytes](), [one.save_key for one in batch]
             try:
                 for one in batch:
                     one.copied.wait()
-                counts, unsaved = self._store(batch)
+                counts, saved, unsaved = self._store(batch)
             except TIER_FAILURES as error:
                 counts["refused_values"] += len(batch)
                 _log.warning("%d values could not be saved: %s", len(batch), error)
@@ -670,12 +671,14 @@ class Saver:
                     self._held_bytes -= self._value_bytes[one.part]
                     self._free[one.part].append(one.value)
                 self._counts.update(counts)
-                self._saved += [one.save_key for one in batch if one.save_key not in unsaved]
+                self._saved += saved
                 self._unsaved += unsaved
                 self._changed.notify_all()
 
-    def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes]]:
-        """Store those of ``batch`` that the store does not have; returns counts, and the keys that it did not take."""
+    def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes], list[bytes]]:
+        """Store those of ``batch`` that the store does not have; returns counts, the keys that it has now, and those
+        that it did not take. One that another engine is storing is neither: that may fail.
+        """
         began_s = time.perf_counter()
         blocks = self._parts.first
         presence = blocks.store.lookup([one.key for one in batch])
@@ -696,7 +699,9 @@ class Saver:
             saved_bytes=sum(len(one.value) for one in stored),
             saving_us=round(took_s * 1e6),
         )
-        return counts, [one.save_key for one, ok in zip(missing, done, strict=True) if not ok]
+        present = [one for one, there in zip(batch, presence, strict=True) if there is Presence.HIT]
+        unsaved = [one.save_key for one, ok in zip(missing, done, strict=True) if not ok]
+        return counts, [one.save_key for one in present + stored], unsaved
 
     def _load(self, stored: list[_Waiting]) -> None:
         """Once, for the link's latency and rate: else the first prompt that is found stored would have to try them."""
