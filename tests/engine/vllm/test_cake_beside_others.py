@@ -105,17 +105,20 @@ def test_what_was_loaded_backward_for_a_preempted_request_is_not_written_into_an
     engine.close()
 
 
-def test_beside_a_connector_that_loads_the_request_it_computes_nothing_from_the_back(store: Late) -> None:
-    """``MultiConnector``: another child has announced twelve values, and is given all blocks."""
+@pytest.mark.parametrize(("counted", "step"), [(12 * VALUE, 0), (12 * VALUE, 1), (0, 0)])
+def test_beside_a_connector_that_loads_the_request_nothing_is_loaded_from_the_back(
+    store: Late, counted: int, step: int
+) -> None:
+    """``MultiConnector``: another child has announced twelve values, and the request waits for them, or has them."""
     engine, request = Engine(store, 256, cake=Door()), Request("second", WORDS)
     assert engine.matched(request) == (0, False)
     engine.admit(request)
-    request.num_computed_tokens = 12 * VALUE
+    request.num_computed_tokens = counted
     for _ in range(20):
-        engine.step()
+        engine.step(*(((request, 1),) if step else ()))
         time.sleep(0.02)
     assert not engine.worker._backward and engine.scheduler._known["second"].backward is None
-    assert request.num_computed_tokens == 12 * VALUE
+    assert request.num_computed_tokens == counted + 20 * step
     engine.close()
 
 
@@ -169,6 +172,7 @@ class Ranks:
         for worker in self.workers:
             worker.end()
             said = worker.outcome()
+            assert said is not None or not worker._backward, "vLLM would take the other rank's word for it"
             found = said if found is None else found.aggregate(said) if said is not None else found
         if found is not None:
             self.scheduler.update(found)
