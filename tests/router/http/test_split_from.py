@@ -125,11 +125,13 @@ def test_another_decode_server_is_tried(run: Run) -> None:
 @pytest.mark.parametrize("splits", [True, False])
 def test_both_ways_count_in_the_decode_servers_batches(run: Run, splits: bool) -> None:
     """A rule that judges by the batches sees those that are served alone."""
-    cost = PRESETS[COST]
+    # Of a batch whose contexts grow while nothing comes: here it would take a minute to count as one request more.
+    name = "llama-70b-8xa100"
+    cost = PRESETS[name]
     step_s = (cost.decode_step_s(2, 80) + cost.decode_step_s(3, 120)) / 2
     admission = {"rule": "early", "ttft": "100s", "tbt": f"{step_s:.9f}s", "options": {"promised": True}}
     table = {"disaggregation": {"split_from": 0 if splits else 64}}
-    running = start(run, cost=COST, strategy="least-ttft", admission=admission, **table)
+    running = start(run, cost=name, strategy="least-ttft", admission=admission, **table)
     # Their next tokens come after all is refused: no gap between tokens, longer on a busy computer, is learnt from.
     engine(running, "d0").mock = {"events": 3, "gap_s": 60.0}
     with ExitStack() as stack:
