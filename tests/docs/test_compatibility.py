@@ -6,7 +6,7 @@ import ast
 import json
 from pathlib import Path
 
-from tools.compatibility import INTERFACES, PAGE, RECORD, interface_of, page
+from tools.compatibility import INTERFACES, MATRIX, MATRIX_PAGE, PAGE, RECORD, interface_of, matrix_page, page
 
 ROOT = Path(__file__).parents[2]
 TESTS = json.loads(RECORD.read_text("utf-8"))["tests"]
@@ -14,6 +14,12 @@ TESTS = json.loads(RECORD.read_text("utf-8"))["tests"]
 
 def test_the_page_is_that_of_the_record() -> None:
     assert PAGE.read_text("utf-8") == page(TESTS), "run: python -m tools.compatibility"
+
+
+def test_the_page_of_parameters_is_that_of_the_record_and_has_no_difference() -> None:
+    matrix = json.loads(MATRIX.read_text("utf-8"))
+    assert MATRIX_PAGE.read_text("utf-8") == matrix_page(matrix) + "\n", "run: python -m tools.compatibility"
+    assert len(matrix["same"]) == 6 and all(all(same.values()) for same in matrix["same"].values())
 
 
 def test_every_interface_was_tried_and_every_line_is_a_test() -> None:

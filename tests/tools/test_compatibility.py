@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.compatibility import INTERFACES, interface_of, page
+from tools.compatibility import INTERFACES, interface_of, matrix_page, page
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -63,6 +63,13 @@ def test_a_line_counts_the_cases_of_a_test_by_what_became_of_them() -> None:
     assert "what one stores another loads | sglang 3.4 | CPU | failed 1 |" in made
     assert "what one stores another loads | sglang 3.4 | an H100 | passed 1 |" in made
     assert "## vLLM" not in made
+
+
+def test_each_value_has_what_came_of_it_in_each_way() -> None:
+    same = {"cold": {"a": True, "b": True}, "Cake": {"a": False}}
+    made = matrix_page({"tried": {"one": ["a"], "two": ["b"]}, "not tried": {"three": "of GPUs"}, "same": same})
+    assert "| `one` | `a` | same | **differs** |\n| `two` | `b` | same |  |\n" in made
+    assert made.endswith("| `three` | of GPUs |")
 
 
 def test_what_the_page_names_is_there() -> None:

