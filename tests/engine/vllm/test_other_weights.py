@@ -1,4 +1,4 @@
-"""Blocks that vLLM itself still has of other weights, films and sounds at one place, and what else a key must tell."""
+"""Blocks that vLLM itself still has of other weights, films and sounds at one place, and what else a key must say."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_weights_whose_contents_are_not_known_are_refused(
         weights_digest(model, "auto")
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/model", "/nowhere/model.gguf", "nobody/nothing"])
+@pytest.mark.parametrize("name", ["s3://bucket/model", "/nowhere/model.gguf", "some/model"])
 def test_a_model_that_is_no_folder_says_what_to_do(name: str) -> None:
     model = SimpleNamespace(model=name, revision=None, trust_remote_code=False, model_weights="")
     with pytest.raises(InvalidInput, match="give the model as a folder"):
