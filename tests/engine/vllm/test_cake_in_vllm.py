@@ -123,7 +123,7 @@ def test_a_fast_link_loads_most_and_a_slow_one_nothing() -> None:
 
 def test_a_load_takes_until_its_last_value_comes_not_until_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or every store would seem as slow as a step, and none fast enough to be loaded from without computing."""
-    words, give, step_s = prompt(TOKENS), Engine._give, [0.4]
+    words, give, step_s = prompt(TOKENS), Engine._give, [0.8]
 
     def slow(engine: Engine, request: Request, tokens: int) -> None:
         time.sleep(step_s[0])
@@ -138,7 +138,7 @@ def test_a_load_takes_until_its_last_value_comes_not_until_the_step_ends(monkeyp
         engine.admit(first)
         prefill(engine, first, door, 0.0)
         engine.release(first)
-        step_s[0] = 0.05  # the load of this store is faster than such steps, too
+        step_s[0] = 0.15  # the load of this store is faster than such steps, too
         assert engine.matched(other) == (0, False)
         engine.admit(other)
         prefill(engine, other, door, 0.0)
