@@ -24,6 +24,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from skymemory.engine.plugin import GONE, PluginSettings, PluginStore, warn_untested
 from skymemory.kv.context import CacheContext
+from skymemory.metrics import SharedCounters
 
 _OBJECT_BYTES = 32 << 20
 """Loads and stores go in batches, and how large objects are is known only when one comes: as of an 8B model."""
@@ -37,7 +38,8 @@ _log = init_logger(__name__)
 class _Tasks(Generic[Result]):
     """Tasks of one kind: their threads, results, and the descriptor that says that there are some."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, counters: SharedCounters) -> None:
+        self._counters = counters
         self._pool = ThreadPoolExecutor(threads, f"lmcache l2 {name}")
         self._event = create_event_notifier()
         self._lock = Lock()
@@ -52,7 +54,8 @@ class _Tasks(Generic[Result]):
         def run() -> None:
             try:
                 result = work()
-            except Exception:
+            except Exception as error:  # LMCache waits for a result
+                self._counters.add("failures_total", 1, type(error).__name__)
                 _log.exception("a task failed by a fault of the plug-in")
                 result = failed
             with self._lock:
@@ -86,9 +89,9 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self.values = PluginStore(settings, _context(settings), _OBJECT_BYTES, log=_log)
         self._numbers = count()
         # A slow save must not delay what a prompt waits for.
-        self._stores = _Tasks[L2StoreResult](2, "store")
-        self._lookups = _Tasks[Bitmap](2, "look up")
-        self._loads = _Tasks[Bitmap](4, "load")
+        self._stores = _Tasks[L2StoreResult](2, "store", self.values.counters)
+        self._lookups = _Tasks[Bitmap](2, "look up", self.values.counters)
+        self._loads = _Tasks[Bitmap](4, "load", self.values.counters)
         self._sizing = RLock()
         self._sizes: OrderedDict[Any, int] = OrderedDict()
         """Of objects that were stored here and not found to be gone since: LMCache sums them by tenant. What is said of
