@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections import Counter
 from collections.abc import Generator
 
 import pytest
@@ -81,9 +82,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
     for item in items:
         brief = item.get_closest_marker("brief")
-        if brief is not None and getattr(getattr(item, "callspec", None), "id", None) not in brief.args:
+        if brief is None:
+            continue
+        of_all = item.nodeid.partition("[")[0]
+        number, cases[of_all] = cases[of_all], cases[of_all] + 1
+        every = brief.kwargs.get("every")
+        if number % every if every else getattr(getattr(item, "callspec", None), "id", None) not in brief.args:
             item.add_marker("slow")
             item.add_marker("seeded")
     if settings.get_current_profile_name() == "brief":

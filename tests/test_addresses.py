@@ -89,6 +89,7 @@ def test_every_verb_refuses_with_the_same_words(verb: str, option: str, capsys: 
     assert "'nowhere:port' is not an address to listen at: expected HOST:PORT, [IPv6]:PORT or :PORT" in error
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(
     ("listen", "said"), [("[::1]:0", r"tcp://\[::1\]:\d+ "), ("tcp://127.0.0.1:0", r"tcp://127.0.0.1:\d+ ")]
 )

@@ -110,6 +110,7 @@ def test_commands_say_what_is_wrong_with_a_file(
     assert status == 2 and str(path) in said and "expected a regular file" in said
 
 
+@pytest.mark.brief()
 def test_a_value_may_come_from_a_pipe_but_not_from_an_endless_device(tmp_path: Path) -> None:
     store = ["--store", f"disk://{tmp_path / 'values'}?budget=1MiB"]
     skymemory = [sys.executable, "-m", "skymemory.cli.main", "kv"]

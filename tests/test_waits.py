@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,12 +103,14 @@ def may_wait(call: ast.Call, name: str, has_children: bool) -> bool:
     return name in _POOLS or ("." in name and last in _RECEIVES | _READS)
 
 
-def find_waits(source: str) -> Iterator[tuple[str, int]]:
+def find_waits(source: str) -> list[tuple[str, int]]:
     """The function and call of each, as in ``WAITS``, and its line."""
     tree = ast.parse(source)
     has_children = "subprocess" in source or "Popen" in source or ".process" in source
 
-    def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+
+    def visit(node: ast.AST, scope: tuple[str, ...]) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             scope = (*scope, node.name)
         if isinstance(node, ast.Await) and isinstance(node.value, ast.Call) and _is_limited(node.value):
@@ -117,13 +118,14 @@ def find_waits(source: str) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Call) and not _is_limited(node):
             name = _dotted(node.func)
             if may_wait(node, name, has_children):
-                yield f"{'.'.join(scope)} {name}", node.lineno
+                found.append((f"{'.'.join(scope)} {name}", node.lineno))
         elif isinstance(node, ast.Call):
             return
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, scope)
+            visit(child, scope)
 
-    yield from visit(tree, ())
+    visit(tree, ())
+    return found
 
 
 def _is_limited(call: ast.Call) -> bool:

@@ -90,14 +90,17 @@ def test_every_verb_is_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None, str]]:
-    """Exit status and text of each command line."""
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int | None, str]]:
+    """Exit status and text of each command line that this run asks for."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "file").write_text("some text\n")
     (folder / "cluster.toml").write_text("[router]\n")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    lines = [line for each in COMMANDS.values() for line in each]
+    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    lines = list(dict.fromkeys(item.callspec.params["line"] for item in here if hasattr(item, "callspec")))
     (folder / "lines.json").write_text(json.dumps([line.split() for line in lines]))
     done = subprocess.run(
         [sys.executable, str(PROBE), "lines.json"], cwd=folder, capture_output=True, text=True, check=True, timeout=300
@@ -106,6 +109,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | N
     return {line: (each["status"], each["text"]) for line, each in zip(lines, found, strict=True)}
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("line", [line for each in COMMANDS.values() for line in each])
 def test_a_verb_without_its_extra_says_so(line: str, answers: dict[str, tuple[int | None, str]]) -> None:
     status, text = answers[line]

@@ -37,6 +37,7 @@ def _main(words: str) -> int:
         return int(ended.code or 0)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

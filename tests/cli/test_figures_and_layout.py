@@ -63,6 +63,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
         call("layout", "--preset", "kuiper")
 
 
+@pytest.mark.brief()
 def test_figures_writes_and_prints_what_the_paper_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert call("figures", "16", "16", "--out", str(tmp_path)) == 0

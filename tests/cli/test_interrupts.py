@@ -108,6 +108,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "parent alone"])
 @pytest.mark.parametrize(("importing_s", "ready"), [(1.0, "a worker starts"), (0.0, "a cell runs")])
 def test_workers_say_nothing_of_an_interrupt(importing_s: float, ready: str, group: bool, tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_what_an_encoding_has_is_written_as_it_is() -> None:
 _STARTS = [["-m", "skymemory"], ["-m", "skymemory.cli.main"]]
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("start", _STARTS, ids=" ".join)
 @pytest.mark.parametrize(
     "environment",
@@ -170,6 +171,7 @@ def test_a_program_of_ours_reads_utf_8() -> None:
         assert "motion →".encode() in started.stdout.read()
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", ["layout", "layout --help", "--version"])

@@ -98,6 +98,7 @@ def steps_of(cost: CostModel, batches: tuple[int, ...], contexts: tuple[int, ...
     return [DecodePoint(b, b * c, cost.decode_step_s(b, b * c)) for b in batches for c in contexts]
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("memory_share", [0.3, 0.9])
 @pytest.mark.parametrize("per_request_s", [0.0, 1e-4])
 def test_decoding_comes_out_again(memory_share: float, per_request_s: float) -> None:

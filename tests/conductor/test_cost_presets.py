@@ -112,6 +112,7 @@ def test_steps_are_as_far_from_the_published_ones_as_is_said(
     assert 100 * found.worst == pytest.approx(worst, abs=0.1)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize(("preset", "points", "mean", "worst"), DECODING)
 def test_the_constants_are_those_of_the_fit(
     preset: CostModel, points: list[DecodePoint], mean: float, worst: float

@@ -94,6 +94,7 @@ def test_a_square_box_is_not_line_of_sight() -> None:
     assert above == [(0, -2), (0, -1), (0, 0), (0, 1), (0, 2)]
 
 
+@pytest.mark.brief()
 def test_the_nearest_satellite_changes_about_every_54_seconds() -> None:
     nearest = [gateway(STARLINK_A, DEFAULT_HOST, EPOCH_UNIX_S, now_s) for now_s in range(0, 6000, 4)]
     changes = sum(before != after for before, after in itertools.pairwise(nearest))

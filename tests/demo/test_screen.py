@@ -50,6 +50,7 @@ def test_every_frame_fits_and_the_last_one_stays(columns: int, rows: int) -> Non
         assert terminal.text.count(f"event {number}:") == 1
 
 
+@pytest.mark.brief()
 def test_it_follows_a_terminal_that_is_resized_while_it_draws() -> None:
     terminal = drawing()
     assert terminal.until(lambda text: frame_of(text) >= 8, 30)

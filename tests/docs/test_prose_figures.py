@@ -96,6 +96,7 @@ def test_the_picture_of_the_readme_is_that_of_its_runs() -> None:
         assert picture.text["Source"] == source_digest(), "run: python benchmarks/plot_ttft.py"
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("name", "figure"),
     [

@@ -213,6 +213,7 @@ def test_ctrl_c_in_the_middle_of_up_leaves_nothing(sky: Sky, begun: int) -> None
     assert sky.processes() == [] and not sky.run_dir.exists()
 
 
+@pytest.mark.brief()
 def test_a_supervisor_killed_in_the_middle_of_up_leaves_no_process(sky: Sky) -> None:
     starting = sky.start("constellation", "up", "--base-port", "auto")
     eventually(lambda: len(sky.processes()) >= 2 or starting.poll() is not None)

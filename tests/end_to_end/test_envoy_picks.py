@@ -217,6 +217,7 @@ def test_a_client_that_goes_away_in_mid_stream_leaves_nothing_behind(world: Worl
         world.settles("server_requests", 0, server=endpoint)
 
 
+@pytest.mark.brief()
 def test_a_client_that_hangs_in_its_upload_is_not_routed(world: World) -> None:
     before = world.servers.requests()
     with socket.create_connection(("127.0.0.1", world.envoy.ports["metadata"]), timeout=10) as client:

@@ -137,6 +137,7 @@ def after_a_host_died(directory: RunDirectory, number: int, stranger: Stranger |
     return reads_s, timeouts, unreadable
 
 
+@pytest.mark.brief()
 def test_a_stranger_on_the_ports_of_a_dead_host_delays_no_read(up: Up) -> None:
     """Once its satellites are suspects, reads that need them fail at once, or find the chunks elsewhere."""
     stranger = Stranger()

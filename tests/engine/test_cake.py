@@ -106,6 +106,7 @@ def test_every_length_leaves_a_token(model: Any, ids: Any, store: MemoryStore, l
         assert tokens_of(model, some, cache) == tokens_of(model, some)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
 def test_others_are_computed_in_the_same_steps(
     model: Any, ids: Any, plain: list[int], store: MemoryStore, share: float

@@ -98,6 +98,7 @@ def test_a_lying_store(model: Any, ids: Any, plain: list[int], fault: str, rate:
         assert kvc.counters.total("failed_blocks_total") > 0
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_a_failing_store(model: Any, ids: Any, plain: list[int], outage: str) -> None:
     with cake(model, HostileStore(outage=outage)) as kvc:

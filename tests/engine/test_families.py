@@ -142,6 +142,7 @@ WHY = {
 }
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused_and_says_why(name: str) -> None:
     if not known(name):

@@ -63,6 +63,7 @@ def run_twice(code: str, names: dict[str, Any]) -> list[int]:
     return found
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("line", ["padding_side", "[prompt] * 4", "Where?", "num_beams", "prompt_lookup_num_tokens"])
 def test_a_line_for_each_use(line: str, model: Any, tokenizer: Any, document: str, caplog: Any) -> None:
     if line in ("num_beams", "prompt_lookup_num_tokens") and not ANNOUNCED:  # lines of one example

@@ -38,6 +38,7 @@ def test_a_lying_store_never_changes_the_output(
         )
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_a_failing_store_never_changes_the_output(model: Any, tokenizer: Any, document: str, outage: str) -> None:
     prompt = document[:500]

@@ -148,6 +148,7 @@ def test_what_generate_changes_is_not_what_is_stored(
     assert torch.equal(again.layers[0].keys, before)
 
 
+@pytest.mark.brief()
 def test_memory_is_reused_only_without_views(model: Any, tokenizer: Any, document: str, kvc: KVCManager) -> None:
     prompt = document[:700]
     kvc.add_blocks(prompt)

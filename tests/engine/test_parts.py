@@ -84,6 +84,7 @@ def most_bytes(kvc: KVCManager, blocks: int) -> int:
     return total
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_hit_loads_what_its_window_sees(name: str) -> None:
     if not known(name):
@@ -218,6 +219,7 @@ def test_every_way_of_decoding_with_holes(name: str, way: str) -> None:
             assert torch.equal(answer(model, prompt, cache, **WAYS[way]), answer(model, prompt, **WAYS[way]))
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("name", WINDOWED[:3])
 def test_five_turns_load_a_window_each_and_compute_what_is_new(name: str) -> None:
     model, turn = model_of(name, 20), prompt_of(60)

@@ -93,6 +93,7 @@ def test_what_is_there_is_not_read_again(values: PluginStore) -> None:
     assert read == [2] and values.counters.get("present_total") == 2
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("place", [4, *range(0, 128 + 901, 9)])
 def test_any_flipped_byte_is_a_miss_and_is_forgotten(values: PluginStore, memory: MemoryStore, place: int) -> None:
     values.save(NAMES[:3], pieces)

@@ -58,6 +58,7 @@ def test_it_predicts_english_it_never_saw(exact: ReadyModel) -> None:
     assert nats / math.log(2) / len(text.encode()) < 2.5
 
 
+@pytest.mark.brief()
 def test_greedy_tokens_are_the_same_with_and_without_the_cache(exact: ReadyModel) -> None:
     ids = exact.tokenizer(shipped_document(), return_tensors="pt").input_ids[:, :CONTEXT_TOKENS]
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}

@@ -182,6 +182,7 @@ def test_the_serving_engine_computes_only_the_rest(small: Any, ids: Any) -> None
 # --- what was loaded and not used ---
 
 
+@pytest.mark.brief()
 def test_a_cache_that_is_dropped_before_use_is_counted_and_not_warned_of(
     kvc: KVCManager, ids: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_pass_that_failed_has_used_nothing(kvc: KVCManager, ids: Any, monkeypa
     assert cache.result.used_tokens == 0
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("then", ["add_blocks", "get_cache", "close", "drop"])
 def test_a_pass_around_the_guard_is_warned_of_once(
     kvc: KVCManager, ids: Any, then: str, caplog: pytest.LogCaptureFixture
@@ -264,6 +266,7 @@ def test_hits_that_save_nothing_from_now_on_are_said_by_log_and_doctor(
 # --- begin(): what was made contents, and what follows ---
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("written", ["torch", "data"])
 @pytest.mark.parametrize("tokens", [5, 1])
 def test_weights_that_change_behind_begin_are_misuse(ids: Any, written: str, tokens: int) -> None:

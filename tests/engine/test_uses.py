@@ -151,6 +151,7 @@ def test_a_batch_of_different_prompts_shares_what_they_share(uneven: Any, ids: A
     )
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("padding", [1, 7, 400])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_padding_on_the_left(uneven: Any, ids: Any, kvc: KVCManager, padding: int, rows: int) -> None:
@@ -775,6 +776,7 @@ class FailingCall(TorchFunctionMode):  # type: ignore[misc]
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("how", ["whole", "begun", "two rows"])
 def test_wherever_a_first_pass_fails_another_try_with_its_cache_is_right_or_refused(how: str) -> None:
     """A sample of all of torch's calls in it, from the embedding to the last logits."""

@@ -31,6 +31,7 @@ calls = st.tuples(
 )
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(calls, max_size=6) | st.lists(calls, min_size=40, max_size=120))

@@ -50,6 +50,7 @@ HERE = SatelliteId(2, 9)
 PATIENCE_S = 120.0
 
 
+@pytest.mark.brief()
 def test_without_a_tree_the_build_says_that_it_is_skipped() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "CFS_ROOT"}
     done = subprocess.run([ROOT / "flight/cfs/build"], capture_output=True, text=True, env=environment, check=False)

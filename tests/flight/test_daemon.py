@@ -97,6 +97,7 @@ def ledger_balances(found: control.Housekeeping) -> bool:
     return came == found["memory_used_bytes"] + sum(found[f"bytes_{how}"] for how in gone) + found["bytes_lost"]
 
 
+@pytest.mark.brief()
 def test_half_a_constellation_in_c(up: Callable[..., RunDirectory]) -> None:
     """It stores and reads, moves, loses a satellite in C and one in Python, and both come back empty."""
     directory = up("mixed", auth="answers")
@@ -121,6 +122,7 @@ def test_half_a_constellation_in_c(up: Callable[..., RunDirectory]) -> None:
         check(store, kept)
 
 
+@pytest.mark.brief()
 def test_a_daemon_that_was_killed_comes_back_as_one(up: Callable[..., RunDirectory]) -> None:
     directory = up("mixed")
     directory.living()["host-1"].send_signal(signal.SIGKILL)
@@ -303,6 +305,7 @@ def test_the_share_says_all_of_the_plan() -> None:
     assert delays[1, 0] == delays[4, 0] and delays[0, 1] == delays[0, 18]
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("text", "says"),
     [

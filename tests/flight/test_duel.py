@@ -47,6 +47,7 @@ def test_random_traffic(name: str) -> None:
     Duel(CASES[name], seed=1).run(350)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("seed", range(1, 41))
 def test_drawn_configurations(seed: int) -> None:
     """Grids of one satellite to 255 planes, tiny memories, largest chunks, many copies, new keys, clocks that jump."""

@@ -73,6 +73,7 @@ def near(found: int, share: float, of: int) -> bool:
     return abs(found - share * of) <= 5 * (of * share * (1 - share)) ** 0.5
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("link", [0, 7, 570])
 def test_shares_are_those_asked_for(faults: Any, link: int) -> None:
     its = rates(loss=0.02, duplicate=0.1, reorder=0.05, corrupt=0.01)

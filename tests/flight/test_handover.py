@@ -100,6 +100,7 @@ def test_many_moves_deaths_and_full_memories(seed, replicas):
     a_week(seed, replicas, policies, 7_000 * (1 + seed % 4), 150)
 
 
+@pytest.mark.brief()
 @pytest.mark.timeout(120)
 def test_reads_end_where_a_copy_is_of_another_version():
     """One that was passed over once left its read with no request in flight, without a limit."""

@@ -92,6 +92,7 @@ def refused_for_ever(simulated: SimulatedConstellation) -> int:
     return sum(figures["bytes_lost"] + figures["bytes_evicted"] for figures in ledgers)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("name", ["departures", "questions", "asked", "subjects", "suspects", "runs", "back_offs"])
 def test_values_survive_full_pools(name: str) -> None:
     """Moves and sweeps of a constellation all of whose satellites have one small pool; afterwards all is at home."""
@@ -225,6 +226,7 @@ class Squeezed(Duel):
             super().evict()
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", [*SMALL, "all"])
 def test_traffic_with_a_full_pool(name: str) -> None:
     bounds = SMALL if name == "all" else {name: SMALL[name]}
@@ -422,6 +424,7 @@ def test_only_the_satellite_that_was_sent_chunks_takes_them_and_the_promise_once
         assert (one.c.counters.get("chunks_migrated_out") > 0) == bool(promises)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -139,6 +139,7 @@ def test_full_memories_evict(kind: str) -> None:
     check_ledgers(simulated)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("kind", MACHINES)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_stranger_on_the_ports_of_dead_satellites_is_not_believed(kind: str, replicas: int) -> None:

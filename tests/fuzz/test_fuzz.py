@@ -10,6 +10,7 @@ from tests.properties.wire_traffic import SOUND
 from skymemory import native
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_breaks(name):
     fuzz(name, round(12_000 * TARGETS[name][1]), seed=7)

@@ -134,6 +134,7 @@ def test_another_layout_is_malformed_before_anything_is_read(other: KVLayout) ->
             decode(PAYLOAD, other)
 
 
+@pytest.mark.brief()
 def test_forged_sections_raise_nothing_else() -> None:
     """Damage under right checksums: a value of the wrong numbers at worst, never another exception."""
     dice, refused = random.Random(5), 0

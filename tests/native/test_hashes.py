@@ -42,6 +42,7 @@ def test_both_agree_with_the_library(data: bytes, block_bytes: int, seed: int) -
         assert _as_list(module.chain_hashes(data, block_bytes, seed)) == chained
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("block_bytes", range(1, 140))
 def test_every_size_of_block(block_bytes: int) -> None:
     """Where the stripes of 32 bytes end, with the eight of the hash before and without."""

@@ -82,6 +82,7 @@ def test_headers_and_payloads_arrive_joined(
     check(impl, sender, receiver, expected, sent)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("value_bytes", "chunk", "first", "step", "count"),
     [
@@ -150,6 +151,7 @@ def test_chunks_beyond_the_value_are_refused(
         impl.send_slices(sender.fileno(), "127.0.0.1", 65_536, bytes(12), 12, bytes(20), 10, 0, 1)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("total", [0, 1, 999, 1000, 1001, 64_000, 64_001, 150_500])
 def test_a_run_of_whole_segments_with_an_odd_last(
     impl: ModuleType, sender: socket.socket, receiver: socket.socket, total: int

@@ -98,6 +98,7 @@ def test_moving_the_centre_moves_the_map(preset: Preset, strategy: Strategy) -> 
             assert placed(preset, strategy, servers, centre).locate_all() == shifted
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("preset", LARGE_ONES_SLOWLY)
 def test_from_any_residue_one_move_takes_every_cell_where_the_paper_says(preset: Preset) -> None:
     boxes = {}

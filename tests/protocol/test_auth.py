@@ -171,6 +171,7 @@ def test_what_is_signed_comes_in_and_is_answered_as_ever(world: type[World]) -> 
     assert requests is not None and requests[5] is not None and requests[5][4] == signer.signing_key_id(NOW_S)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     "by", [None, authority(OTHER), Authority(KeyRing((SecretKey(9, OLD),)))], ids=["none", "wrong", "unknown id"]
 )

@@ -42,6 +42,7 @@ def malformed(packet: bytes, code: int) -> None:
         assert implementation.verify_segments(packet, max(1, len(packet))) == bytes([code])
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("bit", range(8 * len(PING)))
 def test_any_flipped_bit_is_noticed_but_those_that_forwarders_change(bit):
     packet = bytearray(PING)

@@ -17,6 +17,7 @@ CHUNK = 6144
 SIZES = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 10 * CHUNK + 1, 3_000_000)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("access", ["los", "gateway"])
 @pytest.mark.parametrize("size", SIZES)
 def test_what_was_put_comes_back(world, value_of, access, size):

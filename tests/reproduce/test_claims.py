@@ -26,6 +26,7 @@ def test_the_page_is_the_reports_own(listed) -> None:
     assert (ROOT / "docs/reproduce/claims.md").read_text("utf-8") == as_markdown(listed)
 
 
+@pytest.mark.brief()
 def test_every_claim_says_something_in_each_way(listed) -> None:
     assert len({one.key for one in listed}) == len(listed)
     assert {one.document for one in listed} == {
@@ -55,6 +56,7 @@ def test_what_the_claims_say(listed) -> None:
     assert "precise 37.2 %" in of["routing-accurate"].model
 
 
+@pytest.mark.brief()
 def test_a_physical_model_fills_its_column() -> None:
     (servers,) = (one for one in all_claims({"servers": lambda: "by 12 %"}) if one.key == "servers")
     assert servers.physics == "by 12 %"

@@ -65,6 +65,7 @@ def test_a_file_that_was_spoiled_or_is_gone_is_evicted_and_not_reported(tmp_path
     store.close()
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("seed", range(5))
 def test_keeps_and_evicts_what_the_judge_does(tmp_path: Path, seed: int) -> None:
     now_s = [0.0]

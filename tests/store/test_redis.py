@@ -241,6 +241,7 @@ STRANGE = (
 """Answers to a greeting. Some pass for one, and then for a stored value."""
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("banner", STRANGE)
 @pytest.mark.parametrize("who", ["", ":word@", "user:word@"])
 def test_who_does_not_speak_redis_is_a_miss(banner: bytes, who: str) -> None:

@@ -49,6 +49,7 @@ LIES = {
 }
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("lie", "memory_bytes"),
     [(lie, size) for lie in LIES for size in (0, 8 << 20) if size or lie != "4 GiB in ordinary chunks"],

@@ -15,6 +15,7 @@ from skymemory.errors import InvalidInput
 SMALL = Town(CellGrid(14, 14), servers=9, value_bytes=60_000)
 
 
+@pytest.mark.brief()
 def test_what_follows_stays_near_and_moves_the_least() -> None:
     path = SMALL.drive(3, 2, 40.0)
     value = random.Random(1).randbytes(SMALL.value_bytes)
@@ -68,6 +69,7 @@ def test_a_value_that_no_computer_has_memory_for_is_refused_before_it_is_drawn(
     assert "at most 268435456 bytes" in capsys.readouterr().err
 
 
+@pytest.mark.brief()
 def test_the_demo_reports_both_drives(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["demo", "cells", "--grid", "12x12", "--value", "30KB", "--legs", "1", "--speed-kmh", "100"]
     assert main(options) == 0

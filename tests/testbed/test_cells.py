@@ -42,6 +42,7 @@ def test_the_centre_is_the_cell_the_user_is_in_and_no_box_crosses_the_seam(path:
             assert abs(cell.plane - here.plane) <= 1 and abs(cell.slot - here.slot) <= 1
 
 
+@pytest.mark.brief()
 def test_the_cache_follows_a_user_who_turns_and_comes_back() -> None:
     path = [Stop(0, 3, 3), Stop(10, 3, 9), Stop(20, 8, 9), Stop(25, 8, 6), Stop(40, 2, 2)]
     clock = MoveClock(time_scale=1.0, track=GRID.track(path, 2))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tools.compatibility import INTERFACES, interface_of, matrix_page, page
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ def record(tmp_path: Path, *options: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.brief()
 def test_each_outcome_is_written_and_later_runs_add_to_it(tmp_path: Path) -> None:
     first = {one["test"].rpartition("::")[2]: one for one in record(tmp_path)}
     assert {name: one["outcome"] for name, one in first.items()} == {

@@ -27,6 +27,7 @@ def drawn(*options: str, **environment: str) -> str:
     return found[1]
 
 
+@pytest.mark.brief()
 def test_the_same_everywhere() -> None:
     alone = drawn(PYTHONHASHSEED="1", CI="")
     beside_others = drawn(

@@ -151,6 +151,7 @@ class World:
         return sum(host.admits(packet, source) for host, source, packet in self.recorded if host in self.hosts)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     "steps_s", product(STEPS_S, repeat=3), ids=lambda steps_s: "/".join(f"{step_s:+.0f}" for step_s in steps_s)
 )

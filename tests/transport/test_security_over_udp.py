@@ -139,6 +139,7 @@ def test_a_satellite_without_the_key_cannot_be_one_of_them() -> None:
         assert attacker.figures()["chunks_migrated_in"] == 1
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("op", [Op.ACK, Op.UNREACHABLE, Op.PRESENCE, Op.DATA])
 def test_answers_of_a_ground_host_are_refused_and_divert_nothing(op: Op) -> None:
     """A stranger who speaks as if he answered, for the host that is being served, gets none of its answers."""

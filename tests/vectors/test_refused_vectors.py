@@ -314,17 +314,20 @@ def outcome(begin: Callable[..., Any], vector: dict[str, Any], auth: str = "") -
     return {name: machine.counters.get(name) - before[name] for name in COUNTERS}, " ".join(answers)
 
 
+@pytest.mark.brief(every=5)
 @by_name
 def test_a_satellite_in_python_refuses_it(vector: dict[str, Any]) -> None:
     assert outcome(SatelliteMachine, vector) == expected(vector)
 
 
+@pytest.mark.brief(every=5)
 @by_name
 def test_a_satellite_in_c_refuses_it(vector: dict[str, Any]) -> None:
     compiler()
     assert outcome(FlightMachine, vector) == expected(vector)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("begin", [SatelliteMachine, FlightMachine])
 def test_where_answers_are_signed_the_same_commands_are_refused(begin: Callable[..., Any]) -> None:
     compiler()
@@ -334,6 +337,7 @@ def test_where_answers_are_signed_the_same_commands_are_refused(begin: Callable[
         assert outcome(begin, vector, auth) == expected(vector), vector["name"]
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     "vector", [vector for vector in VECTORS if vector["from"] == "satellite"], ids=lambda v: v["name"]
 )

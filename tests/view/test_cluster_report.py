@@ -25,6 +25,7 @@ RUNS = {
 }
 
 
+@pytest.mark.brief()
 def test_shows_every_run_and_every_end(tmp_path: Path) -> None:
     figure = draw_cluster_report(RUNS, Slo(5.0, 0.1), "two schedulers")
     panels = figure.get_axes()

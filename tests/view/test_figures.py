@@ -39,6 +39,7 @@ def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+@pytest.mark.brief()
 def test_the_csv_of_figure_16_has_132_points_and_is_the_one_in_the_docs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = write_figure(16, tmp_path)[-1].read_text(encoding="utf-8")

@@ -119,6 +119,7 @@ def test_a_slow_server_is_found_out_without_being_configured() -> None:
     assert decision.estimated_ttft_s == pytest.approx(0.032, rel=0.05)
 
 
+@pytest.mark.brief()
 def test_in_heavy_traffic_the_delay_of_others_is_weighed_against_ones_own() -> None:
     """Waiting 0.88 s for a cache costs this request more than the 0.832 s of recomputing, but others less."""
     for weight, traffic, expected in ((0.0, 240, "s1"), (0.3, 240, "s0"), (0.3, 0, "s1")):
@@ -142,6 +143,7 @@ def hostile(picker: Picker, gaps_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return np.array(times_s), np.array(slots)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("servers", [4, 8, 16])
 def test_no_server_gets_more_than_its_share_when_all_share_one_prefix(servers: int) -> None:
     gaps_s = np.random.default_rng(servers).exponential(0.35, 420)

@@ -66,6 +66,7 @@ def prefill(engine: Engine, request: Request, door: Door, step_s: float) -> None
     raise AssertionError("it does not end")
 
 
+@pytest.mark.brief()
 @settings(max_examples=30)
 @given(
     st.sampled_from([0.0, 0.001, 0.01]),

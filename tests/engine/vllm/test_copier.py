@@ -159,6 +159,7 @@ def copied_there_and_back(
     assert sum(one != b"?" for one in expected[0]) >= 1
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_in_any_order_of_strides(layout: str) -> None:
     copied_there_and_back(layout, "cpu", Host(), 1)
@@ -200,6 +201,7 @@ def test_which_copier_a_cache_gets() -> None:
     assert isinstance(copier_of(keys_and_values("2BNHC", torch.bfloat16), BLOCKS, 2), TorchCopier)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_copiers_give_the_same_bytes(layout: str) -> None:
     """A value does not depend on which of them copied it."""

@@ -13,6 +13,7 @@ from skymemory.engine.vllm.trial import check_interface, try_copier
 from skymemory.errors import InvalidInput
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_order_of_strides_passes_and_is_as_before(layout: str) -> None:
     caches = LAYOUTS[layout]("cpu")

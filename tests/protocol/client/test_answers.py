@@ -128,6 +128,7 @@ def test_an_echo_that_cannot_be_is_no_round_trip(echo_s):
     assert peer.heard_s == LATER_S and peer.round_trip.smoothed_s == 0.008
 
 
+@pytest.mark.brief()
 def test_a_neighbour_with_a_wrong_clock_does_not_speak_for_all_it_cannot_reach(world):
     """All packets for the dead plane end at it."""
     liar = SatelliteId(1, 9)

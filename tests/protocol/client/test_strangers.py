@@ -43,6 +43,7 @@ def after_a_plane_died(sky: Sky, stranger: Stranger | None) -> Ended:
     return Ended(reads_s, sum(found), puts_s, sum(not sky.reads(written) for written in after if written is not None))
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("how", ["replays", "forges", "both"])
 def test_nothing_that_a_stranger_says_is_believed(how: str, replicas: int) -> None:

@@ -175,6 +175,7 @@ def test_sweeps_find_a_hole_and_leave_the_rest_alone(world, value_of, lost):
     assert dead_and_live(sky, infos)[1] == values.keys() - {"v3"}
 
 
+@pytest.mark.brief()
 def test_a_suspicion_from_before_a_move_says_nothing_after_it(world, value_of):
     """What was lacking may have been on its way. The satellite itself, and its own chunks, stay where they are."""
     sky = world(eviction=PERIODIC)

@@ -90,6 +90,7 @@ def test_a_block_that_lost_one_copy_of_a_share_is_not_dead(world, value_of, name
         assert get(sky, info) == (True, values[name])
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("names", [("gossip",), ("periodic",)])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_block_of_which_a_share_is_whole_nowhere_is_dead_in_all_copies(world, value_of, names, replicas):

@@ -56,6 +56,7 @@ def test_sweeps_leave_alone_what_takes_longer_to_write_than_a_second_look(world,
     assert sky.counted("chunks_purged") == 0 and held(sky, info) == info.chunks
 
 
+@pytest.mark.brief()
 def test_a_hole_in_what_has_been_written_is_found_all_the_same(world, value_of):
     sky = world(eviction=EvictionConfig.of(["periodic"], sweep_s=1.0), **SLOW)
     _, info = sky.put("v", value_of(1_000_000), servers=40)

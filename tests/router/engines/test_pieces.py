@@ -224,6 +224,7 @@ class Recorder:
     def forget(self, slot: int) -> None: ...
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("bomb", [bomb_removed, bomb_stored, bomb_cleared, bomb_nested])
 def test_a_long_message_is_taken_a_little_at_a_time_in_little_memory(bomb: Any) -> None:
     index = Recorder()

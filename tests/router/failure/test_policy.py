@@ -21,6 +21,7 @@ def drive(fleet: VirtualFleet, requests: int, per_s: float = 40.0, clients: int 
         fleet.run(1.0 / per_s)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("are_checked", [True, False])
 @pytest.mark.parametrize("clients", [1, 2, 7])
 @pytest.mark.parametrize("state", [*FAULTS, HANGS])

@@ -68,6 +68,7 @@ def test_what_does_not_end_in_time_is_cut_off(two_engines: list[int]) -> None:
         process.says("1 requests are aborted")
 
 
+@pytest.mark.brief()
 def test_an_engine_killed_in_the_middle_of_a_stream(two_engines: list[int]) -> None:
     with engine("doomed") as (doomed, doomed_port), router(*urls([doomed_port])) as (_, port):
         running = opened(port, {**STREAM, "mock": {"events": 100, "gap_s": 0.1}})
@@ -82,6 +83,7 @@ def test_an_engine_killed_in_the_middle_of_a_stream(two_engines: list[int]) -> N
         until(lambda: opened(port, STREAM).status == 503)
 
 
+@pytest.mark.brief()
 def test_a_changed_file_and_sighup_are_taken_up(two_engines: list[int], tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     backend = '[[backends]]\nurl = "http://127.0.0.1:{}"\nname = "{}"\n'

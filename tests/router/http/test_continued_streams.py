@@ -192,6 +192,7 @@ def test_a_decode_server_that_dies_is_followed_by_one_that_computes_the_prompt_i
     assert running.metric("faults_total", where="request") == 0
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("seed", range(6))
 def test_it_may_break_again_and_again(running: Running, stories: Plan, seed: int) -> None:
     dice = random.Random(seed)

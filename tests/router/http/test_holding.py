@@ -152,6 +152,7 @@ def reads_nothing(running: Running, count: int) -> contextlib.AbstractContextMan
     return many(running, count, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
 
+@pytest.mark.brief()
 def test_clients_that_do_not_read_pay_and_others_are_served(run: Run) -> None:
     running = run(engines=1)
     assert running.server is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +76,7 @@ def test_in_each_state_the_address_with_the_most_pays() -> None:
     assert door.closed == [f"half {number}" for number in range(20)], "not the many idle ones of a load balancer"
 
 
+@pytest.mark.brief()
 def test_nine_thousand_half_heads_cost_others_nothing() -> None:
     """From one address, in bursts; clients of the same address open connections, ask, pause and ask again."""
     dice, door = random.Random(1), Door(8192)

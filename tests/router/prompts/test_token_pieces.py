@@ -95,6 +95,7 @@ def test_tokens_are_those_of_the_whole(kinds: list[PromptTokenizer], first: str,
                 assert tokenizer.text_tokens(text, special) == token_bytes(tokenizer.of_text(text, special))
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.engine
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("path", "body", "words", "param"),
     [
@@ -108,6 +109,7 @@ def test_a_body_of_nine_megabytes_is_refused(door: Door) -> None:
     assert reply.status == 413 and "8388608" in reply.body["error"]["message"]
 
 
+@pytest.mark.brief()
 def test_a_megabyte_of_prompt_is_answered_and_others_meanwhile(door: Door) -> None:
     assert door.ask(COMPLETIONS, {"prompt": "word " * 200_000}).status == 400
     assert door.complete("a", 1)["usage"]["completion_tokens"] == 1

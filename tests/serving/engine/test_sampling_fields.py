@@ -69,6 +69,7 @@ def test_a_stop_token_ends_the_answer_and_is_shown_only_where_asked_for(door: Do
     assert later["usage"]["completion_tokens"] > at + 1
 
 
+@pytest.mark.brief()
 def test_a_stop_text_does_not_count_before_min_tokens(door: Door) -> None:
     whole = text(door, START, 20)
     stop = "diff` command"

@@ -198,6 +198,7 @@ def test_who_reads_slowly_is_served_to_the_end_while_there_is_room(short: Path) 
         assert commands.budget.ended_clients == 0
 
 
+@pytest.mark.brief()
 def test_a_value_that_is_too_large_is_refused_before_it_is_sent(short: Path) -> None:
     """The error is there before the value; the value is read over, and the connection goes on."""
     limits = Limits(value_bytes=MIB)

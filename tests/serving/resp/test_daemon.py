@@ -288,6 +288,7 @@ def test_who_holds_the_folder_s_lock_holds_no_daemon_up(short: Path, monkeypatch
     os.close(holder)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("text", ["/tmp/a.sock", "unix://", "tcp://127.0.0.1", "tcp://a:99999", "http://a:1"])
 def test_an_address_that_is_none(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"expected HOST:PORT.*unix:PATH"):

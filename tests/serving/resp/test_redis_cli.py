@@ -57,6 +57,7 @@ def test_info(cli: Cli) -> None:
     assert "redis_version:7" in cli("info") and "store:memory" in cli("info")
 
 
+@pytest.mark.brief()
 def test_a_large_value_from_a_pipe(cli: Cli, tmp_path: Path) -> None:
     text = "a line of text " * 200_000
     assert cli("-x", "set", "large", stdin=text) == "OK"

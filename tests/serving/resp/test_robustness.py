@@ -454,6 +454,7 @@ def test_no_argument_but_a_value_is_large(short: Path) -> None:
         assert commands.budget.used_bytes == 0
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("verb", [b"KEYS *", b"SCAN 0", b"MULTI\r\nKEYS *\r\nEXEC"])
 def test_names_that_are_listed_count_as_in_flight(short: Path, verb: bytes) -> None:
     """Sixteen clients that do not read them hold no more than one may."""

@@ -112,6 +112,7 @@ BOUND_BY_BOTH = replace(LLAMA_70B_8xA800, mfu=0.002, decode_fixed_s=0.003, decod
 """Computing is slow enough that a run can begin bound by reading and end bound by computing, or the other way."""
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("cost", [LLAMA_70B_8xA800, BOUND_BY_BOTH], ids=["read", "both"])
 @pytest.mark.parametrize(("kv", "most"), [(10_000_000, 256), (300_000, 256), (10_000_000, 4)], ids=str)
 def test_runs_are_the_steps_that_they_are_made_of(cost: CostModel, kv: int, most: int) -> None:

@@ -108,6 +108,7 @@ def test_with_any_plane_dead_all_new_values_are_stored_and_read(
     late.close()
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(("access", "satellite"), ONE_OF_THE_BOX)
 def test_with_any_satellite_dead_all_new_values_are_stored_and_read(
     sky: Callable[..., Sky], satellite: SatelliteId, access: str
@@ -234,6 +235,7 @@ def test_a_value_that_is_stored_again_as_it_was_is_not_evicted_as_replaced() -> 
     store.close()
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("servers", [1, 2, 10])
 def test_what_was_stored_around_the_dead_is_found_after_their_return_wherever_the_box_goes(
     sky: Callable[..., Sky], servers: int
@@ -251,6 +253,7 @@ def test_what_was_stored_around_the_dead_is_found_after_their_return_wherever_th
         another.close()
 
 
+@pytest.mark.brief()
 def test_what_could_not_be_handed_over_to_the_dead_is_found_by_all(sky: Callable[..., Sky]) -> None:
     """The plane that the box moves onto is dead: chunks stay behind, and the box goes on."""
     here = sky(time_scale=60.0)

@@ -57,6 +57,7 @@ def test_the_same_bytes_put_in_vain_leave_what_another_has_stored(kind: str, mov
     assert one.get_many([KEY]) == [VALUE]
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("kind", INDICES)
 @pytest.mark.parametrize("size", [20 * 6144, 12 * 6144, 6144])
 def test_other_bytes_put_in_vain_are_no_hit_and_the_key_is_healed_by_storing_again(kind: str, size: int) -> None:

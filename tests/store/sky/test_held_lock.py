@@ -287,6 +287,7 @@ def test_a_kill_loses_no_record_of_who_had_opened_the_file_before_it_was_taken(j
     assert index.infos([key(3)]) == [INFO] and index.complete
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("after", [False, True], ids=["before a call", "after it"])
 @pytest.mark.parametrize("where", ["journal", "beside"])
 def test_a_kill_hides_no_loss(journal: Path, where: str, after: bool) -> None:

@@ -79,6 +79,7 @@ def reconnect(sky: SimulatedConstellation, satellite: SatelliteId) -> None:
         sky.mend(satellite, neighbour)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("moves_later", [1, 3, 9, 23])
 def test_a_chunk_that_could_not_follow_the_box_is_found_where_it_was_left(moves_later: int) -> None:
     sky, index = moving_sky(), SharedIndex()

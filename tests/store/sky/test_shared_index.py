@@ -359,6 +359,7 @@ def assert_churned(index: SharedIndex, prompts: range) -> None:
         assert index.longest_prefix(keys) == (20 if kept else 0)
 
 
+@pytest.mark.brief()
 def test_a_journal_is_no_longer_than_what_is_in_it_deserves(tmp_path: Path) -> None:
     path = tmp_path / "index"
     writer, follower, never_looked = SharedIndex(path, born=True), SharedIndex(path), SharedIndex(path)
@@ -431,6 +432,7 @@ for prompt in range(int(sys.argv[2]), int(sys.argv[2]) + int(sys.argv[3])):
 """As ``churn``, in a process of its own."""
 
 
+@pytest.mark.brief()
 def test_processes_that_write_at_once_lose_nothing_to_a_new_journal(tmp_path: Path) -> None:
     """Four take turns at the lock while the journal is replaced again and again, one of them killed in the midst."""
     path = tmp_path / "index"
