@@ -219,6 +219,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Argumen
             yield parser, action
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_every_option_refuses_numbers_that_are_none_or_reads_finite_ones(kind: str) -> None:
     options = list(_options(command.build_parser()))

@@ -34,6 +34,7 @@ def test_layout_as_json_is_zero_based_and_complete(capsys: pytest.CaptureFixture
     assert printed["box"] == {"width": 3, "height": 3, "west": 1, "north": 1}
 
 
+@pytest.mark.brief()
 def test_layout_draws_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     for name, words in {"any.png": ("--strategy", "cost", "--planes", "1"), "paper.svg": ("--figure", "5")}.items():

@@ -97,6 +97,7 @@ def test_a_quick_verb_fits_a_narrow_terminal(words: str, columns: int, place: Pa
     assert terminal.written
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("words", ["layout --planes x", "constellation status --run-dir nowhere", "no-such-verb"])
 def test_an_error_fits_80_columns(words: str) -> None:
     terminal = Terminal([sys.executable, "-m", "skymemory", *words.split()], 80, 24)

@@ -53,6 +53,7 @@ def test_answers_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "pie"]) == 2
 
 
+@pytest.mark.brief()
 def test_mooncake_says_where_requests_come_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["reproduce", "mooncake", "--fig", "7", "--fig", "6", "--quick", "--out", str(tmp_path)]) == 0
     heard = capsys.readouterr()

@@ -57,6 +57,7 @@ def secured(tmp_path: Path) -> Iterator[tuple[int, Path]]:
         assert process.wait(60) == 0
 
 
+@pytest.mark.brief()
 def test_over_tls_with_a_password(secured: tuple[int, Path]) -> None:
     import time
 

@@ -285,6 +285,7 @@ def test_planes_at_several_altitudes_are_one_shell_that_drifts_apart() -> None:
     assert gone.median_slots > 20 * gone.plane_median_slots and gone.plane_p99_slots < 0.01
 
 
+@pytest.mark.brief()
 def test_the_shells_of_starlink_are_those_that_are_known() -> None:
     """72 × 18 (with four spares a plane the filed 22) at 53.05° and 53.2°, 36 planes at 70°, 6 at 97.6°, 28 at 43°."""
     found = real("starlink-2025-09-22.tle")

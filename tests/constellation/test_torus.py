@@ -30,6 +30,7 @@ def searched_hops(torus: Torus, start: SatelliteId) -> dict[SatelliteId, int]:
     return distance
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("torus", TORI, ids=str)
 @pytest.mark.parametrize("mode", ROUTING_MODES)
 def test_routing_arrives_everywhere_over_as_few_links_as_there_are(torus: Torus, mode: RoutingMode) -> None:

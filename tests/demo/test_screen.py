@@ -107,6 +107,7 @@ def test_a_line_erases_the_bar_of_a_wait() -> None:
     assert "a wait" in "".join(map("".join, terminal.frames)) and "a wait" not in terminal.text
 
 
+@pytest.mark.brief()
 def test_no_colour_is_obeyed_and_piped_lines_are_short() -> None:
     terminal = drawing(NO_COLOR="1")
     assert terminal.finish(60) == 0

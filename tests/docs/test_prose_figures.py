@@ -122,6 +122,7 @@ def test_a_changed_digit_is_found(name: str, figure: str, monkeypatch: pytest.Mo
     assert any(fault.startswith(name) for fault in faults())
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("instead", ["`0.18 s`", "half a second", ""])
 def test_a_figure_whose_mark_was_removed_is_found(instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "README.md").read_text("utf-8")

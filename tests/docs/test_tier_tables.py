@@ -44,6 +44,7 @@ def test_the_tiers_table_is_that_of_the_run() -> None:
         ), row
 
 
+@pytest.mark.brief()
 def test_hit_ratios_of_a_trace_of_one_s_own(tmp_path: Path) -> None:
     """Forty conversations that come back, among documents that do not: no rule beats one that knows the future."""
     trace = tmp_path / "trace.jsonl"

@@ -45,6 +45,7 @@ def servers() -> Iterator[Servers]:
         yield servers
 
 
+@pytest.mark.brief()
 def test_a_dead_endpoint_costs_its_requests_nothing_and_is_left_alone(servers: Servers, tmp_path: Path) -> None:
     dead = a_dead_address()
     all_servers = (dead, *servers.endpoints)
@@ -88,6 +89,7 @@ def test_an_endpoint_that_answers_errors_at_once_does_not_look_fastest(
         loop.close()
 
 
+@pytest.mark.brief()
 def test_no_endpoint_is_503_and_no_room_is_429_and_endpoints_may_come_later(servers: Servers, tmp_path: Path) -> None:
     file = tmp_path / "endpoints"
     file.write_text("# none yet\n")

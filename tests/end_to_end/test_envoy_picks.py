@@ -206,6 +206,7 @@ def test_trailers_of_a_request_pass(world: World) -> None:
     assert world.servers.requests() == before + 1
 
 
+@pytest.mark.brief()
 def test_a_client_that_goes_away_in_mid_stream_leaves_nothing_behind(world: World) -> None:
     with socket.create_connection(("127.0.0.1", world.envoy.ports["metadata"]), timeout=10) as client:
         body = a_completion(stream=True)

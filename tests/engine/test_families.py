@@ -151,6 +151,7 @@ def test_what_cannot_be_right_is_refused_and_says_why(name: str) -> None:
         KVCManager(build(name))
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.skipif(not KNOWS_STATES, reason="this transformers has states in another form")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["Jamba", "Zamba"])

@@ -103,6 +103,7 @@ def test_a_loop(model: Any, tokenizer: Any, document: str) -> None:
             kvc.add_blocks(ids)
 
 
+@pytest.mark.brief()
 def test_an_adapter(model: Any, tokenizer: Any, document: str) -> None:
     pytest.importorskip("peft")
     prompt = document[:1500]

@@ -49,6 +49,7 @@ def test_the_example_of_the_disclosure(model: Any, tokenizer: Any, document: str
     assert kvc.add_blocks(prompt).present_blocks == added.blocks
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
 def test_every_length_leaves_a_token_and_keeps_the_output(model: Any, kvc: KVCManager, length: int) -> None:
     ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(length))
@@ -236,6 +237,7 @@ def test_a_cache_that_the_user_filled(model: Any, tokenizer: Any, document: str,
         kvc.add_blocks_ids(ids + 2, DynamicCache([(torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16))] * 3))
 
 
+@pytest.mark.brief()
 def test_another_model_or_tokenizer_is_a_miss(model: Any, tokenizer: Any, document: str) -> None:
     store, prompt = MemoryStore(), document[:500]
     with manager(model, tokenizer, store) as kvc:

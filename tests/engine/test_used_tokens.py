@@ -288,6 +288,7 @@ def test_weights_that_change_behind_begin_are_misuse(ids: Any, written: str, tok
         assert torch.equal(got, whole)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("given", ["all tokens", "others", "too few left out", "too many left out"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_tokens_that_do_not_follow_begin_are_misuse(kvc: KVCManager, ids: Any, given: str, rows: int) -> None:

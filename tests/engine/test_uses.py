@@ -164,6 +164,7 @@ def test_padding_on_the_left(uneven: Any, ids: Any, kvc: KVCManager, padding: in
     assert got == [plain] and passes[0] == 5
 
 
+@pytest.mark.brief()
 def test_a_cache_of_another_prompt(uneven: Any, ids: Any, kvc: KVCManager, caplog: pytest.LogCaptureFixture) -> None:
     """Also where only tokens differ that are loaded, and what is behind them is the same."""
     caplog.set_level(logging.WARNING, "skymemory")
@@ -182,6 +183,7 @@ def test_a_cache_of_another_prompt(uneven: Any, ids: Any, kvc: KVCManager, caplo
         assert generate(uneven, other, kvc.get_cache_ids(other)) == generate(uneven, other)
 
 
+@pytest.mark.brief()
 def test_a_shorter_and_a_longer_prompt(
     uneven: Any, ids: Any, kvc: KVCManager, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_cache_used_a_second_time(uneven: Any, ids: Any, kvc: KVCManager) -> N
     assert generate(uneven, ids, cache) == plain
 
 
+@pytest.mark.brief()
 @pytest.mark.skipif(not ANNOUNCED, reason="this transformers does not announce to a cache that generate begins")
 def test_a_chat_goes_on_with_the_cache_of_its_last_turn(uneven: Any, ids: Any, kvc: KVCManager) -> None:
     cache, turn = kvc.get_cache_ids(ids), ids
@@ -665,6 +668,7 @@ def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
         assert generate(model, one, cache) == plain[0]
 
 
+@pytest.mark.brief()
 @pytest.mark.skipif(not ANNOUNCED, reason="before 5.17 a cache serves one generate")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "LFM2"])
 def test_what_another_thread_begins_while_storing_is_kept_apart(

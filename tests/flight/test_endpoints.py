@@ -88,6 +88,7 @@ def test_hosts_that_differ_in_anything_are_others(endpoints: Endpoints) -> None:
     assert [endpoints.ground(link) for link in links] == [packed(host) for host in hosts]
 
 
+@pytest.mark.brief()
 def test_of_more_hosts_than_places_the_oldest_are_forgotten(endpoints: Endpoints) -> None:
     dice = random.Random(3)
     hosts = [

@@ -95,6 +95,7 @@ def test_shares_are_those_asked_for(faults: Any, link: int) -> None:
     assert injected == found["0 copies"] + found["2 copies"] + found["reordered"] + found["damaged"]
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("name", ["loss", "duplicate", "reorder", "corrupt"])
 def test_each_alone_always_and_never(faults: Any, name: str) -> None:
     assert not faults.faults_any(ctypes.byref(rates()))
@@ -134,6 +135,7 @@ def test_links_have_rows_of_their_own(faults: Any) -> None:
         assert near(sum(a == b for a, b in zip(first[1:], other, strict=False)), 0.5, 9_999)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("size", [1, 2, 60, 6_236])
 def test_damage_is_one_to_eight_bits_or_a_cut(faults: Any, size: int) -> None:
     """Nothing beside: the bytes before a cut are those that were, and nothing beyond the packet is touched."""

@@ -43,6 +43,7 @@ def plan_of(name: str, version: int, ground: Ground, scale: float, **more: Any) 
     return found
 
 
+@pytest.mark.brief()
 @settings(max_examples=40, phases=_PHASES)
 @given(
     st.sampled_from(REAL),

@@ -80,6 +80,7 @@ def check_ledgers(simulated: SimulatedConstellation) -> None:
         assert came == satellite.store.used_bytes + sum(figures.values())
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
 def test_values_survive_moves(kind: str, by: Authority | None) -> None:
@@ -94,6 +95,7 @@ def test_values_survive_moves(kind: str, by: Authority | None) -> None:
     check_ledgers(simulated)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("by", [None, authority()], ids=["no MACs", "signed answers"])
 @pytest.mark.parametrize("kind", MACHINES)
 def test_a_plane_dies_and_comes_back(kind: str, by: Authority | None) -> None:

@@ -52,6 +52,7 @@ def test_all_that_is_exported_is_called(fast: ModuleType, tmp_path: Path) -> Non
     assert absurd.exported(fast) == set(absurd.Scene(fast, random.Random(1), tmp_path).makes)
 
 
+@pytest.mark.brief()
 def test_absurd_calls_end_no_interpreter(fast: ModuleType) -> None:
     survives("--calls", str(SHORT))
 

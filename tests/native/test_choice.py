@@ -27,6 +27,7 @@ def test_the_environment_forces_the_twin() -> None:
     assert _asked("1") == f"False skymemory.native.twin.backend {0xCBF43926}"
 
 
+@pytest.mark.brief()
 @pytest.mark.skipif(not native.NATIVE, reason="the compiled helper was not built, or the twin was asked for")
 def test_the_compiled_helper_serves_by_default() -> None:
     assert _asked("0") == f"True skymemory.native._fast {0xCBF43926}"

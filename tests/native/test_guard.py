@@ -94,6 +94,7 @@ def test_two_servers_and_no_limit_need_no_guard(impl: ModuleType) -> None:
     assert run(free, [0.001 * number for number in range(500)], 8, [0] * 500) == [0] * 500
 
 
+@pytest.mark.brief()
 def test_asking_about_other_numbers_of_servers_changes_nothing(impl: ModuleType) -> None:
     one, other = a_guard(impl), a_guard(impl)
     dice = np.random.default_rng(5)

@@ -65,6 +65,7 @@ def later_command(by: Authority | None = None, now_s: float = 0.0, ground: int =
     return bytes((by.sign(batch, now_s) if by else batch).headers)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(("access", "most_s"), [("los", 0.3), ("gateway", 1.0)])
 def test_a_question_that_older_satellites_drop_raises_no_suspicion(world, value_of, access, most_s):
     sky = older_world(world, Op.RETAIN, access=access)

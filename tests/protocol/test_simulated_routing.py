@@ -40,6 +40,7 @@ def test_one_dead_satellite_on_the_way(world):
     assert answer.ok and answer.report.seconds == pytest.approx(2 * sky.link_s * (1 + 5))
 
 
+@pytest.mark.brief()
 @given(st.sets(st.sampled_from([s for s in TORUS.satellites() if s != CENTRE]), max_size=45), st.randoms())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_if_there_is_a_way_packets_find_it(dead, random):
@@ -61,6 +62,7 @@ def test_if_there_is_a_way_packets_find_it(dead, random):
     assert sky.counted("packets_forwarded") < 20_000
 
 
+@pytest.mark.brief()
 def test_a_dead_plane_is_passed_the_other_way_round(world):
     sky = world("gateway")
     sky.sim.kill_plane(3)

@@ -55,6 +55,7 @@ def statistics(requests: list[TraceRequest]) -> dict[str, float]:
     }
 
 
+@pytest.mark.brief()
 def test_conversations_are_like_the_published_trace() -> None:
     """The trace's own figures, as ``test_the_figures_are_the_trace_s`` computes them, and how near we come."""
     got = statistics(generate(CONVERSATIONS, HOUR_S, seed=1))

@@ -82,6 +82,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS)

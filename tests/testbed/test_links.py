@@ -111,6 +111,7 @@ def test_a_second_host_sees_its_own_sky() -> None:
             assert list(mine.in_sight(pushed, sky_s)) == moved
 
 
+@pytest.mark.brief()
 def test_two_continents_share_one_cache_in_virtual_time() -> None:
     plan = _starlink(servers=1, links=Links.read({"up": "500Mbit", "down": "500Mbit"}, "x"))
     sky = VirtualConstellation(plan)

@@ -21,7 +21,7 @@ def test_every_seeded_fault_can_be_made() -> None:
             check([replace(faults[0], **wrong)], ROOT)
 
 
-@pytest.mark.brief("1")
+@pytest.mark.brief()
 @pytest.mark.parametrize("seed", [1, 2])
 def test_drawn_faults_can_be_made_and_are_code(seed: int) -> None:
     faults = drawn(ROOT, 300, seed)

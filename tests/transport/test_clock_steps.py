@@ -199,6 +199,7 @@ def test_hosts_follow_a_wall_clock_set_forward_once_they_hear_no_client_by_the_o
     assert world.replayed() == 0
 
 
+@pytest.mark.brief()
 def test_a_client_without_a_recorded_clock_is_served_after_the_wall_clock_was_set_back() -> None:
     """By the hosts' wall clock, as far back as the hosts remember all commands: not before their start."""
     world = World()

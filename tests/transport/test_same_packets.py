@@ -190,7 +190,7 @@ def over_sockets(plan: ConstellationPlan, slowness: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.brief("gateway")
+@pytest.mark.brief()
 @pytest.mark.parametrize("access", ACCESS_MODES)
 def test_satellites_do_the_same_over_sockets_and_in_virtual_time(
     access: Access, monkeypatch: pytest.MonkeyPatch

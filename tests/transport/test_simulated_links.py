@@ -56,6 +56,7 @@ def test_a_question_takes_its_bytes_and_its_way() -> None:
     assert finished.ok and finished.report.seconds == pytest.approx(way_s + sent_s, abs=1e-9)
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("access", ["los", "gateway", "hybrid", "onboard"])
 def test_large_values_fill_the_slowest_link_and_repeat_nothing(access: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sky = _sky(access, {"up": "20Mbit", "down": "20Mbit", "isl": "20Mbit" if access == "onboard" else "100Mbit"})

@@ -138,6 +138,7 @@ def clock_by_code(entry: dict[str, Any]):
     return plan, clock_of(plan)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("entry", MOVES, ids=lambda entry: f"{entry['preset']} {entry['time_s']:g} s")
 def test_moves_are_those_of_the_vectors(entry):
     plan, clock = clock_by_code(entry)

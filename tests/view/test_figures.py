@@ -33,6 +33,7 @@ def test_a_figure_is_a_png_an_svg_and_its_numbers(number: int, tmp_path: Path) -
     assert "Date" not in svg
 
 
+@pytest.mark.brief()
 def test_the_same_figure_is_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     first, second = (write_figure(7, tmp_path / name) for name in ("a", "b"))

@@ -111,6 +111,7 @@ TestHostileTiers.settings = settings(
 )
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_troubles_at_random_under_several_threads(seed: int, write_back: bool) -> None:

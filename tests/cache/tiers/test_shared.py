@@ -317,6 +317,7 @@ def test_a_later_releases_value_in_redis_is_not_deleted_through_a_hierarchy(tmp_
         server.stop()
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_trouble_loses_a_block_that_others_stored_and_all_is_stored_in_the_end(seed: int, write_back: bool) -> None:

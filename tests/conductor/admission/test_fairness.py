@@ -28,6 +28,7 @@ def flood_and_small(seed: int, flood: float, small: float, cost_s: float) -> lis
     )
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("rule", ["baseline", "goodput"])
 @given(seed=st.integers(0, 10**6), flood=st.floats(1.2, 5.0), small=st.floats(0.02, 0.4), cost_s=st.floats(0.5, 2.0))
 @settings(max_examples=5, deadline=None)

@@ -36,6 +36,7 @@ def test_every_server_is_ranked_and_reasons_are_sentences(scorer: Scorer) -> Non
         assert decision.as_json()["strategy"] == scorer.name
 
 
+@pytest.mark.brief(every=5)
 def test_the_same_seed_gives_the_same_choices(scorer: Scorer) -> None:
     def choices() -> list[str]:
         picker = Picker(a_fleet(6), named(scorer.name), seed=11)
@@ -153,6 +154,7 @@ def test_misses_go_to_least_load_and_spread(name: str) -> None:
     assert max(server.in_flight for server in fleet) <= 14, "1.25 × the mean at most, and one more for rounding up"
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("random", "round-robin", "session")])
 def test_load_weighs_more_than_a_small_match_in_the_end(name: str) -> None:
     """Requests that are never answered pile up: a server that holds the prefix may not get them all."""

@@ -105,6 +105,7 @@ def test_what_others_sent_counts_by_the_servers_report() -> None:
     assert picker.pick(a_request((1, 50)), 60.0).server == "s0"
 
 
+@pytest.mark.brief()
 def test_a_slow_server_is_found_out_without_being_configured() -> None:
     picker = Picker(a_fleet(3), LeastTtft(NaivePrefixIndex(10_000)), seed=1)
     per_token_s = {"s0": 1e-3, "s1": 1e-4, "s2": 1e-4}

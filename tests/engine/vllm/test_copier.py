@@ -165,6 +165,7 @@ def test_blocks_in_any_order_of_strides(layout: str) -> None:
     copied_there_and_back(layout, "cpu", Host(), 1)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_the_device_does_first(seed: int) -> None:
     layout, device = sorted(LAYOUTS)[seed * 17 % len(LAYOUTS)], QueuedDevice(seed)

@@ -154,6 +154,7 @@ def short() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.brief()
 def test_a_daemon_and_the_tiers_behind_it(tmp_path: Path) -> None:
     with daemon(f"tiers:?tier=memory://1MiB&tier=disk://{tmp_path}?budget=8MiB") as path:
         examined = examine_vllm({"a": report(f"unix://{path}"), "b": report(f"unix:{path}")})
@@ -167,6 +168,7 @@ def test_nothing_is_left_behind(short: Path) -> None:
         assert store.stats()["stored_total"] == 1 and store.stats()["used_bytes"] == 0
 
 
+@pytest.mark.brief()
 def test_two_daemons_share_nothing(short: Path) -> None:
     with daemon("memory://1MiB") as one, daemon("memory://1MiB") as other:
         (said,) = wrong(report(f"unix://{one}"), report(f"unix://{other}"))
@@ -174,12 +176,14 @@ def test_two_daemons_share_nothing(short: Path) -> None:
         assert wrong(report(f"unix://{one}"), report("unix:///nowhere"), store=f"unix://{other}") == []
 
 
+@pytest.mark.brief()
 def test_a_daemon_that_takes_no_such_value() -> None:
     with daemon("memory://1MiB", "--largest", "40KiB") as path:
         (said,) = wrong(report(f"unix://{path}"))
         assert "it took no value of 64.0 KiB" in said and "--largest" in said
 
 
+@pytest.mark.brief()
 def test_a_tier_that_is_gone_behind_a_daemon(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     try:
@@ -238,6 +242,7 @@ def test_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: p
         assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.brief()
 def test_a_log_is_read_without_vllm_and_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "log").write_text("".join(logged(caplog, report())))
     probe = (

@@ -203,6 +203,7 @@ def store() -> Iterator[MemoryStore]:
 MIXED: list[int | None] = [None, 12, 12, 12]
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("windows", [MIXED, [12, None], [10], [None, 30, 5], [None, None], [1, None]])
 @pytest.mark.parametrize("local", [0, VALUE, 5 * BLOCK])
 def test_what_one_engine_saved_another_loads(store: MemoryStore, windows: list[int | None], local: int) -> None:
@@ -269,6 +270,7 @@ def test_a_value_that_is_lost_ends_the_whole_load_and_is_saved_again(store: Memo
     assert longest(store, MIXED, words, 0) == found
 
 
+@pytest.mark.brief()
 @given(
     windows=st.lists(st.sampled_from([None, 2, 3, 8, 9, 13, 40]), min_size=1, max_size=4),
     tokens=st.integers(1, 9 * VALUE),

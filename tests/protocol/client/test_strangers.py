@@ -59,6 +59,7 @@ def test_nothing_that_a_stranger_says_is_believed(how: str, replicas: int) -> No
         assert sky.counted("packets_refused") > 50 and sky.counted("refusals_unproved") > 0
 
 
+@pytest.mark.brief()
 def test_where_answers_carry_no_macs_he_is_believed() -> None:
     """What docs/guide/security.md admits of `--auth on`."""
     dead = after_a_plane_died(Sky(SKY, authority(signed_answers=False)), None)

@@ -369,7 +369,7 @@ def test_a_copy_that_goes_after_it_was_handed_over_costs_nothing(world, value_of
     assert gone and sky.get(info)[1] == value and not sky.host.machine.take_gone()
 
 
-@pytest.mark.brief("all of a share")
+@pytest.mark.brief()
 @pytest.mark.parametrize("part", [False, True], ids=["all of a share", "part of a share"])
 def test_sweeps_delete_nothing_that_a_silent_satellite_may_still_have(world, value_of, part):
     """It was cut off before the box moved on, with chunks that belong elsewhere now, and comes back with them."""

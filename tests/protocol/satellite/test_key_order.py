@@ -10,6 +10,7 @@ from skymemory.protocol.satellite.memory import ChunkStore, OrderedKeys
 from skymemory.protocol.wire import CHUNK_REF_BYTES
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("seed", range(4))
 def test_pages_are_those_of_a_sorted_list(seed: int) -> None:
     dice = random.Random(seed)

@@ -75,6 +75,7 @@ def lose(sky: World, info: ValueInfo, server: int, replica: int) -> int:
 # --- eviction ---
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("names", [("gossip",), ("periodic",), ("gossip", "periodic", "migration")])
 def test_a_block_that_lost_one_copy_of_a_share_is_not_dead(world, value_of, names):
     sky = world(eviction=policy(*names, sweep_s=10.0 if "periodic" in names else 1e6))

@@ -25,6 +25,7 @@ def only_holder(sky, info):
     return holder
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("chunks", [1, 7])
 @pytest.mark.parametrize("move", [(1, 0), (0, 1), (-1, 0), (0, -1)])
 def test_a_late_handover_does_not_replace_what_was_set_since(world, value_of, move, chunks):
@@ -106,6 +107,7 @@ def test_what_replaces_at_the_old_place_follows_what_was_handed_over(world, valu
     assert read.ok and out == value
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("at_s", [0.0, 0.002, 0.004, 0.006, 0.05])
 def test_what_is_deleted_while_it_is_handed_over_stays_deleted(world, value_of, at_s):
     sky = world()

@@ -389,6 +389,7 @@ def test_only_the_topic_that_was_asked_for_is_heard() -> None:
     run(scene)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_flood_never_holds_the_loop_and_what_it_drops_is_found(replay: bool) -> None:
     async def scene(events: KvEvents, held: Held) -> None:

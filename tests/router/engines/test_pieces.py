@@ -114,6 +114,7 @@ def a_batch(dice: random.Random) -> Any:
     return dice.choice(([1.5, events], [1.5, events, 0], {"ts": 1.5, "rank": [0], "events": events}))
 
 
+@pytest.mark.brief()
 def test_a_batch_in_pieces_says_what_it_says_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(5)
     for _ in range(80):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from tests.router.processes import Process
 
 SETTINGS = """
@@ -18,6 +19,7 @@ listen = "127.0.0.1:0"
 """
 
 
+@pytest.mark.brief()
 def test_its_settings_are_followed_and_what_it_knows_is_kept(tmp_path: Path) -> None:
     file, state = tmp_path / "settings.toml", tmp_path / "state"
 

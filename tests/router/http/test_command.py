@@ -57,6 +57,7 @@ def test_it_serves_drains_on_sigterm_and_ends_with_0(two_engines: list[int]) -> 
         assert not any("Traceback" in line for line in process.said)
 
 
+@pytest.mark.brief()
 def test_what_does_not_end_in_time_is_cut_off(two_engines: list[int]) -> None:
     with router(*urls(two_engines), "--drain", "300ms") as (process, port):
         running = opened(port, {**STREAM, "mock": {"events": 100, "gap_s": 0.2}})

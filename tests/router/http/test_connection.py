@@ -291,6 +291,7 @@ def test_heads_and_bodies_that_drip_are_cut_off_in_the_time_of_one(run: Run) -> 
         assert time.monotonic() - began_s < 15 and came.startswith(says) and bool(came) == bool(says)
 
 
+@pytest.mark.brief()
 def test_an_answer_waits_in_the_server_where_its_client_reads_slowly(run: Run) -> None:
     """Not in the router's memory: of 100 MB it holds a few hundred KB."""
     running = run(engines=1)
@@ -495,6 +496,7 @@ def test_of_too_many_connections_the_oldest_idle_one_is_closed(run: Run) -> None
             assert answers(raw, 1)[0].startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.brief()
 def test_a_thousand_connections_at_once_are_all_answered(run: Run) -> None:
     """Each with its own request, all open before the first is answered; with as many servers' connections as needed."""
     # Servers, router and clients share a loop here: on a busy computer checks and connections take their time.

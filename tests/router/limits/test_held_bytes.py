@@ -93,6 +93,7 @@ def test_the_holder_of_most_pays_where_the_newcomer_holds_nothing_that_stopped()
     assert [body for body, _ in door.paid] == [f"held{at}" for at in range(len(door.paid))] != []
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("holders", [1, 3, 20])
 def test_whatever_attackers_hold_a_small_request_passes(holders: int) -> None:
     """Attackers send bodies of any size and pace, as many as they get; another client sends 8 KB at a time."""

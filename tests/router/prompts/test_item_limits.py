@@ -16,6 +16,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 PART = {"type": "image_url", "image_url": {"url": "data:x"}}
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [

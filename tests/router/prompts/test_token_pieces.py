@@ -86,6 +86,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[PromptTokenizer]:
     return made
 
 
+@pytest.mark.brief()
 @settings(max_examples=60, deadline=None)
 @given(first=texts, rest=texts)
 def test_tokens_are_those_of_the_whole(kinds: list[PromptTokenizer], first: str, rest: str) -> None:

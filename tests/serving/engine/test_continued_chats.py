@@ -24,6 +24,7 @@ def answer(door: Door, messages: list[dict[str, str]], tokens: int, **more: Any)
     return dict(reply.body)
 
 
+@pytest.mark.brief()
 def test_the_rest_of_an_answer_is_what_would_have_come(door: Door) -> None:
     whole = answer(door, [ASKED], 24)["choices"][0]["message"]["content"]
     for tokens in (14, 17, 20):

@@ -31,6 +31,7 @@ def said(ready: Any, ids: list[int], new: int) -> str:
     return str(ready.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
 
 
+@pytest.mark.brief()
 def test_the_same_tokens_with_and_without_the_cache_and_as_transformers_says(door: Door, ready: Any) -> None:
     ids = some_ids(100)
     expected = said(ready, ids, 24)
@@ -90,6 +91,7 @@ def test_salts_share_nothing(door: Door) -> None:
     assert door.cached(ids, cache_salt="a") == 64
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("chat", [False, True])
 def test_streamed_is_what_whole_would_be(door: Door, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -112,6 +114,7 @@ def test_streamed_is_what_whole_would_be(door: Door, chat: bool) -> None:
     assert chat == ("role" in chunks[0]["choices"][0].get("delta", {}))
 
 
+@pytest.mark.brief()
 def test_a_seed_fixes_what_is_drawn(door: Door) -> None:
     def drawn(**more: Any) -> str:
         return str(door.complete("The file", 10, **{"temperature": 1.0, **more})["choices"][0]["text"])
@@ -121,6 +124,7 @@ def test_a_seed_fixes_what_is_drawn(door: Door) -> None:
     assert len({drawn() for _ in range(4)}) > 1
 
 
+@pytest.mark.brief()
 def test_an_answer_ends_before_a_stop_text(door: Door) -> None:
     text = door.complete("The file", 40)["choices"][0]["text"]
     stop = text[20:26]

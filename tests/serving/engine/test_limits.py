@@ -29,6 +29,7 @@ def tight() -> Iterator[Door]:
         yield door
 
 
+@pytest.mark.brief()
 def test_the_cache_keeps_to_its_budget_and_lets_ends_of_prompts_go_first(tight: Door) -> None:
     assert tight.ask("/reset_prefix_cache", {}).status == 200
     caches = tight.engine.caches

@@ -53,6 +53,7 @@ def test_frequency_and_presence_penalties_end_a_loop(door: Door) -> None:
     assert looping < kinds(presence_penalty=2.0) and looping < kinds(frequency_penalty=2.0)
 
 
+@pytest.mark.brief()
 def test_a_stop_token_ends_the_answer_and_is_shown_only_where_asked_for(door: Door) -> None:
     answer = door.complete(START, 20, logprobs=0)["choices"][0]["logprobs"]["tokens"]
     tokenizer = door.engine.thread._tokenizer

@@ -69,6 +69,7 @@ def test_three_commands_need_no_password() -> None:
 NAMES = sorted(COMMANDS.keys() - BEFORE_AUTH)
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_command_is_executed_without_the_password(
     guarded: tuple[str, MemoryStore], way: Callable[[list[bytes]], bytes]

@@ -229,6 +229,7 @@ def test_a_client_that_goes_in_the_middle_loses_nothing_that_came_whole(short: P
 # --- a client that reads nothing before all is sent ---
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("kind", [MemoryStore, Counting])
 @pytest.mark.parametrize("large", [200_000, 3 << 20])
 def test_a_pipeline_may_be_written_whole_before_a_reply_is_read(
@@ -250,6 +251,7 @@ def test_a_pipeline_may_be_written_whole_before_a_reply_is_read(
         until(lambda: commands.budget.used_bytes == 0)
 
 
+@pytest.mark.brief()
 def test_many_small_requests_are_written_before_a_reply_is_read(short: Path) -> None:
     with MemoryStore(1 << 24) as store, serving(store, short) as (path, _, commands), talking(path) as sock:
         sock.sendall(request(b"SET", b"a", bytes(1000)) + request(b"GET", b"a") * 20_000)

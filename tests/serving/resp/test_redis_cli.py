@@ -53,6 +53,7 @@ def test_what_it_cannot_do_is_a_clear_error(cli: Cli) -> None:
     assert cli("select", "1").startswith("(error) ERR DB index is out of range")
 
 
+@pytest.mark.brief()
 def test_info(cli: Cli) -> None:
     assert "redis_version:7" in cli("info") and "store:memory" in cli("info")
 

@@ -101,6 +101,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[int, MemoryStore, C
         yield port, store, commands
 
 
+@pytest.mark.brief(every=3)
 @pytest.mark.parametrize("packets", ["one packet", "the body apart", "byte by byte"])
 def test_a_stranger_executes_nothing_and_is_ended(served: tuple[int, MemoryStore, Commands], packets: str) -> None:
     port, store, commands = served

@@ -76,6 +76,7 @@ def drawn(draw: random.Random, per_server: int = 30) -> tuple[int, Setting, Link
     return servers, setting, rates
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("access", ACCESS_MODES)
 def test_where_it_is_exact_it_is_what_the_packets_do(access: Access, operation: str) -> None:

@@ -254,6 +254,7 @@ def made_of_element_sets(folder: Path) -> dict[str, Any]:
     return {**table, "duration": 500, "shell": {"tle": "sky.tle"}, "workload": work}
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("access", ["hybrid", "ideal"])
 def test_real_satellites_with_gaps_fly_as_machines(access: str, tmp_path: Path) -> None:
     table = made_of_element_sets(tmp_path)
@@ -338,6 +339,7 @@ def over_a_star(start_s: float, duration_s: float = 60.0, **more: Any) -> Scenar
     return Scenario.of({**table, "shell": STAR, "start": start_s, "duration": duration_s, **more})
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(("start_s", "descending"), [(3600.0, False), (7 * 3600.0, True)])
 def test_a_box_over_a_star_is_on_the_branch_that_is_there(start_s: float, descending: bool) -> None:
     one = over_a_star(start_s, 900.0, workload={"rate": 0.05, "keys": 2, "size": 24_576})

@@ -78,7 +78,7 @@ def sky() -> Iterator[Callable[..., Sky]]:
         each.store.close()
 
 
-@pytest.mark.brief("2-1-ideal-by size", "1-1-ideal-on ten", "2-1-gateway-by size", "2-2-ideal-by size")
+@pytest.mark.brief("2-1-gateway-by size")
 @pytest.mark.parametrize("servers", [{}, {"servers": 10}], ids=["by size", "on ten"])
 @pytest.mark.parametrize("access", ["ideal", "gateway"])
 @pytest.mark.parametrize("replicas", [1, 2])

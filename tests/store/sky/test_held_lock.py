@@ -233,6 +233,7 @@ def killed_at(number: int, journal: Path, added: int, beside: int, after: bool) 
         os._exit(0)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("after", [False, True], ids=["before a call", "after it"])
 def test_a_kill_loses_no_record_beside_the_journal(journal: Path, after: bool) -> None:
     """Also none that another process writes there at the last moment."""

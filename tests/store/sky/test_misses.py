@@ -172,6 +172,7 @@ def test_a_shorter_value_leaves_nothing_of_the_longer_one_to_be_found_once_it_is
     assert other.lookup([KEY]) == [Presence.MISS] and other.prefix([KEY]) == 0 and other.delete([KEY]) == [False]
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("known", [False, True], ids=["not known yet", "known to be silent"])
 def test_where_the_satellite_of_now_is_dead_the_one_before_is_asked(known: bool) -> None:
     """It died before the move, so that nothing was handed over: all chunks are where they were."""

@@ -172,6 +172,7 @@ def proved(store: ConstellationStore, key: bytes) -> tuple[bytes | None, str]:
     return found
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("happens", [nothing, gone, replaced])
 def test_a_miss_has_the_reason_of_the_long_way(
     happens: Callable[[ConstellationStore, ConstellationStore], None],
@@ -226,6 +227,7 @@ def test_writers_of_small_values_share_what_the_satellite_offers() -> None:
             store.close()
 
 
+@pytest.mark.brief()
 def test_threads_that_read_small_values_get_their_own() -> None:
     with udp_sky_and_loop() as (plan, _):
         store = store_on(plan, SharedIndex(), fan_out=ON_ONE)

@@ -77,7 +77,7 @@ def test_the_constellation_can_prefetch_and_memory_need_not() -> None:
     assert isinstance(Sky().store(), Prefetching)
 
 
-@pytest.mark.brief("24.0")
+@pytest.mark.brief()
 @pytest.mark.parametrize("hours", [0.05, 1.0, 5.3, 24.0])
 def test_after_a_prefetch_a_read_asks_only_the_satellites_overhead(hours: float) -> None:
     sky = Sky()

@@ -60,7 +60,7 @@ def violations(sky: SimulatedConstellation, chains: list[list[bytes]]) -> int:
     )
 
 
-@pytest.mark.brief("True-lrfu")
+@pytest.mark.brief()
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 @pytest.mark.parametrize("indexed", [True, False])
 def test_presence_stays_prefix_closed_and_a_bare_binary_search_is_right(replacement: str, indexed: bool) -> None:
@@ -109,6 +109,7 @@ def test_what_is_stored_last_block_first_keeps_the_beginning_where_all_does_not_
     assert there[0] and there == sorted(there, reverse=True)
 
 
+@pytest.mark.brief()
 def test_without_the_touch_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the check: blocks stored behind a prefix that was there would outlive it, by LRU often."""
     sky = simulated(40 * (CHUNK_BYTES + 72), replacement="lru")

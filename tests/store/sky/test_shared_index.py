@@ -398,6 +398,7 @@ def test_a_journal_of_what_is_all_there_is_not_written_again_and_again(
     assert len(inodes) == 1 and len(SharedIndex(tmp_path / "index")) == 10_000
 
 
+@pytest.mark.brief()
 def test_where_a_new_journal_cannot_be_made_the_old_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "index"
     index = SharedIndex(path, born=True)

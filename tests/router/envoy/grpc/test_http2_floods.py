@@ -62,6 +62,7 @@ FLOODS: dict[str, tuple[str, int, Callable[[int], bytes]]] = {
 }
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", FLOODS)
 def test_each_kind_of_flood_ends(name: str) -> None:
     reason, most, one = FLOODS[name]

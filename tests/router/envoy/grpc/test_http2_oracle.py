@@ -16,6 +16,7 @@ import h2.errors
 import h2.events
 import h2.exceptions
 import h2.settings
+import pytest
 from hpack import Encoder
 from tests.router.envoy.grpc.frames import REQUEST, Frame, frame, frames, setting, word
 
@@ -191,6 +192,7 @@ def difference(name: str, ours: Outcome, theirs: Outcome, over: int | None, said
     return "continuation" if name == "CONTINUATION" and ours == ("connection error", h.PROTOCOL_ERROR) else ""
 
 
+@pytest.mark.brief()
 def test_both_take_and_refuse_alike() -> None:
     met: Counter[str] = Counter()
     alike: Counter[Outcome] = Counter()

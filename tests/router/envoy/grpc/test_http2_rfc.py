@@ -270,6 +270,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.brief(every=5)
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_what_the_rfc_wants(name: str) -> None:
     (kind, codes), said = CASES[name]
