@@ -36,6 +36,7 @@ def test_both_print_tables_and_draw(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "o.svg").stat().st_size > 10_000 and (tmp_path / "b.png").stat().st_size > 10_000
 
 
+@pytest.mark.brief()
 def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BREAKEVEN, "--json", "--csv", str(tmp_path / "cells.csv")]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -45,6 +46,7 @@ def test_breakeven_has_the_bound_beside_each_load(tmp_path: Path, capsys: pytest
         assert len(list(csv.DictReader(stream))) == len(found["cells"])
 
 
+@pytest.mark.brief()
 def test_a_model_on_board_is_shown_with_its_energy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BREAKEVEN, "--board", "300"]) == 0
     out = capsys.readouterr().out

@@ -86,6 +86,7 @@ def test_a_constellation_that_does_not_run(capsys: pytest.CaptureFixture[str]) -
     assert "skymemory constellation up" in capsys.readouterr().err
 
 
+@pytest.mark.brief()
 def test_neither_vllm_nor_redis_is_needed() -> None:
     probe = (
         "import sys; sys.modules['redis'] = sys.modules['vllm'] = None\n"

@@ -109,6 +109,7 @@ def test_decoding_comes_out_again(memory_share: float, per_request_s: float) -> 
     assert found.memory_share == pytest.approx(memory_share, rel=0.08)
 
 
+@pytest.mark.brief()
 def test_an_engine_whose_steps_take_so_much_a_request_is_said_to_have_such() -> None:
     """As ours: one request after the other, whatever their contexts."""
     cost = CostModel(SMALL, Machine("as measured", 4e10, 4e10, 1e9), 1.0)

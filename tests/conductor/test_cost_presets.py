@@ -144,6 +144,7 @@ def test_prefills_drawn_through_two_prompts_meet_both() -> None:
     assert [QWEN_7B_L4.prefill_s(tokens) for tokens in (45, 1800)] == pytest.approx([0.0694, 0.430], rel=0.02)
 
 
+@pytest.mark.brief()
 def test_a_batch_and_a_context_that_were_held_out_are_predicted() -> None:
     """Of TurboMind's grid: all of batch 32 without having seen it within 8 %, 3,072 tokens of context within 10 %."""
     base = replace(LLAMA_70B_4xA100, memory_share=1.0, decode_fixed_s=0.0, decode_request_s=0.0)
@@ -156,6 +157,7 @@ def test_a_batch_and_a_context_that_were_held_out_are_predicted() -> None:
     assert longest.bias < 0  # Contexts cost more than bytes at the speed at which weights are read.
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(
     ("preset", "steps_ms", "mean", "worst"),
     [(LLAMA_70B_8xA100, A100_STEPS_MS, 0.02, 0.045), (LLAMA_70B_8xH800, H100_STEPS_MS, 0.017, 0.03)],

@@ -75,6 +75,7 @@ def test_ctrl_c_gives_the_terminal_back() -> None:
     assert "KeyboardInterrupt" in terminal.text
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(
     ("size", "variables"), [((36, 24), {}), ((80, 8), {}), ((80, 24), {"TERM": "dumb"})], ids=["narrow", "low", "dumb"]
 )

@@ -64,6 +64,7 @@ def test_hit_ratios_of_a_trace_of_one_s_own(tmp_path: Path) -> None:
     assert rows[-1]["lru"] == pytest.approx(everything), "all fits"
 
 
+@pytest.mark.brief()
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
     assert "skipped: there is no trace" in run("policies.py", "--trace", str(tmp_path / "none")).stderr
 

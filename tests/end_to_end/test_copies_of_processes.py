@@ -29,6 +29,7 @@ def held(sky: Sky) -> int:
     return sum(answer["chunks_held"] for answer in ping_all(sky.plan, 3.0).values() if answer is not None)
 
 
+@pytest.mark.brief()
 def test_every_read_is_served_with_a_plane_of_the_box_dead_and_copies_are_made_again(sky: Sky) -> None:
     store = open_constellation(sky.run_dir)
     try:

@@ -204,6 +204,7 @@ def test_a_store_that_promises_and_does_not_give(
         assert failed <= {"deadline"} if late_s else failed == {"unreachable" if error else "absent"}
 
 
+@pytest.mark.brief()
 def test_codecs_come_to_their_place_too(model: Any, ids: Any) -> None:
     pytest.importorskip("constriction")
     memory = MemoryStore()

@@ -318,6 +318,7 @@ def test_a_part_that_is_lost_on_its_way_leaves_a_shorter_hit(name: str, lost: tu
         assert kvc.last.loaded_blocks == 20
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("name", WINDOWED[:3])
 def test_a_lost_window_is_stored_again_from_what_is_at_hand_or_computed_for_its_end(name: str) -> None:
     model, ids, store = model_of(name, 20), prompt_of(163), MemoryStore()

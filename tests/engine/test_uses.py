@@ -639,6 +639,7 @@ def test_a_loop_of_ones_own(uneven: Any, ids: Any, kvc: KVCManager) -> None:
         uneven(ids[:, :4], attention_mask=torch.ones((1, 4)), past_key_values=cache)
 
 
+@pytest.mark.brief()
 @pytest.mark.skipif(not ANNOUNCED, reason="before 5.17 a cache serves one generate")
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
 def test_what_is_being_stored_is_not_written_over_by_the_next_generate(
@@ -994,6 +995,7 @@ def test_a_compiled_model_is_its_model(ids: Any) -> None:
         assert torch.allclose(got, model(ids, logits_to_keep=1).logits, atol=1e-4)
 
 
+@pytest.mark.brief()
 def test_a_model_with_an_adapter_of_peft(ids: Any) -> None:
     peft = pytest.importorskip("peft")
     model = build_small(seed=7)

@@ -246,6 +246,7 @@ def test_the_memory_does_what_its_twin_does(
         both.compare()
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 def test_the_memory_is_the_same_after_each_of_many_calls(replacement: str) -> None:
     rng = random.Random(7)

@@ -213,6 +213,7 @@ def test_receiving_without_sense_is_refused(impl: ModuleType, pair: tuple[socket
         impl.recv_runs(fd, memoryview(bytes(SLOT_BYTES)), 1, 1, 0, {})
 
 
+@pytest.mark.brief()
 @_settings
 @given(st.lists(hostile(), min_size=1, max_size=4))
 def test_hostile_arrivals_are_placed_alike(fast: ModuleType, runs: list[tuple[memoryview, int]]) -> None:

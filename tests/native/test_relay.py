@@ -401,6 +401,7 @@ def damaged(packets: list[bytes], data: st.DataObject) -> list[bytes]:
     return [*packets[:victim], bytes(bent), *packets[victim + 1 :]]
 
 
+@pytest.mark.brief()
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=80)
 @given(st.lists(traffic_of, min_size=1, max_size=3), st.booleans(), st.data())
 def test_any_traffic_leaves_alike(

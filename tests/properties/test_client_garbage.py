@@ -71,6 +71,7 @@ def test_random_bytes_at_a_client(data, segment_bytes):
     end(machine)
 
 
+@pytest.mark.brief()
 @settings(max_examples=300)
 @given(data=damaged([*bulk(Op.DATA), *SOUND]), segment_bytes=segment_sizes())
 def test_damaged_packets_at_a_client(data, segment_bytes):

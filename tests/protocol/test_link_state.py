@@ -51,6 +51,7 @@ def broken(draw):
     return torus, here, there, dead
 
 
+@pytest.mark.brief()
 @given(broken(), st.sampled_from(["greedy", "alternate"]))
 @settings(max_examples=300, deadline=None)
 def test_packets_arrive_by_a_shortest_way_whenever_there_is_one(case, mode):

@@ -165,6 +165,7 @@ def test_satellites_that_disagree_do_not_toss_chunks_to_and_fro(world, value_of)
     assert sky.holders(info) == sky.homes(info, (1, 0))
 
 
+@pytest.mark.brief()
 def test_a_dead_target_does_not_hold_up_the_others(world, value_of):
     """What cannot be handed over stays readable where it is, and follows when the target is back."""
     sky = world()
@@ -233,6 +234,7 @@ def test_a_host_whose_clock_is_wrong_learns_from_the_first_answer(world, value_o
     assert again.ok and again.report.requests == 10
 
 
+@pytest.mark.brief()
 def test_the_gateway_follows_the_box_and_windows_are_given_back(world, value_of):
     sky = world("gateway", credit_bytes=65_536)
     value = value_of(400_000)

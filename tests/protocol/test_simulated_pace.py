@@ -11,6 +11,7 @@ from tests.protocol.satellite import ledgers
 from skymemory.protocol.clock import MoveClock
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("strategy", ["rotation", "rotation_hop", "cost"])
 def test_a_read_just_after_a_move_takes_one_round_trip(world, value_of, strategy):
     sky = world(clock=MoveClock(slot_period_s=10.0, plane_period_s=36.0, time_scale=1.0))

@@ -91,6 +91,7 @@ def test_the_revived_are_found_at_once_and_the_way_is_short_again(world):
     assert all(machine.neighbours.links.clear for machine in sky.sim.satellites.values())
 
 
+@pytest.mark.brief()
 def test_a_link_that_flaps(world):
     sky = world("gateway")
     there = SatelliteId(2, 10)
@@ -120,6 +121,7 @@ def test_a_lossy_link_is_a_slow_link_and_wrong_bytes_there_are_none(world, value
         sky.sim.spoil(CENTRE, neighbour, None)
 
 
+@pytest.mark.brief()
 def test_what_is_known_survives_a_partition_that_heals(world):
     """Slots 5 and 14 cut off: two halves that learn different things, then meet."""
     sky = world("gateway")

@@ -183,6 +183,7 @@ def test_who_has_gone_is_not_kept_alive() -> None:
     assert len(one) == 0 and all(ref() is None for ref in bodies)
 
 
+@pytest.mark.brief()
 def test_books_stay_small_however_many_come_and_go() -> None:
     one = queue(8, most_wait_s=1e6)
     one.offer(entry(tenant="stays", priority=0, group="never"), 0.0)

@@ -90,6 +90,7 @@ def test_prompts_of_a_known_engine_give_its_cost_model() -> None:
     assert cost.fixed_s == pytest.approx(TRUTH.fixed_s, rel=0.01)
 
 
+@pytest.mark.brief()
 def test_answers_of_a_known_engine_give_its_steps() -> None:
     engine = KnownEngine()
     points, never = asyncio.run(measuring(engine).decodes(decode_cells(8, (64, 256, 1024)), 1, "median"))

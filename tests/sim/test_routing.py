@@ -148,6 +148,7 @@ def test_the_cache_beside_an_obvious_one_and_closed_under_prefixes(capacity: int
         PrefixCache(0)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("scorer", [RandomChoice, RoundRobin, LeastLoad])
 def test_every_request_ends_once_and_equal_seeds_give_equal_runs(scorer: type) -> None:
     requests = generate(CONVERSATIONS, 120.0, seed=2)

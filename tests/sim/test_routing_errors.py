@@ -37,6 +37,7 @@ def estimates(picker: Picker, count: int = 800) -> np.ndarray:
     return np.array([picker.scorer.rank(asks(number), servers, 1.0).estimated_ttft_s for number in range(count)])
 
 
+@pytest.mark.brief()
 def test_each_server_errs_for_itself_and_always_the_same() -> None:
     assert (estimates(a_picker(0.0), 5) == 1.024).all()
     off = estimates(a_picker(0.1)) / 1.024

@@ -80,6 +80,7 @@ def test_the_default_is_quickest_on_workloads_it_was_not_tuned_on(workload) -> N
     assert min(means, key=means.__getitem__) == DEFAULT, means
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("reports_prefills", [True, False])
 def test_answers_that_come_whole_teach_the_default_nothing_wrong(reports_prefills: bool) -> None:
     """Clients that do not stream see the first byte with the last; it is no prefill's end."""

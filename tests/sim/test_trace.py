@@ -87,6 +87,7 @@ def test_rates_and_splits_are_of_time() -> None:
             split_at(requests, wrong)
 
 
+@pytest.mark.brief()
 @pytest.mark.skipif(not TRACE.is_file(), reason=f"the trace is not shipped; put it at {TRACE}")
 def test_the_conversation_trace_is_what_is_said_of_it() -> None:
     requests = read_trace(TRACE)

@@ -129,6 +129,7 @@ def test_a_child_begins_without_its_parents_descriptors(tmp_path: Path) -> None:
         store.close(), disk.close()
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("kind", ["memory", "tenant", "udp"])
 def test_a_lock_that_another_thread_held_at_the_fork_blocks_no_process(kind: str) -> None:
     with udp_sky() as plan:

@@ -88,6 +88,7 @@ def test_the_room_is_looked_at_again(
     store.close()
 
 
+@pytest.mark.brief()
 def test_values_of_other_sizes_find_room(tmp_path: Path, store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     SmallDisk(tmp_path / "values", monkeypatch, 20 * (SIZE_BYTES + 64))
     for number in range(300):

@@ -51,6 +51,7 @@ def test_a_directory_that_others_may_write_in_is_refused(tmp_path: Path, mode: i
         RunDirectory(tmp_path).create()
 
 
+@pytest.mark.brief()
 def test_a_record_distinguishes_the_living_from_the_dead(
     directory: RunDirectory, sleeper: subprocess.Popen[bytes]
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_link_that_is_out_is_gone_around() -> None:
     assert later.ok and later.report.retransmitted_chunks == 0 and later.report.seconds < 0.5
 
 
+@pytest.mark.brief()
 def test_after_a_change_of_the_gateway_nothing_is_sent_for_a_while() -> None:
     links = {"down": "200Mbit", "handover_gap": "100ms"}
     plan = make_plan("starlink-a", access="gateway", time_scale=1.0, links=Links.read(links, "x"))

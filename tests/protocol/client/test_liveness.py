@@ -118,6 +118,7 @@ def test_a_satellite_that_only_lost_packets_is_trusted_again_within_half_a_secon
     assert read.ok and out == value
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_the_breaker_closes_without_a_call(world, value_of, access):
     sky = world(access)

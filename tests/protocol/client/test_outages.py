@@ -79,6 +79,7 @@ def test_probes_of_a_breaker_that_opens_again_restart():
         assert breaker.answered()
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_with_the_constellation_gone_only_the_first_waits_and_it_heals(world, value_of, access):
     sky = world(access)
@@ -108,6 +109,7 @@ def test_with_the_constellation_gone_only_the_first_waits_and_it_heals(world, va
     assert stored.ok and read.ok and out == value
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("access", ["los", "gateway"])
 def test_a_part_that_is_gone_does_not_open_it(world, value_of, access):
     sky = world(access)

@@ -101,6 +101,7 @@ def test_without_gossip_the_dead_stay(world, value_of):
     assert dead_and_live(sky, infos)[0] and not sky.host.machine.take_gone()
 
 
+@pytest.mark.brief()
 def test_gossip_along_the_plane_keeps_look_ups_true(world, value_of):
     sky = world(memory_bytes=24 * 1072, eviction=PLANE)
     rng, infos = random.Random(3), {}
@@ -462,6 +463,7 @@ def everywhere(sky: World, what: Retain, until_s: float, name: str, info) -> set
     return {retain(sky, what, until_s, name, place)[0] for place in places}
 
 
+@pytest.mark.brief()
 def test_what_is_pinned_outlives_pressure_and_moves_until_its_time(world, value_of):
     sky = world(memory_bytes=24 * 1072, replacement="lru")
     values, infos = fill(sky, 2, value_of)
@@ -504,6 +506,7 @@ def flood(sky: World, value_of, name: str) -> None:
         sky.put(f"{name}{number}", value_of(9_000, number), 1000)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("end", ["read", "time", "never"])
 def test_a_lease_holds_until_the_reader_has_it_or_its_time_is_over(world, value_of, end):
     sky = world(memory_bytes=24 * 1072, replacement="lru")

@@ -109,6 +109,7 @@ def test_a_block_of_which_a_share_is_whole_nowhere_is_dead_in_all_copies(world, 
         assert get(sky, infos[name], replicas) == (True, values[name])
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("names", [("gossip",), ("periodic",)])
 def test_copies_with_holes_in_different_places_are_one_block_that_can_be_read(world, value_of, names):
     """Reads mix copies chunk by chunk."""

@@ -75,6 +75,7 @@ def test_scheduling_compares_what_ran(setting: Setting) -> None:
     assert ratio.ours == ours / float(str(rows["random"][1]))
 
 
+@pytest.mark.brief()
 def test_bandwidth_and_ratio_run(setting: Setting) -> None:
     wide = clusters.bandwidth(setting)
     assert [row[0] for row in wide.rows] == list(clusters.NETWORK_GBIT)

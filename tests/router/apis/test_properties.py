@@ -255,6 +255,7 @@ def check_is_translated_or_refused(path: str, fields: dict[str, Any]) -> None:
             assert error.status == 400 and error.message
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("path", sorted(API_PATHS))
 @given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=8))
 def test_any_body_is_translated_or_refused(path: str, fields: dict[str, Any]) -> None:
@@ -387,6 +388,7 @@ def test_a_field_of_any_type_is_translated_or_refused(path: str) -> None:
         check_is_translated_or_refused(path, fields)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("path", ASKED)
 def test_an_answer_with_a_field_of_any_type_is_translated_or_unreadable(path: str) -> None:
     asked = Translation(path, ASKED[path])

@@ -178,6 +178,7 @@ def test_a_client_that_does_not_read_gives_its_place_in_flight_to_one_that_does(
     until(lambda: proxy.in_flight == 0)
 
 
+@pytest.mark.brief()
 def test_answers_that_are_not_read_do_not_pile_up(run: Run) -> None:
     """One client asks for pages without end and reads none: the router asks no more of it, and then ends it."""
     running = run(engines=1, timeouts={"client": "1s", "keep_alive": "10min"})

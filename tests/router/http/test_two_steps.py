@@ -557,6 +557,7 @@ DECODE_FAULTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("handover", ["after", "overlap"])
 def test_after_any_sequence_of_faults_nothing_is_in_flight(run: Run, handover: str) -> None:
     dice = random.Random(20)

@@ -214,6 +214,7 @@ def test_what_does_not_come_in_time_is_computed_and_counted(pair: Pair) -> None:
     assert pair.decode.metric("skymemory:remote_prefill_wait_seconds_total") >= 0.15
 
 
+@pytest.mark.brief()
 def test_a_store_that_loses_all_of_it_costs_time_and_no_token(pair: Pair) -> None:
     ids = some_ids(100, seed=6)
     first = pair.prefill.complete(ids, 1, **PREFILL)["kv_transfer_params"]

@@ -71,6 +71,7 @@ def test_the_next_turn_of_a_chat_finds_the_turn_before(door: Door) -> None:
     assert cached % BLOCK == 0 and known // BLOCK * BLOCK <= cached < second["usage"]["prompt_tokens"]
 
 
+@pytest.mark.brief()
 def test_answers_are_kept_too(door: Door, ready: Any) -> None:
     prompt = torch.tensor([some_ids(40)])
     out = ready.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)

@@ -49,6 +49,7 @@ def test_the_cache_keeps_to_its_budget_and_lets_ends_of_prompts_go_first(tight: 
     assert tight.metric("vllm:cache_config_info", num_gpu_blocks="10") == 1
 
 
+@pytest.mark.brief()
 def test_without_room_for_a_block_nothing_is_cached(tight: Door) -> None:
     with open_door(EngineSettings(cache_bytes=0)) as door:
         ids = some_ids(50)

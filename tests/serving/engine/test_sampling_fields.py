@@ -26,6 +26,7 @@ def words(ready: Any, ids: list[int], new: int, **more: Any) -> str:
     return str(ready.tokenizer.decode(ready.model.generate(prompt, **options)[0, len(ids) :], skip_special_tokens=True))
 
 
+@pytest.mark.brief()
 def test_top_k_and_min_p_of_one_token_are_greedy(door: Door) -> None:
     greedy = text(door, "The file")
     assert text(door, "The file", temperature=2.0, top_k=1, seed=1) == greedy
@@ -33,6 +34,7 @@ def test_top_k_and_min_p_of_one_token_are_greedy(door: Door) -> None:
     assert text(door, "The file", temperature=2.0, seed=1) != greedy
 
 
+@pytest.mark.brief()
 def test_repetition_penalty_and_bias_are_as_transformers_has_them(door: Door, ready: Any) -> None:
     ids = some_ids(40, seed=3)
     plain = text(door, ids, 12)
@@ -44,6 +46,7 @@ def test_repetition_penalty_and_bias_are_as_transformers_has_them(door: Door, re
     assert biased == words(ready, ids, 12, sequence_bias=bias) != plain
 
 
+@pytest.mark.brief()
 def test_frequency_and_presence_penalties_end_a_loop(door: Door) -> None:
     def kinds(**more: Any) -> int:
         answer = door.complete("Debian is", 20, ignore_eos=True, logprobs=0, **more)

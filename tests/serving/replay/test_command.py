@@ -187,6 +187,7 @@ def test_no_listener_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cannot be reached" in said and said.count("\n") == 1
 
 
+@pytest.mark.brief()
 def test_ctrl_c_reports_what_was_done_and_leaves_nothing_running(tmp_path: Path) -> None:
     with odd_server("hangs") as server:
         command = [sys.executable, "-m", "skymemory", "replay", str(a_trace(tmp_path, 4, 700)), "--url", server.url]

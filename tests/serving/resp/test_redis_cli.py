@@ -46,6 +46,7 @@ def test_a_session(cli: Cli) -> None:
     assert cli("del", "a", "b", "c", "absent") == "(integer) 3" and cli("dbsize") == "(integer) 0"
 
 
+@pytest.mark.brief()
 def test_what_it_cannot_do_is_a_clear_error(cli: Cli) -> None:
     assert cli("flushall").startswith("(error) ERR unknown command 'FLUSHALL', expected one of PING")
     assert cli("get").startswith("(error) ERR wrong number of arguments for 'get' command")

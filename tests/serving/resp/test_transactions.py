@@ -126,6 +126,7 @@ def test_no_other_client_writes_between_two_commands(short: Path, verb: str) -> 
         }[verb]
 
 
+@pytest.mark.brief()
 def test_counts_of_many_clients_are_all_counted(store: MemoryStore, short: Path) -> None:
     """By INCR, by transactions, and by WATCH with a value that the client computes."""
     with store, serving(store, short) as (path, _, _):
@@ -239,6 +240,7 @@ def test_watch_is_refused_where_others_write_too(short: Path) -> None:
         assert client.pipeline().set("a", 1).get("a").execute() == [True, b"1"]
 
 
+@pytest.mark.brief()
 def test_what_waits_for_exec_is_bounded(short: Path) -> None:
     """By the bytes in flight: a queue that finds no room is dropped, and EXEC says so."""
     options = {"in_flight_bytes": 4 * MIB, "wait_s": 5.0}

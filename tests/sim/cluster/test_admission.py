@@ -45,6 +45,7 @@ def test_early_rejection_computes_less_for_nothing_than_the_baseline() -> None:
     assert by("early", setup).wasted_prefill_s < 0.7 * by("baseline", setup).wasted_prefill_s
 
 
+@pytest.mark.brief()
 def test_below_overload_all_rules_let_the_same_in() -> None:
     setup = replace(SETUP, rate=0.2)
     assert len({by(rule, setup).met for rule in ("predicted", "goodput+fair")}) == 1

@@ -64,6 +64,7 @@ def test_options_reach_scheduler_and_rule() -> None:
     assert (refused.refused, refused.met) == (60, 0)
 
 
+@pytest.mark.brief()
 def test_finds_the_rate_at_which_a_machine_is_full() -> None:
     """Prefills of one machine take 1.0 s on average: with a generous promise nearly one a second is kept."""
     setup = ClusterSetup(prefill=1, decode=1, slo=Slo(20.0, 0.1))

@@ -77,6 +77,7 @@ def test_every_request_ends_once_whatever_changes(
     check_roles(run, setup)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize(
     ("name", "admission"), [("kvcache-centric", "predicted"), ("least-ttft", "all"), ("random", "early")]
 )

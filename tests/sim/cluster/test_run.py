@@ -38,6 +38,7 @@ def test_every_request_completes_and_every_token_has_its_gap() -> None:
     assert total_s == pytest.approx(means_s, rel=1e-9)
 
 
+@pytest.mark.brief()
 @pytest.mark.parametrize("setup", [SMALL, ClusterSetup(prefill=0, decode=0, coupled=4, mixed_tokens=1024)])
 def test_equal_arguments_give_equal_runs(setup: ClusterSetup) -> None:
     assert run_cluster(REQUESTS, setup, "least-ttft") == run_cluster(REQUESTS, setup, "least-ttft")

@@ -212,6 +212,7 @@ def test_the_machines_are_as_fast_as_the_model_without_rates(preset: str, value_
 RATES_BIT_S = st.none() | st.floats(50e6, 20e9)
 
 
+@pytest.mark.brief()
 @given(
     rates=st.builds(LinkRates, RATES_BIT_S, RATES_BIT_S, RATES_BIT_S),
     access=st.sampled_from(ACCESS_MODES),

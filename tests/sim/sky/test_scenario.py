@@ -377,6 +377,7 @@ def test_a_box_that_would_reach_over_the_seam_is_refused_with_a_time_when_it_doe
         over_a_star(0.0, 7200.0, placement={"servers": 192})
 
 
+@pytest.mark.brief()
 def test_two_places_and_a_host_on_board_of_a_star() -> None:
     far = [{"name": "berlin", "lat": 52.5, "lon": 13.4}, {"name": "sydney", "lat": -33.9, "lon": 151.2}]
     found = figures(over_a_star(7 * 3600.0, 30.0, ground=far))
@@ -477,6 +478,7 @@ def test_an_outage_is_a_miss_with_its_reason_and_packets_lost() -> None:
     assert found["up_packets_lost"] > 0 and found["wrong_values"] == 0 and found["hits"] > 0
 
 
+@pytest.mark.brief()
 def test_small_memory_evicts_and_values_are_stored_again() -> None:
     table = tomllib.loads(SMALL)
     table |= {"memory": {"per_satellite": 65_536}, "workload": {"rate": 2.0, "keys": 12, "size": 60_000, "zipf": 0.2}}

@@ -91,6 +91,7 @@ def test_a_chunk_that_could_not_follow_the_box_is_found_where_it_was_left(moves_
     assert chunks_in(sky) == 20
 
 
+@pytest.mark.brief()
 def test_what_was_left_behind_hundreds_of_moves_ago_is_found_there() -> None:
     """The box has not gone round the ring yet, and a look at each of the last 256 moves would not come so far back."""
     sky_map = SkyMap(Torus(3, 400), SatelliteId(1, 200))

@@ -54,6 +54,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, tuple[
                 store.close()
 
 
+@pytest.mark.brief()
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_value_of_any_size_is_read_by_others(
