@@ -49,6 +49,13 @@ def server() -> Iterator[RedisServer]:
     shutil.rmtree(directory)
 
 
+def until(true: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+
+
 class TestRedis(StoreContract):
     can = frozenset({"clock", "outage"})
 
@@ -158,7 +165,8 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
     begin = redis.Deadline.begin
 
     def begun(patience: redis.Deadline, timeout_s: float) -> None:
-        waits_s.append(timeout_s)
+        if timeout_s != redis._PROBE_S:
+            waits_s.append(timeout_s)
         begin(patience, timeout_s)
 
     clock = Clock()
@@ -176,6 +184,46 @@ def test_a_server_that_hangs_costs_one_timeout(server: RedisServer, monkeypatch:
     store._link._timeout_s = PATIENCE_S
     assert store.get_many([key(1)]) == [value(1)]  # and not the answer to an earlier question
     store.close()
+
+
+def test_a_server_that_goes_on_is_used_at_once(server: RedisServer) -> None:
+    """The clock stands still, so that no rest ends by itself."""
+    store = RedisStore(server.url, timeout_s=PATIENCE_S, clock=Clock())
+    assert store.put_many([(key(1), value(1))]) == [True]
+    server.process.send_signal(signal.SIGSTOP)
+    store._link._timeout_s = 0.2
+    assert store.get_many([key(1)]) == [None]
+    store._link._timeout_s = PATIENCE_S
+    assert store.get_many([key(1)]) == [None], "it rests"
+    server.process.send_signal(signal.SIGCONT)
+    until(lambda: store.get_many([key(1)]) == [value(1)])
+    store.close()
+
+
+def test_a_server_that_answers_a_greeting_and_no_more_is_rested_from() -> None:
+    asked: list[bytes] = []
+
+    def serve(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while data := connection.recv(65536):
+                asked.extend(word for word in (b"PING", b"STRLEN") if word in data)
+                if b"STRLEN" not in data:
+                    connection.sendall(b"-ERR unknown\r\n" * data.count(b"*"))
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        store = RedisStore(f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=2", timeout_s=0.3, clock=Clock())
+        until(lambda: store.lookup([key(1)]) == [Presence.MISS] and asked.count(b"STRLEN") == 2)
+        for _ in range(20):
+            assert store.lookup([key(1)]) == [Presence.MISS]
+            time.sleep(0.01)
+        assert asked.count(b"STRLEN") == 2 and asked.count(b"PING") == 1
+        store.close()
 
 
 def test_a_full_server_refuses_and_the_rest_goes_on(server: RedisServer) -> None:

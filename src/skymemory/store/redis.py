@@ -290,6 +290,8 @@ _SMALL_BYTES = 4096
 """Smaller pieces are joined: a copy costs less than a call."""
 _REST_S = 1.0
 """How long to send nothing after a timeout: else every call of a load would wait again."""
+_PROBE_S = 30.0
+"""How long the question waits that ends such a rest."""
 
 
 class Unreachable(Exception):
@@ -431,6 +433,9 @@ class Link:
         self._timeout_s = timeout_s
         self._clock = clock
         self._rest_until_s = float("-inf")
+        self._probing = threading.Lock()
+        self._is_in_doubt = False
+        """A probe has ended a rest, and no call has succeeded since."""
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
         """The reply to each command; a failed one's is ``redis.ResponseError`` or ``Unreachable``.
@@ -442,8 +447,19 @@ class Link:
         replies: list[object] = []
         if not commands or self._clock() < self._rest_until_s:
             return [Unreachable("resting after a timeout")] * len(commands)
+        try:
+            self._exchange(commands, at_once, self._timeout_s, replies)
+            self._is_in_doubt = False
+        except (self._redis.RedisError, OSError) as error:
+            if isinstance(error, self._redis.TimeoutError | TimeoutError):
+                self._rest()
+            replies += [Unreachable(str(error))] * (len(commands) - len(replies))
+        return replies
+
+    def _exchange(self, commands: Sequence[Command], at_once: int, timeout_s: float, replies: list[object]) -> None:
+        """Append the replies that come."""
         connection = None
-        self._deadline.begin(self._timeout_s)
+        self._deadline.begin(timeout_s)
         try:
             connection = self._connection()
             for first in range(0, len(commands), at_once):
@@ -451,18 +467,35 @@ class Link:
                 connection.send_packed_command(_joined(some))
                 for _ in some:
                     replies.append(self._reply(connection))
-        except BaseException as error:
+        except BaseException:
             if connection is not None:
                 connection.disconnect()  # a late reply must not be taken for the next command's
-            if not isinstance(error, self._redis.RedisError | OSError):
-                raise
-            if isinstance(error, self._redis.TimeoutError | TimeoutError):
-                self._rest_until_s = self._clock() + _REST_S
-            replies += [Unreachable(str(error))] * (len(commands) - len(replies))
+            raise
         finally:
             if connection is not None:
                 self._pool.release(connection)
-        return replies
+
+    def _rest(self) -> None:
+        """Send nothing for a while, except a question whose answer ends the rest: a server that stood still is used as
+        soon as it goes on. One that answers the question and nothing else is not asked a second time.
+        """
+        self._rest_until_s = self._clock() + _REST_S
+        if not self._is_in_doubt and self._probing.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._probe, name="redis probe", daemon=True).start()
+            except RuntimeError:  # no more threads, or the interpreter ends
+                self._probing.release()
+
+    def _probe(self) -> None:
+        """In a thread."""
+        try:
+            self._exchange([pack(b"PING")], 1, _PROBE_S, [])
+            self._is_in_doubt = True
+            self._rest_until_s = float("-inf")
+        except (self._redis.RedisError, OSError):
+            pass
+        finally:
+            self._probing.release()
 
     def _connection(self) -> Any:
         try:
