@@ -117,6 +117,17 @@ def test_every_help_is_formatted() -> None:
         assert "%%" not in parser.format_help(), parser.prog
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_every_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """argparse itself breaks neither ``[--access {ideal,gateway,onboard,hybrid,los}]`` nor the indentation before it."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for parser in _parsers(command.build_parser()):
+        text = parser.format_help()
+        assert max(map(len, text.splitlines())) <= columns, text
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        assert all(option in text for action in shown for option in action.option_strings), parser.prog
+
+
 @pytest.mark.parametrize(
     ("words", "guess"),
     [

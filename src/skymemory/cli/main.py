@@ -11,7 +11,9 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -67,11 +69,38 @@ def _load(verb: str) -> ModuleType:
     return importlib.import_module(f"skymemory.cli.{_IN_FILE_OF.get(verb, verb).replace('-', '_')}")
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Help that fits a narrow terminal: where the usage line of all options does not, it is ``[options]``, and a long
+    list of choices goes on in the next line.
+    """
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        text = super()._format_usage(usage, actions, groups, prefix)
+        if all(len(re.sub("\x1b\\[[0-9;]*m", "", line)) <= self._width for line in text.splitlines()):
+            return text
+        words = ["usage:", self._prog, "[options]"]
+        for action in actions:
+            if not action.option_strings:
+                words.append(self._format_args(action, self._get_default_metavar_for_positional(action)))
+        return "\n".join(textwrap.wrap(" ".join(words), self._width, subsequent_indent="  ")) + "\n\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        text = super()._format_action_invocation(action)
+        room = max(self._width - self._current_indent, 20)
+        pieces = re.split("(?<=[,|])", text) if len(text) > room else [text]
+        lines = [""]
+        for piece in pieces:
+            if lines[-1] and len(lines[-1]) + len(piece) > room:
+                lines.append("  ")
+            lines[-1] += piece
+        return ("\n" + " " * self._current_indent).join(lines)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line with a suggestion, and no list of all options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
         # argparse reports a failed ``int`` as "invalid int value"; these say what was expected.
         self.register("type", int, argument(parse_whole))
         self.register("type", float, argument(parse_number))
