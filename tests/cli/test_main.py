@@ -119,7 +119,7 @@ def test_every_help_is_formatted() -> None:
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_every_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """argparse itself breaks neither ``[--access {ideal,gateway,onboard,hybrid,los}]`` nor the indentation before it."""
+    """argparse itself breaks neither ``[--access {ideal,gateway,onboard,hybrid,los}]`` nor what stands before it."""
     monkeypatch.setenv("COLUMNS", str(columns))
     for parser in _parsers(command.build_parser()):
         text = parser.format_help()

@@ -220,25 +220,35 @@ class Slow(MemoryStore):
         return super().complete_load(ticket)
 
 
-@pytest.mark.parametrize("scheduler", ["vLLM's", "ours"])
-def test_cake_meets_in_the_middle_and_changes_no_token(folder: Path, scheduler: str) -> None:
+SCHEDULERS = {
+    "vLLM's": {},
+    "ours": {"scheduler_cls": "skymemory.engine.vllm.CakeScheduler"},
+    "reset": {"scheduler_cls": "tests.vllm.resetting.ResettingScheduler"},
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_cake_meets_in_the_middle_and_changes_no_token(
+    folder: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four prompts of 1,900 tokens, one by one, over a link that is about as fast as this model computes."""
     dice = random.Random(5)
     asked = [
         {"tokens": [dice.randrange(5, 500) for _ in range(1900)], "max_tokens": 16, "adapter": ""} for _ in range(4)
     ]
     engine = {"max_model_len": 2048, "num_gpu_blocks_override": 200, "enable_lora": False}
-    ours = {"scheduler_cls": "skymemory.engine.vllm.CakeScheduler"} if scheduler == "ours" else {}
+    monkeypatch.setenv("SKY_TEST_RESETS", str(folder / "resets"))
     plain, again = run(folder, [asked, asked], None, engine=engine, one_by_one=True)
     assert again["tokens"] == plain["tokens"]
     with Slow(4 << 30) as store, daemon(store, folder) as address:
         (cold,) = run(folder, [asked], transfer(address), engine=engine, one_by_one=True)
         assert cold["tokens"] == plain["tokens"] and cold["external"] == 0
         store.delay_s = statistics.median(plain["ttft_s"]) / 15
-        warm = run(folder, [asked, asked], transfer(address), engine=engine | ours, one_by_one=True)
+        warm = run(folder, [asked, asked], transfer(address), engine=engine | SCHEDULERS[scheduler], one_by_one=True)
         assert answers(warm) == [plain["tokens"]] * 2
         met = [cached for one in warm for cached in one["cached"] if 0 < cached < 1800]
         assert met, [one["cached"] for one in warm]
+        assert (folder / "resets").exists() is (scheduler == "reset")
 
 
 def test_two_ranks_answer_as_one_and_load_what_both_have_saved(folder: Path) -> None:

@@ -348,6 +348,16 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
         self.reset_preempted_req_ids.add(request.request_id)
         self._enqueue_waiting_request(request)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Requests that are to be resumed hold blocks: they give them up like those that run."""
+        if reset_running_requests:
+            for request in [one for one in self.kv_holding_waiting if one.status is RequestStatus.PREEMPTED]:
+                self.kv_holding_waiting.remove_request(request)
+                request.status = RequestStatus.RUNNING
+                self.running.append(request)
+        done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        return done
+
 
 class _Door:
     """``CakeDoor`` of vLLM's KV cache manager."""
