@@ -445,8 +445,10 @@ def test_a_last_message_that_was_dropped_is_found_by_asking() -> None:
             publisher.order(publish=5)
             publisher.order(drop=True)
             truth = publisher.order(publish=5)
-            await until(lambda: held.held[SLOT] == truth)
-            assert feed.counts.gaps == feed.counts.losses == 0 and feed.counts.replayed >= 5
+            await until(
+                lambda: held.held[SLOT] == truth and feed.counts.replayed >= 5
+            )  # the last one may change nothing
+            assert feed.counts.gaps == feed.counts.losses == 0
 
     run(scene, probe_s=0.2)
 
