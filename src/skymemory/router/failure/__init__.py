@@ -1,1 +1,3 @@
-"""Whose fault a failure is, what is sent again, which servers get no requests. Pure: ``now_s`` in, decisions out."""
+"""Whose fault a failure is, which requests are sent again, and which servers get no requests. Pure: ``now_s`` is an
+argument.
+"""

@@ -794,7 +794,7 @@ class Connection(asyncio.Protocol):
         self.end(keep)
 
     def keeps(self, framed: bool) -> bool:
-        """Return True if the connection stays open after the response. ``framed``: the head says where the body ends."""
+        """Return True if the connection stays open. ``framed``: the response head says where the body ends."""
         request = self._current
         return framed and request is not None and request.keep_alive and not self._app.draining
 

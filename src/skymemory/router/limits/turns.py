@@ -1,4 +1,4 @@
-"""A thread that works on one large thing at a time, holder by holder: one that brings many waits for its own."""
+"""A thread for large jobs: runs one job at a time, and takes turns between holders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Turns:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """By holder; the next holder is first."""
+        """Waiting jobs by holder, the next holder first."""
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Do ``work`` in the thread when it is this holder's turn. If the caller is cancelled meanwhile, others wait
-        until the work has ended all the same: it still holds its memory.
+        """Run ``work`` in the thread at the holder's turn. If the caller is cancelled, the next job still waits until
+        ``work`` has ended, because it holds its memory.
         """
         loop = asyncio.get_running_loop()
         await self._wait(holder, loop)
@@ -64,7 +64,7 @@ class Turns:
             holder, theirs = self._waiting.popitem(last=False)
             turn = theirs.popleft()
             if theirs:
-                self._waiting[holder] = theirs  # behind the others
+                self._waiting[holder] = theirs  # after the others
             if not turn.cancelled():
                 turn.set_result(None)
                 return
