@@ -1,8 +1,8 @@
-"""One request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
+"""A request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
 
-``Translation`` reads the request, once. ``answer`` and ``error`` translate a whole response, ``stream`` a stream, piece
-by piece. ``prompt_body`` is for routing: its prompt is the one that the engine reads, whether the request is translated
-or passed on as it is.
+``Translation`` reads the request once. ``answer`` and ``error`` translate a complete response, ``stream`` a stream
+piece by piece. ``prompt_body`` is for routing: its prompt is the same as the engine's, whether the request is
+translated or passed on unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from skymemory.router.apis.reading import Fields, reason_of
 RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
-"""Their prompts are read, and where an engine has not the API, they are translated."""
+"""Paths whose prompts are read, and which are translated if an engine lacks the API."""
 PIECE_BYTES = 65_536
-"""Of a field: the items of a longer list are decoded one by one."""
+"""Size from which a list is decoded item by item."""
 _DONE = b"[DONE]"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -41,10 +41,10 @@ class _Stream(Protocol):
 
 class Translation:
     def __init__(self, path: str, body: bytes) -> None:
-        """``path``: one of ``API_PATHS``.
+        """Read the request. ``path``: an element of ``API_PATHS``.
 
         Raises:
-            ApiError: 400, it is no request of this API, or asks for what a chat completion cannot do.
+            ApiError: 400, it is no request of this API, or a chat completion cannot express it.
         """
         self._path = path
         self._fields = read_fields(body)
@@ -56,13 +56,13 @@ class Translation:
         else:
             chat = messages.counting_request(self._fields)
         self.body = _encoded(chat)
-        """Of the chat completion."""
+        """Body of the chat completion."""
 
     def answer(self, body: bytes) -> bytes:
-        """The whole answer, made of that of the chat completion.
+        """Return the complete answer, made from that of the chat completion.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: it is no chat completion.
         """
         return msgspec.json.encode(self.answer_object(as_object(body)))
 
@@ -74,7 +74,7 @@ class Translation:
         return messages.count(answer)
 
     def error(self, status: int, body: bytes) -> bytes:
-        """An engine's error in the API's format."""
+        """Return an engine's error in the API's format."""
         return body if self._path == RESPONSES else messages.error_body(status, _message_of(status, body))
 
     def stream(self) -> StreamTranslation:
@@ -83,25 +83,25 @@ class Translation:
 
 
 class StreamTranslation:
-    """Events of the API's stream, made of a chat completion's."""
+    """Events of the API's stream, made from a chat completion's."""
 
     def __init__(self, made: _Stream) -> None:
         self._made = made
         self._lines = EventLines()
         self.has_ended = False
-        """The last event is made: nothing follows."""
+        """True once the last event was made."""
 
     def read(self, piece: bytes) -> bytes:
         return b"".join(self._read(piece))
 
     def end(self) -> bytes:
-        """The engine's stream has ended."""
+        """Return the last events, at the end of the engine's stream."""
         if self.has_ended:
             return b""
         return b"".join(self._end() if self._made.finish else self._fail("the engine ended its stream too early"))
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
-        """Events made of one chunk, which the caller has read."""
+        """Return the events made from a decoded chunk."""
         return b"".join(self._made.read(chunk))
 
     def fail(self, status: int, message: str) -> bytes:
@@ -134,21 +134,21 @@ class StreamTranslation:
 
 
 def prompt_body(path: str, body: bytes) -> bytes:
-    """The body of a chat completion with the same prompt, for routing. What an engine may know beyond chat completions
-    stays in it as it is.
+    """Return the body of a chat completion with the same prompt, for routing.
+
+    Parts that only the engine may know, not chat completions, stay as they are.
 
     Raises:
         ApiError: 400, it is no request of this API, or refers to stored state.
     """
     fields = read_fields(body)
-    made = responses.chat_request if path == RESPONSES else messages.chat_request
-    return _encoded(made(fields, strict=False))
+    convert = responses.chat_request if path == RESPONSES else messages.chat_request
+    return _encoded(convert(fields, strict=False))
 
 
 def read_fields(body: bytes) -> Fields:
-    """
-    Raises:
-        ApiError: 400, no JSON object.
+    """Raises:
+    ApiError: 400, no JSON object.
     """
     try:
         return {name: _decoded_in_pieces(value) for name, value in _fields.decode(body).items()}
@@ -159,10 +159,10 @@ def read_fields(body: bytes) -> Fields:
 
 
 def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
-    """A value; of a long list each item by itself, since each call of the decoder keeps all other threads waiting."""
+    """Decode a value; a long list item by item, since a call of the decoder blocks all other threads."""
     if len(raw) < PIECE_BYTES or bytes(memoryview(raw)[:1]) != b"[":
         return msgspec.json.decode(raw)
-    return [msgspec.json.decode(each) for each in _items.decode(raw)]
+    return [msgspec.json.decode(item) for item in _items.decode(raw)]
 
 
 def _encoded(chat: dict[str, Any]) -> bytes:
@@ -172,7 +172,7 @@ def _encoded(chat: dict[str, Any]) -> bytes:
         raise ApiError(400, f"the body cannot be translated to a chat completion: {error}") from error
 
 
-# Errors, in the format of the path's API
+# Errors in the format of the path's API
 
 
 def error_body(path: str, error: ApiError) -> bytes:
@@ -180,26 +180,26 @@ def error_body(path: str, error: ApiError) -> bytes:
 
 
 def error_event(path: str, status: int, message: str) -> bytes | None:
-    """An error in the middle of a stream; None: the path's streams are those of chat completions."""
+    """Return an error event for a running stream; None: the path's streams are those of chat completions."""
     if is_of_messages(path):
         return messages.error_event(status, message)
     return responses.error_event(status, message) if path.endswith(RESPONSES) else None
 
 
 def is_of_messages(path: str) -> bool:
-    """A gateway may strip a path's prefix, so its end decides."""
+    """Return True for a path of Messages. Its end decides, because a gateway may strip a prefix."""
     return path.endswith((MESSAGES, COUNT_TOKENS))
 
 
 def _message_of(status: int, body: bytes) -> str:
-    """The message of an engine's error, whatever its form."""
+    """Return the message of an engine's error in any format."""
     try:
-        found = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return body[:1000].decode("utf-8", "replace") or f"the engine answered {status}"
     for place in ("error", "detail"):
-        if isinstance(found, dict) and found.get(place):
-            found = found[place]
-    if isinstance(found, dict) and isinstance(found.get("message"), str):
-        return str(found["message"])
-    return found if isinstance(found, str) else body[:1000].decode("utf-8", "replace")
+        if isinstance(decoded, dict) and decoded.get(place):
+            decoded = decoded[place]
+    if isinstance(decoded, dict) and isinstance(decoded.get("message"), str):
+        return str(decoded["message"])
+    return decoded if isinstance(decoded, str) else body[:1000].decode("utf-8", "replace")

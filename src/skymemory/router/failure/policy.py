@@ -552,8 +552,8 @@ class FailurePolicy:
         """Record a failure of the server if a request was left unanswered for more than ``most_s``."""
         if silent_s <= most_s:
             return
-        known, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
-        if known is None or (is_lost and not known.is_lost):
+        former, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
+        if former is None or (is_lost and not former.is_lost):
             failure = Failure(attempts.client, Fault.SILENT, now_s, is_lost=is_lost)
             attempts.add_failure(record.name, failure)
             record.evidence.add(attempts, failure)

@@ -106,8 +106,8 @@ class AccessControl:
             incoming.response_headers += header_lines(tuple(lease.headers.items()))
         # A client may lower its priority, but not raise it above its tenant's, which the operator sets.
         clients, headers = self._clients, incoming.headers
-        asked = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
-        return replace(request, tenant=tenant.name, priority=min(asked, tenant.priority)), lease
+        requested = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
+        return replace(request, tenant=tenant.name, priority=min(requested, tenant.priority)), lease
 
     def release(self, lease: QuotaLease, usage: Usage | None, streamed_tokens: int | None, now_s: float) -> None:
         """Release a lease. ``streamed_tokens``: lower bound without ``usage``; None: no answer, nothing is charged."""

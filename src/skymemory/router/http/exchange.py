@@ -354,14 +354,14 @@ class Exchange(Attempts):
     def _place(self, before: Placement | None) -> Placement:
         """Place the request after the attempt ``before``, if any. An admitted request is not refused later."""
         of, request = self._of, self._request
-        most = of.settings.limits.max_waiting
+        max_waiting = of.settings.limits.max_waiting
         try:
             placement = self._pick(before, time.monotonic())
         except NoServer as error:
             if self._tried:
                 raise self._no_answer(", and no other takes requests") from error
-            if most and of.backends.full(request, most):
-                message = f"every server has {most} requests waiting; try again soon"
+            if max_waiting and of.backends.full(request, max_waiting):
+                message = f"every server has {max_waiting} requests waiting; try again soon"
                 raise ApiError(429, message, retry_after_s=1) from error
             raise
         if isinstance(placement, Refusal):
@@ -473,10 +473,10 @@ class Exchange(Attempts):
         return True
 
     def _may_retry(self, fault: Fault, server: str) -> bool:
-        most = RULES[fault].retries
+        max_retries = RULES[fault].retries
         return (
             not self._is_last
-            and (most is None or self.retries.get(fault, 0) < most)
+            and (max_retries is None or self.retries.get(fault, 0) < max_retries)
             and self._of.backends.has_other(self._request, self._tried, server)
         )
 

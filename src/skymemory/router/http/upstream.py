@@ -228,14 +228,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._deliver(call, receiver)
 
     def _deliver(self, call: Call, receiver: Receiver) -> None:
-        pieces, ended = self._pieces, self._ended
-        if not pieces and not ended:
+        pieces, is_complete = self._pieces, self._ended
+        if not pieces and not is_complete:
             return
         piece = b"" if not pieces else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
-        if ended:
+        if is_complete:
             self._release(call)
-        receiver.response_data(piece, ended)
+        receiver.response_data(piece, is_complete)
 
     def _release(self, call: Call) -> None:
         self._call = call.connection = call.receiver = None

@@ -54,39 +54,39 @@ class HeldBytes(Generic[Item]):
 
     def track(self, item: Item, holder: Hashable, item_bytes: int, now_s: float) -> None:
         """Record an incomplete item and its bytes. The bytes themselves are counted by ``limit.change``."""
-        mine = self._incomplete.get(holder)
-        if mine is None:
-            mine = self._incomplete[holder] = _Incomplete()
-        mark = mine.marks.get(item)
+        incomplete = self._incomplete.get(holder)
+        if incomplete is None:
+            incomplete = self._incomplete[holder] = _Incomplete()
+        mark = incomplete.marks.get(item)
         if mark is None or abs(item_bytes - mark[1]) >= PROGRESS_BYTES:
             if mark is not None:
-                del mine.marks[item]  # to the end
-            mine.marks[item] = now_s, item_bytes
-        more = item_bytes - mine.sizes.of(item)
+                del incomplete.marks[item]  # to the end
+            incomplete.marks[item] = now_s, item_bytes
+        more = item_bytes - incomplete.sizes.of(item)
         if more:
-            mine.sizes.change(item, more)
+            incomplete.sizes.change(item, more)
             self._holders.change(holder, more)
 
     def untrack(self, item: Item, holder: Hashable) -> None:
         """Forget an item that is complete or was dropped."""
-        mine = self._incomplete.get(holder)
-        if mine is None or mine.marks.pop(item, None) is None:
+        incomplete = self._incomplete.get(holder)
+        if incomplete is None or incomplete.marks.pop(item, None) is None:
             return
-        item_bytes = mine.sizes.of(item)
+        item_bytes = incomplete.sizes.of(item)
         if item_bytes:
-            mine.sizes.change(item, -item_bytes)
+            incomplete.sizes.change(item, -item_bytes)
             self._holders.change(holder, -item_bytes)
-        if not mine.marks:
+        if not incomplete.marks:
             del self._incomplete[holder]
 
     def victim(self, holder: Hashable, now_s: float) -> Victim[Item] | None:
         """Return the item to drop if ``limit`` has no room for more of ``holder``; None: refuse the new bytes."""
         for candidate in (holder, self._holders.heaviest()):
-            incomplete = self._incomplete.get(candidate)
-            if incomplete is not None:
-                item, (since_s, _) = next(iter(incomplete.marks.items()))
+            items = self._incomplete.get(candidate)
+            if items is not None:
+                item, (since_s, _) = next(iter(items.marks.items()))
                 if now_s - since_s >= SLOW_S:
                     return Victim(item, True)
-        mine = self._incomplete.get(holder)
-        largest = None if mine is None else mine.sizes.heaviest()
+        own_items = self._incomplete.get(holder)
+        largest = None if own_items is None else own_items.sizes.heaviest()
         return None if largest is None else Victim(largest, False)

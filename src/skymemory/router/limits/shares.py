@@ -84,22 +84,22 @@ class SharedLimit:
 
     def add(self, holder: Hashable, amount: int) -> bool:
         """Add an amount, even without room. Return True if there was room for it."""
-        free, mine = self.most - self.held, self._by_holder.get(holder, 0)
+        free, holder_amount = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
-        if mine + amount:
-            self._by_holder[holder] = mine + amount
+        if holder_amount + amount:
+            self._by_holder[holder] = holder_amount + amount
         else:
             self._by_holder.pop(holder, None)
-        return amount <= free and mine < self.PART * free
+        return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
         """Add 1 if the holder has room. Return True on success."""
         free = self.most - self.held
-        mine = self._by_holder.get(holder, 0)
-        if free < 1 or mine >= self.PART * free:
+        holder_amount = self._by_holder.get(holder, 0)
+        if free < 1 or holder_amount >= self.PART * free:
             return False
         self.held += 1
-        self._by_holder[holder] = mine + 1
+        self._by_holder[holder] = holder_amount + 1
         return True
 
     def change(self, holder: Hashable, by: int) -> None:

@@ -53,18 +53,18 @@ class Turns:
             raise
 
     def _leave(self, holder: Hashable, turn: asyncio.Future[None]) -> None:
-        mine = self._waiting.get(holder)
-        if mine is not None and turn in mine:
-            mine.remove(turn)
-            if not mine:
+        queue = self._waiting.get(holder)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            if not queue:
                 del self._waiting[holder]
 
     def _pass_on(self) -> None:
         while self._waiting:
-            holder, theirs = self._waiting.popitem(last=False)
-            turn = theirs.popleft()
-            if theirs:
-                self._waiting[holder] = theirs  # after the others
+            holder, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[holder] = queue  # after the others
             if not turn.cancelled():
                 turn.set_result(None)
                 return
