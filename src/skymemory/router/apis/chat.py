@@ -83,8 +83,10 @@ class PartReader:
         """Arguments of calls that began before the arguments of the open call were complete."""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """Raises:
-        UnreadableAnswer: a field has an unexpected type.
+        """Report the parts of a chunk, or of a complete answer.
+
+        Raises:
+            UnreadableAnswer: a field has an unexpected type.
         """
         self.id = self.id or _text(chunk.get("id")) or uuid4().hex  # clients store answers under it
         self.model = self.model or _text(chunk.get("model"))
@@ -101,8 +103,10 @@ class PartReader:
             yield from self._read_choice(choice)
 
     def read_whole(self, answer: Mapping[str, Any]) -> list[PartEvent]:
-        """Raises:
-        UnreadableAnswer: a field has an unexpected type, or ``choices`` is empty.
+        """Read a complete answer, to its end.
+
+        Raises:
+            UnreadableAnswer: a field has an unexpected type, or ``choices`` is empty.
         """
         events = [*self.read(answer), *self.end()]
         if not answer["choices"]:
@@ -260,8 +264,10 @@ def event(name: str, content: Mapping[str, Any]) -> bytes:
 
 
 def as_object(data: bytes) -> dict[str, Any]:
-    """Raises:
-    UnreadableAnswer: it is no JSON object.
+    """Decode a JSON object.
+
+    Raises:
+        UnreadableAnswer: it is no JSON object.
     """
     try:
         decoded = _decode(data)

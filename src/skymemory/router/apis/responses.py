@@ -305,8 +305,10 @@ class ResponseStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Raises:
-        UnreadableAnswer: it is no chat-completion chunk.
+        """Translate a chunk.
+
+        Raises:
+            UnreadableAnswer: it is no chat-completion chunk.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()

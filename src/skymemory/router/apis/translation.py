@@ -147,8 +147,10 @@ def prompt_body(path: str, body: bytes) -> bytes:
 
 
 def read_fields(body: bytes) -> Fields:
-    """Raises:
-    ApiError: 400, no JSON object.
+    """Decode the body.
+
+    Raises:
+        ApiError: 400, no JSON object.
     """
     try:
         return {name: _decoded_in_pieces(value) for name, value in _fields.decode(body).items()}

@@ -15,8 +15,9 @@ from types import MappingProxyType
 from skymemory.router.failure.faults import RULES, Fault
 
 REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
-"""Rest of a server after its first, second, … failure without a good answer in between; then a single request probes
-it. Envoy's outlier detection begins with five failures and 30 s.
+"""Rest of a server after its first, second, … failure without a good answer in between.
+
+Then a single request probes it. Envoy's outlier detection begins with five failures and 30 s.
 """
 MOST_FAILURES = 32
 """Maximum failures kept per server."""
@@ -38,7 +39,7 @@ class Failure:
     is_proven: bool = False
     """True if another server has answered the request."""
     is_lost: bool = False
-    """True if a silence has lasted twice as long as needed to count."""
+    """True if a silence was twice as long as needed to count."""
     is_final: bool = False
     """True if the request ended with it: no other server was asked."""
 
@@ -85,7 +86,7 @@ class Attempts:
 
     @property
     def accused(self) -> list[str]:
-        """Servers at which it failed so that either request or server may be the cause."""
+        """Servers at which it failed, if the request may be the cause."""
         return [name for name, failure in self.failed.items() if failure.accuses and RULES[failure.fault].is_of_pair]
 
     @property

@@ -33,8 +33,7 @@ class Rule:
     retries: int | None = None
     """Attempts at other servers that this fault may cause; None: only the request's limit."""
     is_of_pair: bool = True
-    """True if the request may be the cause: it counts against the pair, and is taken back if another server fails too.
-    """
+    """True if the request may be the cause: taken back if another server fails, too."""
     is_back_pressure: bool = False
     """True if the server is full, not faulty: it rests, but is never ejected for it."""
     backs_off: bool = True

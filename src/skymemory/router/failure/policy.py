@@ -53,11 +53,9 @@ CHECK_S = 0.1
 QUIET_CHECK_S = 1.0
 """Time between two checks of a quiet server."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
-"""Slow server: ten times the median of at least three servers, over at least eight answers of each; checked every two
-seconds.
-"""
+"""Factor over the median server that makes a server slow; minimum answers and servers to compare; period."""
 LEAST_USUAL_S = 0.001
-"""Minimum wait: differences between shorter waits tell nothing about a server."""
+"""Minimum expected wait: differences between shorter waits tell nothing about a server."""
 BEGIN_S = 0.001
 """Time within which pieces belong to the beginning of an answer."""
 MOST_AGE_S = 120.0
@@ -140,8 +138,8 @@ class _Record:
         """True if a check is wanted, but the last check was too recent."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
-        """State by the checks: unhealthy; has refused a connection since; no connection at the last check; connection
-        refused at the last check. State by checks and requests: ejected.
+        """Results of checks: unhealthy; has since refused a connection; no connection at the last check; connection
+        refused at the last check. Result of checks and requests: ejected.
         """
         self.is_used = True
         self.why = ""
@@ -171,10 +169,12 @@ class FailurePolicy:
     # -- membership
 
     def add(self, name: str, group: object = None, *, is_last_resort: bool = True) -> None:
-        """Args:
-        group: fleet, of which a share may be ejected.
-        is_last_resort: it is tried if all servers refuse connections; False: an attempt would cost another server's
-            work.
+        """Add or update a server.
+
+        Args:
+            group: fleet, of which a share may be ejected.
+            is_last_resort: it is tried if all servers refuse connections; False: an attempt would cost another server's
+                work.
         """
         record = self._records.get(name)
         if record is None:
@@ -190,7 +190,7 @@ class FailurePolicy:
         return record is not None and record.is_ejected
 
     def is_refusing(self, name: str) -> bool:
-        """Return True if it is ejected, and its last check was refused a connection."""
+        """Return True if it is ejected, and refused the last check's connection."""
         record = self._records.get(name)
         return record is not None and record.is_ejected and record.is_refusing
 
@@ -218,7 +218,7 @@ class FailurePolicy:
         """Record the first byte of an answer.
 
         Args:
-            is_good: it is no error, not even of the client, because the time of an error tells nothing.
+            is_good: it is no error, not even a client error, whose time tells nothing.
             is_whole: it is complete; False: ``on_complete`` or ``on_fault`` follows.
         """
         record = self._records.get(server)
@@ -267,7 +267,7 @@ class FailurePolicy:
             self._prove(attempts, now_s)
 
     def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
-        """Record read metrics. ``is_working``: they have changed, so an unanswered request is long, not lost."""
+        """Record metrics. ``is_working``: they changed, so an unanswered request is long, not lost."""
         record = self._records.get(server)
         if record is None:
             return
@@ -382,8 +382,8 @@ class FailurePolicy:
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
-        """Return the servers that a request of ``client`` should avoid if others remain. ``is_retry``: it failed
-        before, and prefers servers without any doubt.
+        """Return the servers that the client's request should avoid if others remain. ``is_retry``: avoid doubtful
+        servers, too.
         """
         if now_s >= self.sweep_s:
             self.sweep(now_s)
@@ -431,10 +431,10 @@ class FailurePolicy:
         return record.is_new and bool(record.unanswered)
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
-        """Return a server to probe that leaves a request unanswered.
+        """Return a silent server to probe.
 
-        Strategies may send it no other request, as its load never ends. An answer to the probe shows that it works, a
-        second unanswered request that it does not.
+        Strategies may send it no request, as its load never ends. An answer to the probe shows that it works, a second
+        unanswered request that it does not.
         """
         for record in self.doubted.values():
             if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
@@ -549,7 +549,6 @@ class FailurePolicy:
         self.doubted[record.name] = record
 
     def _judge(self, record: _Record, attempts: Attempts, silent_s: float, most_s: float, now_s: float) -> None:
-        """Record a failure of the server if a request was left unanswered for more than ``most_s``."""
         if silent_s <= most_s:
             return
         former, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
@@ -624,7 +623,6 @@ class FailurePolicy:
             self.doubted.pop(record.name, None)
 
     def _use(self, group: object) -> None:
-        """Decide which servers of a fleet get requests: all that are not ejected; all if too many are ejected."""
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
         used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}

@@ -10,40 +10,36 @@ from collections import deque
 from typing import NamedTuple
 
 KEPT = 64
-"""Number of recent waits that are evaluated."""
+"""Number of recent waits that define the usual wait."""
 UNREAD = 16_384
-"""Maximum waits between two evaluations."""
+"""Maximum unread waits."""
 SHARE = 0.9
 """Quantile of waits that is the usual wait."""
 QUIET = 3.0
-"""Usual waits after which a single unanswered request makes a server quiet; several requests share this sum, down to
-one usual wait each.
-"""
+"""A server is quiet after ``QUIET`` usual waits divided by its unanswered requests, but not before one usual wait."""
 LEAST_QUIET_S = 0.05
 UNKNOWN_S = 5.0
 """Usual wait assumed until the first answer."""
 SILENT = 5.0
 """Usual waits without a sign of life after which a request counts as unanswered, a failure of its server."""
 LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
-"""Minimum of that time; the second is for unstreamed answers of servers without metrics, which show no work before the
-end.
-"""
+"""Minimum of that time; the second is for unstreamed answers of servers without metrics, which show no progress."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
 """Usual gaps between pieces after which a stream stalls. A server is quiet if half of its streams stall."""
 LOST, LEAST_LOST_S = 100.0, 10.0
 """Usual gaps after which a stream counts as unanswered."""
 UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
-"""Multiple of the longest wait that silence must exceed, too: unstreamed answers of a fleet take from a second to
-minutes, so a long answer is no sign of a fault.
-"""
+"""Silence must also exceed the longest wait by this factor: unstreamed answers take from a second to minutes."""
 FORGOTTEN = 0.9999
 """Decay of the longest wait per answer."""
 
 
 WHOLE, FIRST_TOKEN, NO_PROMPT, DECODED = KINDS = range(4)
-"""Meanings of a first byte, so that only like waits are compared: the end of an unstreamed answer; the end of a
-prefill; the answer to a request without a prompt; the first token of a server that did not prefill.
+"""Meanings of a first byte; only waits of the same kind are compared.
+
+The end of an unstreamed answer; the end of a prefill; the answer to a request without a prompt; the first token of a
+server that did not prefill.
 """
 
 
@@ -64,7 +60,7 @@ class UsualWait:
 
     def __init__(self) -> None:
         self._new: deque[float] = deque(maxlen=UNREAD)
-        """Waits since the last read: every request adds a wait, but reads happen a few times a second."""
+        """Unread waits: every request adds a wait, but reads happen a few times a second."""
         self.add = self._new.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None

@@ -840,8 +840,10 @@ class Exchange(Attempts):
             self._pass_on(withheld, ended)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
-        """Raises:
-        NoServer: no server can continue the stream.
+        """Place the continuation of a stream.
+
+        Raises:
+            NoServer: no server can continue it.
         """
         able = self._of.backends.able(self._request, self._tried, 0, self._avoided(now_s))
         return self._scheduler.place_again(before, now_s, self._able_to_continue(able, rest))

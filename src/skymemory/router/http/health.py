@@ -41,10 +41,7 @@ class HealthWatch:
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
-        """Args:
-        access: TLS and keys by server.
-        on_fault: callback for each unexpected exception.
-        """
+        """Prepare the watch. ``access``: TLS and keys by server; ``on_fault``: called for each unexpected exception."""
         self._pages = Pages()
         self._backends = backends
         self._access = access

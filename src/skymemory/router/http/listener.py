@@ -35,9 +35,11 @@ class Listener:
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args:
-        admit: callback with each connection and its client's address.
-        on_files_short: callback when the process has no file left for a connection.
+        """Prepare the listener.
+
+        Args:
+            admit: callback with each connection and its client's address.
+            on_files_short: callback when the process has no file left for a connection.
         """
         self._connection = connection
         self._admit = admit

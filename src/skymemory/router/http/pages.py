@@ -93,8 +93,7 @@ class _Page(NamedTuple):
 
 
 def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
-    """Args:
-        more: further header lines.
+    """Build the request. ``more``: further header lines.
 
     Raises:
         ValueError: a malformed URL.
@@ -108,9 +107,11 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
 
 
 async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
-    """Raises:
-    TimeoutError: no complete response within ``timeout_s``.
-    UpstreamError: no connection, or no complete response.
+    """Send the request and wait for ``response``.
+
+    Raises:
+        TimeoutError: no complete response within ``timeout_s``.
+        UpstreamError: no connection, or no complete response.
     """
     call = page.pool.ask(response, page.head, b"")
     timeout = asyncio.get_running_loop().call_later(timeout_s, response.expire)

@@ -73,9 +73,11 @@ class Proxy:
         exchange: MakeExchange = Exchange,
         roles: ElasticRoles | None = None,
     ) -> None:
-        """Args:
-        exchange: factory of exchanges, for example of ``two_steps``.
-        roles: controller of the server roles, if they follow the load.
+        """Set up the limits from ``settings``.
+
+        Args:
+            exchange: factory of exchanges, for example of ``two_steps``.
+            roles: controller of the server roles, if they follow the load.
         """
         self.draining = False
         """True while it only finishes its requests."""

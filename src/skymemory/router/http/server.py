@@ -90,7 +90,8 @@ class ProxyServer:
         AccessControl.read(self.settings)
 
     async def start(self) -> None:
-        """
+        """Listen, and start the watches of the servers.
+
         Raises:
             SkyMemoryError: it cannot listen at its address.
             InvalidInput: certificates or the file of API keys cannot be read.

@@ -67,8 +67,10 @@ class ResponseHead:
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
     def __init__(self, status: int, reason: str, headers: Headers) -> None:
-        """Raises:
-        UpstreamError: an invalid status, or a transfer coding that was not requested.
+        """Check the head.
+
+        Raises:
+            UpstreamError: an invalid status, or a transfer coding that was not requested.
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
@@ -477,8 +479,10 @@ class Pool:
                 call.send(connection, fresh=True)
 
     async def _open(self) -> UpstreamConnection:
-        """Raises:
-        OSError: no connection, even after idle connections were closed to free files.
+        """Open a connection; if files are short, close idle connections and try again.
+
+        Raises:
+            OSError: the connection failed.
         """
         loop = asyncio.get_running_loop()
         for is_last in (False, True):
