@@ -14,9 +14,9 @@ from uuid import uuid4
 import msgspec
 
 MAX_EVENT_BYTES = 16 << 20
-"""Limit of a stream event. Tool arguments arrive in many events, and log probabilities of a token are short."""
+"""Limit of a stream event; tool arguments arrive in many events."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Limit of an unstreamed answer, which is buffered until it is complete."""
+"""Limit of an unstreamed answer, which is buffered."""
 REASONING, TEXT, TOOL = "reasoning", "text", "tool"
 BEGIN, PIECE, END = "begin", "piece", "end"
 _encode = msgspec.json.Encoder().encode
@@ -24,25 +24,23 @@ _decode = msgspec.json.Decoder().decode
 
 
 class UnreadableAnswer(Exception):
-    """Engine output that is not a chat completion."""
+    """Engine output that is no chat completion."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Part of an answer, as far as it was received."""
-
     kind: str
     number: int
     """Index in the answer, from 0."""
     call_id: str = ""
     name: str = ""
-    """Name of the called tool."""
+    """Name of the tool."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Text; arguments of a tool call, as JSON."""
+        """Text, or a tool call's arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -64,7 +62,7 @@ class ChatUsage:
 
 
 class PartReader:
-    """Reader of a chat completion. ``read`` takes stream chunks or a complete answer; ``end`` closes open parts."""
+    """Reader of stream chunks or a complete answer (``read``); ``end`` closes open parts."""
 
     def __init__(self) -> None:
         self.id = ""
@@ -73,14 +71,13 @@ class PartReader:
         self.finish = ""
         """OpenAI's ``finish_reason``; empty: the answer has not ended."""
         self.stop_text = ""
-        """Stop sequence that ended the answer, if known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
+        """Stop sequence, if known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._tools: dict[int, Part] = {}
-        """Tool calls by the engine's index."""
         self._held: dict[int, list[str]] = {}
-        """Arguments of calls that began before the arguments of the open call were complete."""
+        """Arguments of calls that began before the open call was complete."""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
         """Report the parts of a chunk, or of a complete answer.
@@ -114,7 +111,7 @@ class PartReader:
         return events
 
     def end(self) -> Iterator[PartEvent]:
-        """Close the open part, and report the calls that waited for its end."""
+        """Close the open part, and report waiting calls."""
         yield from self._close()
         for index in list(self._held):
             yield from self._release(index)
@@ -219,7 +216,7 @@ class PartReader:
 
 
 def error_in(chunk: Mapping[str, Any]) -> str:
-    """Return the message of an error event in a stream; empty: it is no error."""
+    """Return the message of an error event; empty: it is none."""
     error = chunk.get("error")
     if isinstance(error, dict):
         return _text(error.get("message")) or "error of the engine"
@@ -229,7 +226,7 @@ def error_in(chunk: Mapping[str, Any]) -> str:
 
 
 class EventLines:
-    """Parser of server-sent events that are received in arbitrary pieces."""
+    """Parser of server-sent events from arbitrary pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -259,7 +256,7 @@ class EventLines:
 
 
 def event(name: str, content: Mapping[str, Any]) -> bytes:
-    """Return a named server-sent event, as Responses and Messages use."""
+    """Return a named server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode(content))
 
 

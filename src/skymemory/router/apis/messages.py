@@ -47,8 +47,8 @@ _SAME = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container")
 _KNOWN = frozenset((*_MAPPED, *_LABELS, *_ACCOUNTS, *_REFUSED, "output_config", "output_format"))
 _BILLING = "x-anthropic-billing-header"
-"""Prefix of a text that Claude Code puts before the system prompt. It has a hash of each request, so no two prompts
-would have a common prefix. vLLM drops it, too.
+"""Prefix of a text that Claude Code puts before the system prompt, with a hash of each request: no prompts would share
+a prefix. vLLM drops it, too.
 """
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -58,8 +58,8 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison with
-            others; parts without a counterpart stay as they are.
+        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
+            without a counterpart stay as they are.
         needs_limit: refuse a request without ``max_tokens``, which the API demands.
 
     Raises:
@@ -88,7 +88,7 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
 
 
 def counting_request(fields: Fields) -> dict[str, Any]:
-    """Return a chat completion of one token, whose usage has the prompt's tokens."""
+    """Return a chat completion of one token: its usage counts the prompt's tokens."""
     counted_fields = {
         name: value for name, value in fields.items() if name not in ("stream", "stop_sequences", "output_config")
     }
@@ -137,8 +137,6 @@ def _output_settings(fields: Fields) -> dict[str, Any]:
 
 
 class _Turns:
-    """Turns of a chat, from ``system`` and ``messages``."""
-
     def __init__(self, strict: bool) -> None:
         self._strict = strict
 
@@ -172,7 +170,7 @@ class _Turns:
         return "".join(text for text in texts if not text.startswith(_BILLING))
 
     def _user(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
-        """Yield the user's turns: first the tool results, each as a separate turn."""
+        """Yield tool results as separate turns, before the user's text."""
         parts: list[dict[str, Any]] = []
         for at, entry in enumerate(blocks):
             where = f"{param}.content[{at}]"
@@ -237,10 +235,10 @@ class _Turns:
 
 
 def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message made from a complete chat completion.
+    """Translate a complete chat completion.
 
     Raises:
-        UnreadableAnswer: it is no chat completion.
+        UnreadableAnswer: it is none.
     """
     reader = PartReader()
     events = reader.read_whole(answer)
@@ -252,14 +250,13 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a token count, made from the answer to ``counting_request``."""
     reader = PartReader()
     list(reader.read(answer))
     return {"input_tokens": 0 if reader.usage is None else reader.usage.prompt_tokens}
 
 
 class MessageStream:
-    """Events of a stream, made from chat-completion chunks."""
+    """Stream events, made from chat-completion chunks."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -290,7 +287,6 @@ class MessageStream:
         yield _event("message_stop")
 
     def fail(self, status: int, message: str) -> Iterator[bytes]:
-        """End the stream because the engine failed."""
         yield error_event(status, message)
 
     def _begin(self) -> Iterator[bytes]:
@@ -351,7 +347,7 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; other output of the model stays readable."""
+    """Return a call's arguments as an object; malformed text stays readable."""
     try:
         decoded = msgspec.json.decode(arguments.encode("utf-8", "replace")) if arguments.strip() else {}
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -370,7 +366,7 @@ def _stop(fields: Fields, reader: PartReader) -> dict[str, Any]:
 
 
 def _usage(usage: ChatUsage | None) -> dict[str, Any]:
-    """Return Anthropic's usage, in which ``input_tokens`` excludes cached tokens."""
+    """Return the usage; Anthropic's ``input_tokens`` exclude cached tokens."""
     counts = usage or ChatUsage()
     return {
         "input_tokens": counts.prompt_tokens - counts.cached_tokens,
@@ -399,7 +395,6 @@ _KINDS = {
 
 
 def kind_of(status: int) -> str:
-    """Return the ``type`` of Anthropic's error object."""
     return _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 

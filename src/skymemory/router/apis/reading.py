@@ -18,7 +18,7 @@ def refuse(param: str, why: str) -> NoReturn:
 
 
 def reason_of(error: Exception, raw: bytes | memoryview) -> str:
-    """Return why a decoder refused JSON: msgspec reports a lone surrogate near the end as truncated data."""
+    """Return why JSON was refused; msgspec reports a lone surrogate near the end as truncated data."""
     words = str(error)
     if "truncated" in words and _HALF_PAIR.search(bytes(raw[-_TAIL_BYTES:])):
         return "a text has one half of a surrogate pair (\\ud800 to \\udfff) without the other"
@@ -50,28 +50,25 @@ def object_of(value: object, param: str) -> dict[str, Any]:
 
 
 def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
-    """Return the fields outside the API: an engine's extensions (``top_k``, ``cache_salt``), which chat completions
-    share.
-    """
+    """Return an engine's extensions (``top_k``, ``cache_salt``), which chat completions share."""
     return {name: value for name, value in fields.items() if name not in known}
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def function_tool(name: object, description: object, parameters: object, strict: object, param: str) -> dict[str, Any]:
-    """Return a tool in the format of chat completions."""
+    """Return a tool of chat completions."""
     function = {"name": text_of(name, f"{param}.name"), **given(description=description, parameters=parameters)}
     return {"type": "function", "function": {**function, **given(strict=strict)}}
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a tool call in the format of chat completions."""
+    """Return a tool call of chat completions."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of a turn; a single text without its list."""
+    """Return a turn's content; a single text without its list."""
     return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts

@@ -64,7 +64,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def check(fields: Fields) -> None:
-    """Refuse requests for stored state, even if the engine could serve them: the next request may reach another server.
+    """Refuse requests for stored state: the next request may reach another server.
 
     Raises:
         ApiError: 400.
@@ -78,8 +78,8 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison with
-            others; parts without a counterpart stay as they are.
+        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
+            without a counterpart stay as they are.
 
     Raises:
         ApiError: 400.
@@ -177,8 +177,6 @@ def _text_settings(text: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Turns:
-    """Turns of a chat, from ``instructions`` and ``input``."""
-
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._turns: list[dict[str, Any]] = []
@@ -245,7 +243,7 @@ class _Turns:
         return {**turn, "reasoning": thoughts, "reasoning_content": thoughts} if thoughts else turn
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a tool call to the assistant's turn, which also has its text."""
+        """Add a tool call to the assistant's turn."""
         if not self._turns or self._turns[-1]["role"] != "assistant":
             self._turns.append(self._with_thoughts({"role": "assistant", "content": None}))
         self._turns[-1].setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
@@ -278,10 +276,10 @@ class _Turns:
 
 
 def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response made from a complete chat completion.
+    """Translate a complete chat completion.
 
     Raises:
-        UnreadableAnswer: it is no chat completion.
+        UnreadableAnswer: it is none.
     """
     reader = PartReader()
     events = reader.read_whole(answer)
@@ -291,7 +289,7 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResponseStream:
-    """Events of a stream, made from chat-completion chunks."""
+    """Stream events, made from chat-completion chunks."""
 
     def __init__(self, fields: Fields) -> None:
         self._reader = PartReader()
@@ -323,7 +321,6 @@ class ResponseStream:
         yield self._event(f"response.{status}", response=self._builder.response(status, self._items))
 
     def fail(self, status: int, message: str) -> Iterator[bytes]:
-        """The engine failed in the middle: what came is all that comes."""
         yield from self._begin()
         error = {"code": "server_error", "message": message}
         yield self._event("response.failed", response=self._builder.response("failed", self._items, error))
@@ -377,8 +374,6 @@ class ResponseStream:
 
 
 class _Builder:
-    """Builder of the objects of a response."""
-
     def __init__(self, fields: Fields, reader: PartReader) -> None:
         self._fields = fields
         self._reader = reader
@@ -391,7 +386,7 @@ class _Builder:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
     def item(self, part: Part, status: str) -> dict[str, Any]:
-        """Return an item. ``status``: empty if nothing of it was received."""
+        """Return an item. ``status``: empty before its first piece."""
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:
@@ -474,5 +469,5 @@ def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_event(status: int, message: str) -> bytes:
-    """Return an error event for a stream whose further events are unknown."""
+    """Return an error event for a stream of an unknown state."""
     return event("error", {"type": "error", "code": kind_of(status), "message": message, "param": None})

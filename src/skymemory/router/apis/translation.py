@@ -20,9 +20,9 @@ from skymemory.router.apis.reading import Fields, reason_of
 RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
-"""Paths whose prompts are read, and which are translated if an engine lacks the API."""
+"""Paths that are translated if an engine lacks the API."""
 PIECE_BYTES = 65_536
-"""Size from which a list is decoded item by item."""
+"""Size from which lists are decoded item by item."""
 _DONE = b"[DONE]"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -44,7 +44,7 @@ class Translation:
         """Read the request. ``path``: an element of ``API_PATHS``.
 
         Raises:
-            ApiError: 400, it is no request of this API, or a chat completion cannot express it.
+            ApiError: 400, no request of this API, or a chat completion cannot express it.
         """
         self._path = path
         self._fields = read_fields(body)
@@ -56,10 +56,9 @@ class Translation:
         else:
             chat = messages.counting_request(self._fields)
         self.body = _encoded(chat)
-        """Body of the chat completion."""
 
     def answer(self, body: bytes) -> bytes:
-        """Return the complete answer, made from that of the chat completion.
+        """Translate a complete answer.
 
         Raises:
             UnreadableAnswer: it is no chat completion.
@@ -74,7 +73,7 @@ class Translation:
         return messages.count(answer)
 
     def error(self, status: int, body: bytes) -> bytes:
-        """Return an engine's error in the API's format."""
+        """Translate an engine's error."""
         return body if self._path == RESPONSES else messages.error_body(status, _message_of(status, body))
 
     def stream(self) -> StreamTranslation:
@@ -83,25 +82,22 @@ class Translation:
 
 
 class StreamTranslation:
-    """Events of the API's stream, made from a chat completion's."""
+    """Translated stream."""
 
     def __init__(self, made: _Stream) -> None:
         self._made = made
         self._lines = EventLines()
         self.has_ended = False
-        """True once the last event was made."""
 
     def read(self, piece: bytes) -> bytes:
         return b"".join(self._read(piece))
 
     def end(self) -> bytes:
-        """Return the last events, at the end of the engine's stream."""
         if self.has_ended:
             return b""
         return b"".join(self._end() if self._made.finish else self._fail("the engine ended its stream too early"))
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
-        """Return the events made from a decoded chunk."""
         return b"".join(self._made.read(chunk))
 
     def fail(self, status: int, message: str) -> bytes:
@@ -134,12 +130,10 @@ class StreamTranslation:
 
 
 def prompt_body(path: str, body: bytes) -> bytes:
-    """Return the body of a chat completion with the same prompt, for routing.
-
-    Parts that only the engine may know, not chat completions, stay as they are.
+    """Return a chat completion with the same prompt, for routing. Parts that only the engine may know stay as they are.
 
     Raises:
-        ApiError: 400, it is no request of this API, or refers to stored state.
+        ApiError: 400, no request of this API, or it refers to stored state.
     """
     fields = read_fields(body)
     convert = responses.chat_request if path == RESPONSES else messages.chat_request
@@ -161,7 +155,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
-    """Decode a value; a long list item by item, since a call of the decoder blocks all other threads."""
+    """Decode a value; a long list item by item, because the decoder blocks all other threads."""
     if len(raw) < PIECE_BYTES or bytes(memoryview(raw)[:1]) != b"[":
         return msgspec.json.decode(raw)
     return [msgspec.json.decode(item) for item in _items.decode(raw)]
@@ -182,19 +176,19 @@ def error_body(path: str, error: ApiError) -> bytes:
 
 
 def error_event(path: str, status: int, message: str) -> bytes | None:
-    """Return an error event for a running stream; None: the path's streams are those of chat completions."""
+    """Return an error event for a stream; None: the path has chat-completion streams."""
     if is_of_messages(path):
         return messages.error_event(status, message)
     return responses.error_event(status, message) if path.endswith(RESPONSES) else None
 
 
 def is_of_messages(path: str) -> bool:
-    """Return True for a path of Messages. Its end decides, because a gateway may strip a prefix."""
+    """Return True for Messages. The path's end decides, as a gateway may strip a prefix."""
     return path.endswith((MESSAGES, COUNT_TOKENS))
 
 
 def _message_of(status: int, body: bytes) -> str:
-    """Return the message of an engine's error in any format."""
+    """Return the message of an engine's error."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -11,14 +11,12 @@ from collections import deque
 from typing import Protocol
 
 WINDOW_S = 10
-"""Window in which requests and retries are compared; Finagle's budget uses ten seconds, too."""
+"""Window of the comparison, as in Finagle's budget."""
 FIRST_S, MOST_S = 0.025, 0.25
-"""Back-off before the first retry, and its maximum; Envoy's ``base_interval`` and ``max_interval``."""
+"""First and maximum back-off; Envoy's ``base_interval`` and ``max_interval``."""
 
 
 class RandomNumbers(Protocol):
-    """Random source, usually a seeded ``random.Random``."""
-
     def random(self) -> float: ...
 
 
@@ -34,7 +32,7 @@ class Sends:
         return self.most - self.count
 
     def take(self) -> bool:
-        """Count a send before it starts. Return False if it is not allowed."""
+        """Count a send. Return False if it is not allowed."""
         if self.count >= self.most:
             return False
         self.count += 1
@@ -46,7 +44,7 @@ class Sends:
 
 
 class RetryBudget:
-    """Budget of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
+    """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
     ``floor``.
 
     Envoy compares with the requests in flight alone: if a server answers errors at once, few are in flight, and its
@@ -56,9 +54,8 @@ class RetryBudget:
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
         self.share, self.floor = share, floor
         self._seconds: deque[list[int]] = deque()
-        """Per second: its number, requests that had begun before, retries."""
+        """Per second: number, requests begun before, retries."""
         self._next_s = -math.inf
-        """End of the last of these seconds."""
         self._begun = self._ended = self._retries = 0
 
     def on_request(self, now_s: float) -> None:
@@ -70,7 +67,7 @@ class RetryBudget:
         self._ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
-        """Count a retry. Return False if there are too many. ``is_free``: count and allow it anyway."""
+        """Count a retry. Return False if it is not allowed. ``is_free``: allow it anyway."""
         second = self._second(now_s)
         requests = self._begun - min(self._seconds[0][1], self._ended)  # begun in the window, or in flight
         if not is_free and self._retries + 1 > max(self.floor, self.share * requests + 1e-9):
@@ -91,9 +88,8 @@ class RetryBudget:
 
 
 def backoff_s(number: int, random: RandomNumbers) -> float:
-    """Return the back-off before a request's retry ``number`` (from 1).
-
-    It doubles. A random half of it is left out, so that requests that failed together are not retried together.
+    """Return the back-off before retry ``number`` (from 1). It doubles; a random half is left out, so that requests
+    that failed together are not retried together.
     """
     bound_s: float = min(MOST_S, FIRST_S * 2.0 ** min(number - 1, 16))
     return bound_s * (0.5 + 0.5 * random.random())

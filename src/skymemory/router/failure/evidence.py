@@ -15,37 +15,32 @@ from types import MappingProxyType
 from skymemory.router.failure.faults import RULES, Fault
 
 REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
-"""Rest of a server after its first, second, … failure without a good answer in between.
-
-Then a single request probes it. Envoy's outlier detection begins with five failures and 30 s.
+"""Rest after the first, second, … failure without a good answer in between, before a request probes the server. Envoy's
+outlier detection begins with five failures and 30 s.
 """
 MOST_FAILURES = 32
-"""Maximum failures kept per server."""
 EJECTING = 3
-"""Number of failed requests that ejects a server."""
+"""Failed requests that eject a server."""
 EJECTING_SILENT = 2
-"""Number of unanswered requests that ejects a server."""
+"""Unanswered requests that eject a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed attempt at a server."""
-
     client: str
     fault: Fault
     at_s: float
     wait_s: float = 0.0
-    """``Retry-After`` of the server."""
     is_proven: bool = False
-    """True if another server has answered the request."""
+    """True if another server answered the request."""
     is_lost: bool = False
     """True if a silence was twice as long as needed to count."""
     is_final: bool = False
-    """True if the request ended with it: no other server was asked."""
+    """True if the request ended with it."""
 
     @property
     def accuses(self) -> bool:
-        """True for a fault of the server, not for a full server."""
+        """False for a full server."""
         return not RULES[self.fault].is_back_pressure
 
     @property
@@ -58,22 +53,20 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 
 
 class Attempts:
-    """Attempts of a request, as the policy sees them. The sender of the request is a subclass."""
+    """Attempts of a request; the sender is a subclass."""
 
     # Class attributes as defaults: hardly any request fails.
     heard_s: float = float("-inf")
-    """Time of the last piece of its answer, set by the receiver."""
+    """Time of the answer's last piece, set by the receiver."""
     failed: Mapping[str, Failure] = NO_FAILURES
-    """Last failure by server."""
     retries: Mapping[Fault, int] = NO_RETRIES
-    """Attempts at other servers that each fault has caused."""
 
     def __init__(self, client: str) -> None:
         self.client = client
         """Tenant or address."""
 
     def move_on(self, server: str, why: str) -> None:
-        """Move the request away from an ejected server, if nothing of its answer has arrived."""
+        """Leave an ejected server, if nothing of its answer has arrived."""
 
     def add_failure(self, server: str, failure: Failure) -> None:
         self.failed = {**self.failed, server: failure}
@@ -121,9 +114,8 @@ class Evidence:
         self.cleared_s = now_s
 
     def acquit(self, since_s: float) -> None:
-        """Drop broken connections after a good check that started at ``since_s``.
-
-        They prove nothing, unless another server has answered those requests.
+        """Drop broken connections before a good check that started at ``since_s``, unless another server answered the
+        request.
         """
         for attempts, failure in list(self.failures.items()):
             if failure.fault in (Fault.RESET, Fault.UNCONNECTED) and not failure.is_proven and failure.at_s <= since_s:
@@ -142,7 +134,7 @@ class Evidence:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
     def binding(self, client: str | None, clients: int) -> list[Failure]:
-        """Return the failures that count for a client's requests (None: for all); ``clients`` have to agree."""
+        """Return the failures that count for a client (None: for all); ``clients`` have to agree."""
         failures = list(self.failures.values())
         certain = [failure for failure in failures if not RULES[failure.fault].is_of_pair]
         if certain or len({failure.client for failure in failures}) >= clients:
@@ -150,7 +142,7 @@ class Evidence:
         return [failure for failure in failures if failure.client == client]
 
     def rests_until_s(self, client: str | None, clients: int) -> float:
-        """Return the time from which a client's requests may use the server; minus infinity: at once."""
+        """Return the end of the rest for a client's requests; minus infinity: no rest."""
         failures = self.binding(client, clients)
         if not failures:
             return float("-inf")
@@ -158,7 +150,7 @@ class Evidence:
         return max(failure.at_s + max(rest_s, failure.wait_s) for failure in failures)
 
     def ejects(self, clients: int) -> str:
-        """Return why these failures eject the server; empty: they do not."""
+        """Return the reason to eject the server; empty: none."""
         # A request that is still being retried elsewhere may prove to be the cause.
         settled = (failure for failure in self.binding(None, clients) if failure.is_settled)
         accusing = [failure for failure in settled if failure.accuses]

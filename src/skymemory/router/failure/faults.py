@@ -27,17 +27,16 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``says``: description for the reference."""
+    """``says``: description in the reference."""
 
     says: str
     retries: int | None = None
-    """Attempts at other servers that this fault may cause; None: only the request's limit."""
+    """Maximum attempts at other servers; None: the request's limit."""
     is_of_pair: bool = True
-    """True if the request may be the cause: taken back if another server fails, too."""
+    """True if the request may be the cause: failures are taken back if another server fails, too."""
     is_back_pressure: bool = False
-    """True if the server is full, not faulty: it rests, but is never ejected for it."""
+    """True if the server is full: it rests, but is never ejected."""
     backs_off: bool = True
-    """True if the next attempt waits (``backoff_s``)."""
 
 
 RULES: Mapping[Fault, Rule] = MappingProxyType(
@@ -56,7 +55,7 @@ RULES: Mapping[Fault, Rule] = MappingProxyType(
 
 
 def fault_of(status: int, retry_after: bool = False) -> Fault | None:
-    """Return the fault that a response's status means; None: no fault, it is the answer."""
+    """Return the fault of a response's status; None: no fault."""
     if status == 429 or (status == 503 and retry_after):
         return Fault.BUSY
     if status == 503:
@@ -67,10 +66,10 @@ def fault_of(status: int, retry_after: bool = False) -> Fault | None:
 
 
 MOST_RETRY_AFTER_S = 60.0
-"""Upper bound of a server's ``Retry-After``; then it is probed, one request at a time."""
+"""Maximum of a server's ``Retry-After``."""
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds of a ``Retry-After`` header; None: absent, a date, or no number of at most nine digits."""
+    """Return the seconds of ``Retry-After``; None: absent, a date, or no number of at most nine digits."""
     digits = value.strip()
     return min(float(digits), MOST_RETRY_AFTER_S) if digits.isdigit() and len(digits) <= 9 else None

@@ -41,25 +41,24 @@ from skymemory.router.failure.silence import (
 )
 
 REFUSED_S = 1.0
-"""Time for which a server is skipped after it refused a connection."""
+"""Time to skip a server that refused a connection."""
 CLIENTS_S = 60.0
-"""If two clients were active within this time, two clients have to fail at a server before others avoid it."""
+"""If two clients were active within this time, two have to fail at a server before others avoid it."""
 SWEEP_S = 0.02
-"""Minimum time between two sweeps for silent servers."""
+"""Minimum time between sweeps."""
 NEW_S = 5.0
-"""Time for which a server that has answered nothing since it joined or returned gets one request at a time."""
+"""Time in which a server without any answer gets one request at a time."""
 CHECK_S = 0.1
-"""Minimum time between two checks that requests ask for."""
+"""Minimum time between requested checks."""
 QUIET_CHECK_S = 1.0
-"""Time between two checks of a quiet server."""
+"""Period of checks of a quiet server."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
-"""Factor over the median server that makes a server slow; minimum answers and servers to compare; period."""
+"""Slow servers: factor over the median; minimum answers and servers; period."""
 LEAST_USUAL_S = 0.001
-"""Minimum expected wait: differences between shorter waits tell nothing about a server."""
+"""Minimum expected wait: smaller differences tell nothing."""
 BEGIN_S = 0.001
-"""Time within which pieces belong to the beginning of an answer."""
+"""Pieces within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
-"""Maximum age of evidence."""
 NONE: frozenset[str] = frozenset()
 
 
@@ -71,7 +70,7 @@ class Limits:
 
 
 class Decision(NamedTuple):
-    """``kind``: "eject", "return", "use" or "leave" (it does or does not get requests), "check" (now) or "move"."""
+    """``kind``: "eject", "return", "use" or "leave" (it gets requests or not), "check" (now) or "move"."""
 
     kind: str
     server: str
@@ -80,8 +79,6 @@ class Decision(NamedTuple):
 
 
 class _Record:
-    """State of a server."""
-
     __slots__ = (
         "alive_s",
         "answers",
@@ -118,53 +115,50 @@ class _Record:
         self.name, self.group = name, group
         self.evidence = Evidence()
         self.unanswered: dict[Attempts, Sent] = {}
-        """Requests without an answer, oldest first."""
+        """Oldest first."""
         self.streams: dict[Attempts, tuple[float, float]] = {}
-        """Unfinished answers: when the request was sent, and when its answer began."""
+        """Unfinished answers: time of sending and of the first byte."""
         self.flowing_s = -math.inf
-        """Time when such an answer last ended well."""
+        """Time when a stream last ended well."""
         self.alive_s = self.checked_s = -math.inf
-        """Time of its last answer, and start of the last good check."""
+        """Time of the last answer; start of the last good check."""
         self.has_metrics, self.working_s = False, -math.inf
-        """True if its metrics are read, and the time when they last showed work."""
+        """True if metrics are read; time when they last showed work."""
         self.is_new = self.is_last_resort = True
         self.is_quiet = False
         self.probe: Attempts | None = None
-        """The request that probes it after a rest."""
+        """Request that probes it after a rest."""
         self.refused_until_s = self.slow_until_s = self.asked_s = -math.inf
         self.answers, self.slowness = 0, 0.0
-        """Answers since the last comparison, and the sum of their waits divided by the expected waits."""
+        """Answers since the last comparison; sum of waits over expected waits."""
         self.is_check_due = False
-        """True if a check is wanted, but the last check was too recent."""
+        """True if a check is wanted, but the last was too recent."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
-        """Results of checks: unhealthy; has since refused a connection; no connection at the last check; connection
-        refused at the last check. Result of checks and requests: ejected.
+        """By checks: unhealthy; refused a connection since; not connected or refused at the last check. By all:
+        ejected.
         """
         self.is_used = True
         self.why = ""
 
 
 class FailurePolicy:
-    """See the module. Not thread-safe; ``now_s`` must not decrease."""
+    """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
-        """``are_checked``: ``on_check`` is called. Otherwise failures alone eject, and rests end by themselves."""
+        """``are_checked``: ``on_check`` is called. Otherwise rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _Record] = {}
         self.doubted: dict[str, _Record] = {}
-        """Servers that ``avoided`` examines. Without any it has nothing to do before ``sweep_s``."""
+        """Servers that ``avoided`` examines; if there are none, it only sweeps."""
         self._waits = tuple(UsualWait() for _ in KINDS)
         self._gaps = UsualWait()
-        """Gaps between pieces of a stream."""
         self._usual_s = [LEAST_USUAL_S for _ in KINDS]
-        """Usual waits at the last search for slow servers."""
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self.sweep_s = 0.0
         self.decisions: list[Decision] = []
-        """Decisions not yet taken."""
 
     # -- membership
 
@@ -173,7 +167,7 @@ class FailurePolicy:
 
         Args:
             group: fleet, of which a share may be ejected.
-            is_last_resort: it is tried if all servers refuse connections; False: an attempt would cost another server's
+            is_last_resort: try it if all servers refuse connections. False: an attempt would cost another server's
                 work.
         """
         record = self._records.get(name)
@@ -190,14 +184,13 @@ class FailurePolicy:
         return record is not None and record.is_ejected
 
     def is_refusing(self, name: str) -> bool:
-        """Return True if it is ejected, and refused the last check's connection."""
+        """Return True if it is ejected, and refused the last check."""
         record = self._records.get(name)
         return record is not None and record.is_ejected and record.is_refusing
 
     # -- from requests
 
     def on_request(self, client: str, now_s: float) -> None:
-        """Record the start of a client's request."""
         if client != self._client:
             self._other_s, self._client = self._client_s, client
         self._client_s = now_s
@@ -218,8 +211,8 @@ class FailurePolicy:
         """Record the first byte of an answer.
 
         Args:
-            is_good: it is no error, not even a client error, whose time tells nothing.
-            is_whole: it is complete; False: ``on_complete`` or ``on_fault`` follows.
+            is_good: no error, not even a client error, whose time tells nothing.
+            is_whole: complete; False: ``on_complete`` or ``on_fault`` follows.
         """
         record = self._records.get(server)
         if record is None:
@@ -247,7 +240,6 @@ class FailurePolicy:
             self._end_well(record, attempts, sent_s, now_s, is_good)
 
     def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
-        """Record the proper end of an answer in ``pieces``."""
         record = self._records.get(server)
         if record is None or (times := record.streams.pop(attempts, None)) is None:
             return
@@ -267,7 +259,7 @@ class FailurePolicy:
             self._prove(attempts, now_s)
 
     def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
-        """Record metrics. ``is_working``: they changed, so an unanswered request is long, not lost."""
+        """Record metrics. ``is_working``: they changed, so unanswered requests are long, not lost."""
         record = self._records.get(server)
         if record is None:
             return
@@ -304,7 +296,7 @@ class FailurePolicy:
         self._review(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
-        """Record that an attempt is no longer awaited, for example after a disconnect."""
+        """Record that an attempt is no longer awaited."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:
@@ -317,7 +309,6 @@ class FailurePolicy:
             self._forget(record, attempts)
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
-        """Record that the request ended with its last failure."""
         for name, failure in attempts.failed.items():
             record = self._records.get(name)
             if record is not None and attempts in record.evidence.failures and not failure.is_final:
@@ -351,8 +342,8 @@ class FailurePolicy:
         """Record a health check.
 
         Args:
-            why: reason of its failure; empty: the server is healthy.
-            is_refused: the address refused the connection: the process and its cache are gone.
+            why: reason of a failure; empty: healthy.
+            is_refused: the connection was refused: the process and its cache are gone.
             is_reached: a connection was established. Otherwise the server is not used even in a panic.
         """
         record = self._records.get(server)
@@ -382,9 +373,7 @@ class FailurePolicy:
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
-        """Return the servers that the client's request should avoid if others remain. ``is_retry``: avoid doubtful
-        servers, too.
-        """
+        """Return the servers to avoid if others remain. ``is_retry``: avoid doubtful servers, too."""
         if now_s >= self.sweep_s:
             self.sweep(now_s)
         if not self.doubted:
@@ -423,7 +412,7 @@ class FailurePolicy:
 
     @staticmethod
     def _is_doubtful(record: _Record, now_s: float) -> bool:
-        """It is new, silent or slow, but has not failed: it still gets requests where all others are no better."""
+        """Return True for a new, silent or slow server without failures, used if no other is better."""
         if now_s < record.slow_until_s:
             return True
         if record.is_quiet and not record.evidence and (record.unanswered or record.streams):
@@ -431,11 +420,7 @@ class FailurePolicy:
         return record.is_new and bool(record.unanswered)
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
-        """Return a silent server to probe.
-
-        Strategies may send it no request, as its load never ends. An answer to the probe shows that it works, a second
-        unanswered request that it does not.
-        """
+        """Return a silent server to probe: strategies may send it no request, as its load never ends."""
         for record in self.doubted.values():
             if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
                 evidence = record.evidence
@@ -445,10 +430,7 @@ class FailurePolicy:
         return None
 
     def is_free_retry(self, server: str) -> bool:
-        """Return True if a retry after a failure there is exempt from the retry budget.
-
-        The server is known to be at fault, or is full while another server answers: then the fleet is not overloaded.
-        """
+        """Return True if a retry is exempt from the budget: this server is faulty or full, not the whole fleet."""
         record = self._records.get(server)
         if record is None:
             return False
@@ -460,7 +442,7 @@ class FailurePolicy:
         )
 
     def is_busy(self, server: str, now_s: float) -> bool:
-        """Return True if the server itself reported that it is full, and rests for that."""
+        """Return True if the server rests because it reported that it is full."""
         record = self.doubted.get(server)
         if record is None or not record.evidence:
             return False
@@ -472,7 +454,7 @@ class FailurePolicy:
         return decisions
 
     def sweep(self, now_s: float) -> None:
-        """Search for silent servers and finished rests; ``avoided`` calls it, too."""
+        """Find silent servers and finished rests; ``avoided`` calls it, too."""
         self.sweep_s = now_s + SWEEP_S
         if now_s >= self._slow_s:
             self._slow_s = now_s + SLOW_EVERY_S
@@ -491,7 +473,7 @@ class FailurePolicy:
                 self._review(record, now_s)
 
     def _find_slow(self, now_s: float) -> None:
-        """Rest servers whose answers took ``SLOW`` times the median server's, relative to the expected waits."""
+        """Rest servers whose waits, relative to the expected waits, are ``SLOW`` times the median."""
         self._usual_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._waits]
         for group in {record.group for record in self._records.values()}:
             judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
@@ -560,9 +542,8 @@ class FailurePolicy:
                 record.probe = None
 
     def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
-        """Return True if another server of the fleet has answered in the later half of a silence, else all stand still.
-
-        A server without requests counts if a check found it healthy.
+        """Return True if another server has answered, or was found healthy while idle, in the later half of a silence.
+        Otherwise all stand still.
         """
         half_s = 0.5 * (since_s + now_s)
         return any(
@@ -579,7 +560,7 @@ class FailurePolicy:
         return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
     def _clients(self, now_s: float) -> int:
-        """Return the number of clients that have to fail at a server before the failures count for all."""
+        """Return the number of clients that must fail at a server before it counts for all."""
         return 2 if now_s - self._other_s <= CLIENTS_S else 1
 
     def _ask(self, record: _Record, now_s: float) -> None:
@@ -597,7 +578,6 @@ class FailurePolicy:
         return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
 
     def _review(self, record: _Record, now_s: float) -> None:
-        """Update the state of a server and its fleet."""
         evidence = record.evidence
         clients = self._clients(now_s)
         why = evidence.ejects(clients) if evidence else ""

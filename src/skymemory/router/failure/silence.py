@@ -1,7 +1,6 @@
 """Response times, and the silence from which a server is suspected.
 
-Unanswered requests are growing load: the more requests wait at a server without a sign of life, the sooner it is left
-alone, whatever a strategy's estimates say.
+The more requests wait at a server without a sign of life, the sooner it is left alone, whatever a strategy estimates.
 """
 
 from __future__ import annotations
@@ -10,27 +9,27 @@ from collections import deque
 from typing import NamedTuple
 
 KEPT = 64
-"""Number of recent waits that define the usual wait."""
+"""Number of recent waits that are evaluated."""
 UNREAD = 16_384
 """Maximum unread waits."""
 SHARE = 0.9
-"""Quantile of waits that is the usual wait."""
+"""Quantile that is the usual wait."""
 QUIET = 3.0
-"""A server is quiet after ``QUIET`` usual waits divided by its unanswered requests, but not before one usual wait."""
+"""Expected waits, divided by the unanswered requests, after which a server is quiet; at least one."""
 LEAST_QUIET_S = 0.05
 UNKNOWN_S = 5.0
-"""Usual wait assumed until the first answer."""
+"""Usual wait before the first answer."""
 SILENT = 5.0
-"""Usual waits without a sign of life after which a request counts as unanswered, a failure of its server."""
+"""Expected waits without a sign of life after which a request counts as unanswered, a failure."""
 LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
-"""Minimum of that time; the second is for unstreamed answers of servers without metrics, which show no progress."""
+"""Minimum of that time; the second for unstreamed answers of servers without metrics, which show no progress."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
-"""Usual gaps between pieces after which a stream stalls. A server is quiet if half of its streams stall."""
+"""Usual gaps after which a stream stalls. A server is quiet if half of its streams stall."""
 LOST, LEAST_LOST_S = 100.0, 10.0
 """Usual gaps after which a stream counts as unanswered."""
 UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
-"""Silence must also exceed the longest wait by this factor: unstreamed answers take from a second to minutes."""
+"""Factor of the longest wait, also required for silence: unstreamed answers take from a second to minutes."""
 FORGOTTEN = 0.9999
 """Decay of the longest wait per answer."""
 
@@ -44,23 +43,21 @@ server that did not prefill.
 
 
 class Sent(NamedTuple):
-    """A request that a server has not answered."""
-
     sent_s: float
     estimate_s: float
-    """Strategy's estimate of the time to first token; 0: none."""
+    """Estimated time to first token; 0: none."""
     kind: int
     """An element of ``KINDS``."""
 
 
 class UsualWait:
-    """Time from sending to the first byte, of recent answers of all servers."""
+    """Time to the first byte of recent answers."""
 
     __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
 
     def __init__(self) -> None:
         self._new: deque[float] = deque(maxlen=UNREAD)
-        """Unread waits: every request adds a wait, but reads happen a few times a second."""
+        """Unread waits: every request adds a wait, but reads are rare."""
         self.add = self._new.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
@@ -68,7 +65,6 @@ class UsualWait:
 
     @property
     def seconds(self) -> float | None:
-        """``SHARE`` quantile of the waits; None before the first answer."""
         self._read()
         return self._seconds
 
@@ -88,17 +84,17 @@ class UsualWait:
 
 
 def expected_s(sent: Sent, usual_s: float | None) -> float:
-    """Return the expected wait for the first byte: the longer of its estimate and the usual wait."""
+    """Return the longer of the request's estimate and the usual wait."""
     return max(sent.estimate_s, UNKNOWN_S if usual_s is None else usual_s)
 
 
 def quiet_after_s(expected: float, unanswered: int) -> float:
-    """Return the silence in seconds after which a server with this many unanswered requests gets no more."""
+    """Return the silence after which a server with so many unanswered requests gets no more."""
     return max(LEAST_QUIET_S, expected * max(1.0, QUIET / unanswered))
 
 
 def silent_after_s(expected: float, longest_s: float, least_s: float = LEAST_SILENT_S) -> float:
-    """Return the silence in seconds after which a request counts as unanswered."""
+    """Return the silence after which a request counts as unanswered."""
     return max(least_s, SILENT * expected, LONGEST * longest_s)
 
 

@@ -25,7 +25,7 @@ from skymemory.router.settings import ANY_ORIGIN, HEADER_NAME, CorsSettings, Set
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _QUOTAS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 EXPOSED = ("retry-after", "x-request-id", "x-skymemory-decision", *_QUOTAS)
-"""Response headers that pages may read."""
+"""Response headers readable by pages."""
 _MAX_HEADERS = 64
 _PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
@@ -35,17 +35,15 @@ OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
 class AccessControl:
     def __init__(self) -> None:
         self.keys: ApiKeys | None = None
-        """None: requests need no key."""
         self.is_open = True
-        """True if nothing is checked: no keys, no CORS, no ``Strangers``."""
+        """True if nothing is checked."""
         self._listen = ""
-        """Address at which it has listened since its start."""
         self._strangers: Strangers | None = None
-        """Check of local browsers' requests, if the router listens on loopback without keys and TLS."""
+        """Set if the router listens on loopback without keys and TLS."""
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
-        """Read the settings' file of keys, for ``configure``.
+        """Read the file of keys, for ``configure``.
 
         Raises:
             InvalidInput: it cannot be read.
@@ -69,11 +67,10 @@ class AccessControl:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of tenants, from the file of keys."""
         return {} if self.keys is None else self.keys.weights
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Check the head of a request: the body of an unauthorised request is not read."""
+        """Check a request's head, before its body is read."""
         if self._strangers is not None:
             first = request.headers.first
             why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
@@ -93,7 +90,7 @@ class AccessControl:
         return None
 
     def acquire(self, incoming: Incoming, request: Request, now_s: float) -> tuple[Request, QuotaLease | None]:
-        """Return the request with its tenant and priority, and a lease on its quota, which must be ``release``d.
+        """Return the request with tenant and priority, and a lease on its quota, which must be ``release``d.
 
         Raises:
             QuotaExceeded: 429.
@@ -121,9 +118,8 @@ class AccessControl:
 @dataclass(frozen=True, slots=True)
 class CorsAnswer:
     headers: tuple[tuple[str, str], ...] = ()
-    """Headers of any response, even of an error: without them a page cannot read it."""
+    """Response headers, even of errors: without them a page cannot read the error."""
     preflight: bool = False
-    """True if the response is 204 with these headers."""
 
 
 _NO_CORS = CorsAnswer()
@@ -138,7 +134,7 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
-    """Return the CORS answer to a request. ``headers``: by lower-case names."""
+    """Answer a CORS request. ``headers``: by lower-case names."""
     if not settings.origins:
         return _NO_CORS
     origin = headers.get("origin")
@@ -166,6 +162,6 @@ def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> Cor
 
 
 def _requested(names_list: str) -> tuple[str, ...]:
-    """Return the valid header names, which the response repeats."""
+    """Return the valid header names."""
     names = [name.strip() for name in names_list.split(",", _MAX_HEADERS)[:_MAX_HEADERS]]
     return tuple(name for name in names if HEADER_NAME.fullmatch(name))

@@ -24,7 +24,6 @@ from skymemory.router.settings import PREFILL, Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
-"""Maximum wait for an engine's KV events."""
 
 
 @dataclass(slots=True)
@@ -40,7 +39,6 @@ class Found:
     problems: list[str] = field(default_factory=list)
     """Reasons why it gets no requests, or its cache stays unknown."""
     notes: list[str] = field(default_factory=list)
-    """Deviations that do no harm."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,7 +48,7 @@ async def check(settings: Settings, keys: KeyRing | None = None) -> list[Found]:
     """Check all backends concurrently.
 
     Raises:
-        InvalidInput: contradictory settings, or an unreadable file, for which ``route`` would not start either.
+        InvalidInput: contradictory settings, or an unreadable file.
     """
     server = ProxyServer(settings, keys)
     server.check_files()
@@ -63,8 +61,6 @@ async def check(settings: Settings, keys: KeyRing | None = None) -> list[Found]:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A server and the security of requests to it."""
-
     session: aiohttp.ClientSession
     url: str
     access: Access
@@ -165,7 +161,7 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
 
 
 async def _settled(feed: Feed) -> None:
-    """Wait until messages have arrived and no more follow, at most ``EVENTS_S``."""
+    """Wait until messages have arrived and no more follow."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:

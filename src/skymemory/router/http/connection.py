@@ -46,32 +46,31 @@ MAX_HEAD_BYTES = 32_768
 """Limit of request line and headers together."""
 MAX_HEADERS = 256
 YIELD_BYTES = 250_000
-"""A read of this size fills the event loop's buffer; other connections are served before the next read."""
+"""Size of a full read, after which other connections are served."""
 LINGER_S = 2.0
-"""Time to read and drop the rest of a refused body, so that its sender sees the response and no reset."""
+"""Time to read and drop the rest of a refused body, so that its sender sees the response, not a reset."""
 CUT_S = 5.0
-"""Time for a client to read the end of a response, before the connection is aborted."""
+"""Time for a client to read the end of a response."""
 UNREAD_S = 0.05
 """Time for the event loop to deliver bytes that arrived while it was busy."""
 _LENGTH_DIGITS = 20
 LONG_BODY_BYTES = 1 << 20
-"""Bodies of this size are joined in a thread: allocating 16 MB may block the event loop for 50 ms."""
+"""Bodies of this size are joined in a thread: allocating 16 MB may take 50 ms."""
 MAX_PIPELINED = 64
 SLICE_BYTES = 16_384
-"""Slice size for heads and chunked bodies in reads of ``SLICED_BYTES`` or more."""
+"""Slice size for heads and chunked bodies in large reads."""
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
-"""After a slice with more chunks, or with several requests, parsing pauses for a turn."""
+"""Chunks of a slice after which parsing pauses for a turn."""
 CHUNK_FRAMING_BYTES = 12
-"""Eight digits of a chunk's size, and two line ends."""
+"""Eight size digits and two line ends."""
 MAX_FRAMING_BYTES = 16_384
-"""Limit of a body's chunk extensions and trailers, besides ``CHUNK_FRAMING_BYTES`` per chunk."""
+"""Limit of chunk extensions and trailers of a body."""
 
 
 class Headers(Mapping[str, str]):
-    """Headers by lower-case names; of a repeated header the first value.
-
-    ``raw``: header lines as received, in which the parser allows no control characters.
+    """Headers by lower-case names; of a repeated header the first value. ``raw``: lines as received, without control
+    characters.
     """
 
     __slots__ = ("first", "raw")
@@ -105,7 +104,7 @@ class Headers(Mapping[str, str]):
         return [value for key, value in self.raw if key.lower() == name]
 
     def words_of(self, name: bytes) -> list[bytes]:
-        """Return the lower-case words of a comma-separated list, from all lines of the header."""
+        """Return the lower-case words of a comma-separated list."""
         return [word.strip().lower() for value in self.all_of(name) for word in value.split(b",")]
 
 
@@ -124,12 +123,10 @@ class Listener(Protocol):
 
 
 class Application(Protocol):
-    """Handler of the requests of all connections."""
-
     max_body_bytes: int
     client_s: float
     head_s: float
-    """Timeout of a head, from its first byte."""
+    """Timeout from the first byte of a head."""
     least_rate: int
     """Minimum bytes per second of a body."""
     keep_alive_s: float
@@ -138,22 +135,20 @@ class Application(Protocol):
     arriving: HeldBytes[Incoming | Connection]
     """Memory of request bodies and incomplete heads."""
     unread: HeldBytes[Connection]
-    """Memory of responses that clients do not read."""
+    """Memory of unread responses."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Return an error to refuse a request by its head."""
+        """Refuse a request by its head."""
         ...
 
-    def handle(self, request: Incoming) -> None:
-        """Handle a complete request."""
-        ...
+    def handle(self, request: Incoming) -> None: ...
 
     def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
     def opened(self, connection: Connection) -> None: ...
 
     def evicted(self, limit: str) -> None:
-        """Count a closed connection or refused request. ``limit``: the exhausted resource."""
+        """Count an eviction. ``limit``: the exhausted resource."""
         ...
 
     def closed(self, connection: Connection) -> None: ...
@@ -170,25 +165,22 @@ class Incoming:
     body: bytes = b""
     body_bytes: int = 0
     expects: bool = False
-    """True while the client waits for "100 Continue" before it sends its body."""
+    """True while the client waits for "100 Continue"."""
     is_chunked: bool = False
     chunks: int = 0
     framing_bytes: int = 0
-    """Bytes of chunk sizes, extensions and trailers, without those in the read of the head."""
+    """Bytes of chunk sizes, extensions and trailers, after the read with the head."""
     has_come: bool = False
     response_headers: bytes = b""
-    """Further header lines of any response to it."""
     is_preflight: bool = False
     has_cors: bool = False
-    """True if the router answers CORS; servers' CORS headers are dropped."""
+    """True if the router answers CORS, instead of the server."""
     tenant: Tenant | None = None
     refusal: ApiError | None = None
-    """Error that refuses it before it is complete."""
     listener: Listener | None = None
     rate: LeastRate | None = None
     rated_bytes: int = 0
     tracked: bool = False
-    """True while ``Application.arriving`` tracks it as incomplete."""
     _pieces: list[bytes] | None = None
 
     def __init__(
@@ -200,9 +192,9 @@ class Incoming:
         self.path = target.partition("?")[0]
         self.remote = connection.remote
         self.holder = connection.holder
-        """Holder whose share of the limits it uses: its tenant or its client's address."""
+        """Tenant or client address, whose share of the limits it uses."""
         self.began_s = time.monotonic()
-        """Time when its head was complete."""
+        """Time of its complete head."""
 
     def turn_away(self, is_slow: bool) -> None:
         if is_slow:
@@ -212,7 +204,7 @@ class Incoming:
         self.connection.turn_away(self, error)
 
     def add(self, piece: bytes) -> None:
-        """Add all that a turn has parsed, as one piece: tiny chunks would take many times their bytes."""
+        """Add what a turn has parsed, joined: tiny chunks would take many times their bytes."""
         self.body_bytes += len(piece)
         if self._pieces is not None:
             self._pieces.append(piece)
@@ -231,7 +223,7 @@ class Incoming:
 
     @property
     def is_in_pieces(self) -> bool:
-        """True if ``joined`` and ``set_body`` must be called first, in a thread."""
+        """True if the body must be joined in a thread before it is read."""
         return self._pieces is not None
 
     def joined(self) -> bytes:
@@ -246,43 +238,38 @@ class Connection(asyncio.Protocol):
         self._app = app
         self._loop = loop
         self._pieces: list[bytes] = []
-        """Body chunks of the current slice."""
         self.on_body = self._pieces.append  # a C callback: no Python frame per chunk
         self._headers: list[tuple[bytes, bytes]] = []
-        """Header lines of the head, or trailers."""
+        """Head lines, or trailers."""
         self.on_header = native.pairs_into(self._headers)
         self._parser = httptools.HttpRequestParser(self)
         self._rest: memoryview | None = None
-        """Received bytes to be parsed in the next turn."""
         self._target = b""
         self._partial_bytes = 0
-        """Bytes received of an incomplete head."""
         self._in_head = False
         self._reading: Incoming | None = None
-        """Request whose body is being received."""
+        """Request whose body arrives."""
         self._current: Incoming | None = None
-        """Request that is being answered."""
         self._waiting: deque[Incoming] = deque()
         self._started = False
-        """True if a request was started in this turn of the event loop; the next request waits."""
+        """True if a request started in this turn; the next request waits."""
         self._paused_reading = False
         self._yields = False
         self._discarding = False
-        """True if input is dropped: the connection closes after the current response."""
+        """True if input is dropped, because the connection closes."""
         self.closing = False
         self.full = False
         self.remote = ""
         self.holder = ""
         """Client address or IPv6 network, whose share of the limits it uses."""
         self.made = False
-        """True once it is established (with TLS: after the handshake)."""
+        """True after the TLS handshake."""
         self.accepted: socket.socket | None = None
-        """Socket, until it is established."""
         self._seat: Seat[Connection] | None = None
         self._head_bytes = 0
         """Bytes of an incomplete head, counted in ``arriving``."""
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
-        """Size of the current slice, and chunks and bytes of bodies in it."""
+        """Bytes of the current slice; chunks and bytes of bodies in it."""
         self._has_end = False
         """True if the slice contains the end of a request."""
         self._unread_bytes = 0
@@ -355,7 +342,7 @@ class Connection(asyncio.Protocol):
             self._parse_slices(memoryview(unparsed), len(unparsed))
 
     def _yield(self) -> None:
-        """Pause until the next turn: an event loop may read megabytes of a connection before it serves another."""
+        """Pause until the next turn, so that others are served."""
         if not self._yields and not self._transport.is_closing():
             self._yields = True
             self._transport.pause_reading()
@@ -370,7 +357,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
-        """Parse as much as other connections can wait for, the remainder in the next turn."""
+        """Parse as much as others can wait for, the remainder in the next turn."""
         while data and not self._discarding:
             reading = self._reading
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
@@ -391,7 +378,7 @@ class Connection(asyncio.Protocol):
         return unparsed
 
     def _parse(self, data: bytes | memoryview) -> bytes | None:
-        """Parse a slice. Return what has to be parsed again after a declined upgrade."""
+        """Parse a slice. Return bytes to parse again after a declined upgrade."""
         before = self._reading
         self._has_end = before is not None
         self._parsed_chunks = 0
@@ -556,12 +543,12 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def turn_away(self, request: Incoming | None, error: ApiError) -> None:
-        """Refuse the incomplete request (None: the incomplete head), unless it has ended meanwhile."""
+        """Refuse the incomplete request or head (None), unless it has ended meanwhile."""
         if self._reading is request and not self._discarding and (request is not None or self._in_head):
             self._refuse(error)
 
     def _make_room(self, item: Incoming | Connection, holder: str) -> bool:
-        """Refuse incomplete requests until the holder has room. Return False if ``item`` has to be refused."""
+        """Refuse incomplete requests until the holder has room. Return False if ``item`` must be refused."""
         arriving, now_s = self._app.arriving, time.monotonic()
         while not arriving.limit.has_room(holder, 0):
             victim = arriving.victim(holder, now_s)
@@ -597,7 +584,6 @@ class Connection(asyncio.Protocol):
             self._head_bytes = 0
 
     def _hold_unread(self) -> None:
-        """Count the unread response, and evict the slowest readers if the limit is exceeded."""
         self._release_unread()
         current, unread = self._current, self._app.unread
         holder = self._unread_by = self.holder if current is None else current.holder
@@ -658,7 +644,7 @@ class Connection(asyncio.Protocol):
             self._unpause()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the incomplete request with an error, in its turn, and read nothing further."""
+        """Answer the incomplete request in its turn, and read nothing further."""
         if self._discarding:
             return  # no further request is answered
         request = self._reading
@@ -672,7 +658,7 @@ class Connection(asyncio.Protocol):
         self._enqueue(request)
 
     def _decline_upgrade(self, rest: bytes) -> bytes | None:
-        """Return the request without its upgrade offer, to be parsed again as HTTP/1.1."""
+        """Return the request without its upgrade offer, to be parsed again."""
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
         if request is None:  # refused
@@ -698,7 +684,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def replace_body(self, request: Incoming, body: bytes) -> None:
-        """Replace the body by the decompressed body.
+        """Set the decompressed body.
 
         Raises:
             ApiError: 503, the memory for bodies is full.
@@ -711,7 +697,7 @@ class Connection(asyncio.Protocol):
             raise _bodies_too_large()
 
     def hold(self, request: Incoming, more_bytes: int) -> None:
-        """Count further memory of a complete request, until its end.
+        """Count further memory of a complete request.
 
         Raises:
             ApiError: 503, the memory for bodies is full.
@@ -727,23 +713,22 @@ class Connection(asyncio.Protocol):
         self.deadline.set(self._app.keep_alive_s, self._close_idle)
 
     def has_input(self) -> bool:
-        """Return True if the kernel holds bytes that the event loop has not delivered."""
+        """Return True if the kernel holds undelivered bytes."""
         return self.made and _is_readable(self._transport)
 
     def _close_idle(self) -> None:
-        """Close after the keep-alive timeout, unless an undelivered request has arrived."""
+        """Close, unless an undelivered request has arrived."""
         if self.has_input():
             self.deadline.set(UNREAD_S, self._close_idle)
         else:
             self.close()
 
     def last_call(self) -> None:
-        """Restart the keep-alive timeout of an idle connection, after its length was changed."""
+        """Restart the changed keep-alive timeout of an idle connection."""
         if self.is_idle and not self.closing:
             self._await_request()
 
     def _await_rest(self) -> None:
-        """Limit the time for the remainder of a head or body."""
         if self._current is not None:
             return
         app, request = self._app, self._reading
@@ -782,7 +767,7 @@ class Connection(asyncio.Protocol):
         return self._current
 
     def respond(self, status: int, headers: bytes, body: bytes, *, close: bool = False) -> None:
-        """Answer the current request completely. ``headers``: lines, each with its line end."""
+        """Write a complete response. ``headers``: lines with line ends."""
         request = self._current
         if request is None or self.closing:
             return
@@ -794,7 +779,7 @@ class Connection(asyncio.Protocol):
         self.end(keep)
 
     def keeps(self, framed: bool) -> bool:
-        """Return True if the connection stays open. ``framed``: the response head says where the body ends."""
+        """Return True if the connection stays open. ``framed``: the head says where the body ends."""
         request = self._current
         return framed and request is not None and request.keep_alive and not self._app.draining
 
@@ -839,10 +824,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next)
 
     def _close_after(self, request: Incoming | None) -> None:
-        """Close when the write buffer is empty.
-
-        Input is read for a while: unread bytes would make the kernel send a reset, and the client might miss the
-        response.
+        """Close after the response. Input is still read for a while: unread bytes would make the kernel send a reset,
+        and the client might miss the response.
         """
         self._discarding = True
         self._move(State.HEAD)
@@ -861,18 +844,12 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close when the write buffer is empty."""
         self.closing = self._discarding = True
         self._transport.close()
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
-        """End an incomplete response without the mark of a proper end.
-
-        Args:
-            framed: the head says where the body ends. Else the connection is reset, because its end would be the proper
-                end.
-        """
+        """End an incomplete response without the mark of a proper end; unless it is ``framed``, that needs a reset."""
         self._forget()
         if framed:
             self.close()
@@ -889,7 +866,7 @@ class Connection(asyncio.Protocol):
             tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def abort(self) -> None:
-        """Close at once and drop unsent bytes. An unfinished response ends with a reset."""
+        """Close at once. An unfinished response ends with a reset."""
         if self._current is not None and not self.closing:
             self._reset_at_close()
         self._forget()
@@ -917,7 +894,7 @@ def _size_of(target: bytes, headers: RawHeaders) -> int:
 
 
 def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
-    """Refuse heads that the parser accepts but the router does not serve."""
+    """Refuse heads that only the parser accepts."""
     headers, first = request.headers, request.headers.first
     if request.version not in ("1.1", "1.0"):
         return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0", kind=OF_CLIENT)
@@ -995,7 +972,7 @@ def status_line(status: int, reason: str = "") -> bytes:
 
 
 def connection_line(request: Incoming, keep: bool) -> bytes:
-    """Return the Connection header, if it differs from the default of the HTTP version."""
+    """Return the Connection header, unless it is the version's default."""
     if request.version == "1.0":
         return b"Connection: keep-alive\r\n" if keep else b""
     return b"" if keep else b"Connection: close\r\n"
@@ -1011,8 +988,8 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 class Deadline:
-    """A timeout that every step of a connection moves, at the cost of two assignments: the event-loop timer is renewed
-    only when it fires too early.
+    """A timeout that moves at every step, at the cost of two assignments: the event-loop timer is renewed only when it
+    fires too early.
     """
 
     __slots__ = ("_due_s", "_loop", "_reached", "_timer")

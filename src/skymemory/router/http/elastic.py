@@ -9,13 +9,13 @@ Every period the servers are sampled, and a decision is executed by draining (``
                  is running plus waiting requests over running requests. With the handover ``overlap`` waiting
                  requests are ignored, because they may wait for their prefill
 
-A decode pool is measured against the time between tokens of a request that decodes alone: the minimum measured for a
-single request; before any measurement, a pool's need is its time over the objective. The share of that time which a
-batch has in common is learnt from the minimum times of two and more concurrent requests; until then it is all of it.
-Servers of different models form different pools. A restart begins with the roles of the settings.
+A decode pool is measured against the minimum time between tokens of a lone request; until that is measured, its need is
+its time over the objective. The part of it which a batch shares is learnt from the times of two and more concurrent
+requests; until then all of it is shared. Servers of different models form different pools. A restart begins with the
+roles of the settings.
 
-If the router itself did not run for a while (it was stopped, or the machine slept), streams have piled up, and the next
-samples tell nothing about the servers. That time and the following period do not count.
+If the router itself did not run for a while (it was stopped, or the machine slept), streams have piled up. That time
+and the following period do not count.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from skymemory.router.settings import BOTH, OVERLAP, PREFILL, Settings
 log = logging.getLogger("skymemory.router")
 
 LEAST_TOKENS = 8
-"""Minimum tokens per request and period to measure the time between tokens."""
+"""Minimum tokens per request for a sample."""
 LATE_PERIODS = 5.0
-"""If so many periods passed between two samples, the router itself did not run."""
+"""Periods between two samples from which the router itself did not run."""
 MOST_IDLE = 0.9
-"""Maximum of that time as a share of the objective: else one request would be an overload."""
+"""Upper bound of ``idle_tbt_s`` as a share of the objective: else one request would be an overload."""
 OUTCOMES = ("done", "called-off", "gone")
 
 
@@ -56,13 +56,11 @@ class _Pace:
     seconds: float = 0.0
     tokens: int = 0
     tbt_s: float = 0.0
-    """Last known time between tokens."""
     decoding: int = 0
-    """Requests that it is answering."""
     steady: bool = False
-    """True if ``decoding`` is the same as at the last sample."""
+    """True if ``decoding`` did not change since the last sample."""
     waiting: int = 0
-    """Requests waiting at the engine, by its previous report."""
+    """Requests waiting in the previous report."""
     report_at_s: float = -math.inf
     share: float = 0.0
 
@@ -73,16 +71,15 @@ class _Pool:
 
     controller: PoolController
     change: tuple[str, Role] | None = None
-    """Server that drains, and its next role."""
     least_tbt_s: dict[int, float] = field(default_factory=dict)
-    """Minimum time between tokens, by the number of concurrent requests."""
+    """Minimum time between tokens by concurrent requests."""
 
     def idle_tbt_s(self) -> float:
-        """Return the time between tokens of a request that decodes alone; infinite: unknown."""
+        """Return the time between tokens of a lone request; infinite: unknown."""
         return self.least_tbt_s.get(1, math.inf)
 
     def shared_tbt_s(self) -> float:
-        """Return the part of it that concurrent requests share; infinite: unknown."""
+        """Return its part that concurrent requests share; infinite: unknown."""
         alone_s = self.idle_tbt_s()
         each_s = [(tbt_s - alone_s) / (count - 1) for count, tbt_s in self.least_tbt_s.items() if count > 1]
         if not each_s or math.isinf(alone_s):
@@ -91,7 +88,7 @@ class _Pool:
 
 
 class ElasticRoles(Collector):
-    """Control loop of the roles; see the module. Lives in one event loop.
+    """Control loop of the roles. Lives in one event loop.
 
     Raises:
         InvalidInput: the strategy does not estimate prefills, or there are no objectives.
@@ -119,14 +116,13 @@ class ElasticRoles(Collector):
         self._changes: dict[tuple[str, str], int] = {}
         self._last_s: float | None = None
         self._lost_s = 0.0
-        """Time during which the router did not run."""
         self._piled_up = False
-        """True if streams deliver what arrived during that time."""
+        """True if streams deliver data of the time in which the router did not run."""
 
     # -- from requests
 
     def came(self, server: str, tokens: int, seconds: float) -> None:
-        """Record that ``tokens`` of an answer arrived in ``seconds``."""
+        """Record ``tokens`` of an answer."""
         pace = self._paces.setdefault(server, _Pace())
         pace.seconds += seconds
         pace.tokens += tokens
@@ -134,7 +130,7 @@ class ElasticRoles(Collector):
     # -- every period
 
     def observe(self, now_s: float) -> bool:
-        """Sample the servers, and begin or call off a change of role. Return True if a server has left its fleet."""
+        """Sample the servers, and begin or call off a change. Return True if a server left its fleet."""
         moved = self._backends.remove_drained()
         if self._skips(now_s):
             return moved
@@ -161,7 +157,7 @@ class ElasticRoles(Collector):
         return moved
 
     def _skips(self, now_s: float) -> bool:
-        """Return True if this sample is useless: the router did not run before it or before the last sample."""
+        """Return True if the router did not run before this or the last sample."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         late = elapsed_s > LATE_PERIODS * self.every_s

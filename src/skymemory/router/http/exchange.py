@@ -85,35 +85,33 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
 _NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {b"access-control-" + name for name in _CORS}
 IN_THREAD_BYTES = 32_768
-"""Bodies of this size are tokenized in a thread: in the event loop they would delay others by milliseconds."""
+"""Bodies of this size are tokenized in a thread: in the event loop they would delay others."""
 MAX_NEW_LETTERS = 1024
-"""Limit of letters outside cached pieces for tokenizing in the event loop."""
+"""Limit of uncached text for tokenizing in the event loop."""
 LARGE_BYTES = 1 << 20
-"""Bodies of this size are read one at a time, so that only one decoded copy is in memory."""
+"""Bodies of this size are read one at a time, to have one decoded copy in memory."""
 MOST_EXPANSION = 1032
 """Maximum expansion factor of deflate."""
 MOST_BACKOFFS = 5
-"""Maximum back-offs while the retry budget allows no retry or all servers refuse connections; 0.4 s in total."""
+"""Back-offs while the budget allows no retry or all servers refuse; 0.4 s in total."""
 UNANSWERED = frozenset(
     ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
 )
-"""Outcomes that cost no tokens of a quota. After a timeout or a disconnect, the answer may have been computed."""
+"""Outcomes that cost no quota. After a timeout or a disconnect the answer may have been computed."""
 _FORBIDDEN = (401, 403)
 _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
 class RequestLog:
-    """Result of a request, for metrics and the access log."""
-
     # Class attributes as defaults: most requests never set them.
     decision: Decision | None = None
     prefill: Decision | None = None
-    """Decision for the prefill server, if another server answers."""
+    """Decision for a separate prefill server."""
     ttft_s: float | None = None
     usage: Usage | None = None
     streamed_tokens: int = 0
-    """Prompt tokens plus events of a stream that reported no usage."""
+    """Prompt tokens plus events of a stream without usage."""
     retries: int = 0
     bytes_out: int = 0
     lease: QuotaLease | None = None
@@ -131,15 +129,14 @@ class Exchanges:
     reader: PromptReader
     scheduler: Scheduler
     least_load: Scheduler
-    """Scheduler of requests without a prompt."""
     backends: Backends
     pools: Pools
     metrics: ProxyMetrics
     deferred: DeferredWork
     alone: Scheduler | None = None
-    """Scheduler of prompts that a single server serves despite separate roles (``two_steps``)."""
+    """Scheduler of unsplit prompts, if roles are separate."""
     room: WaitingRoom | None = None
-    """None: requests do not wait for a server with room, but are refused."""
+    """None: requests never wait."""
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
@@ -147,14 +144,14 @@ class Exchanges:
     """Order in which large bodies are read."""
     random: Random = field(default_factory=Random)
     on_tokens: Callable[[str, int, float], None] | None = None
-    """Callback with a server, output tokens and the seconds they took; set if roles follow the load."""
+    """Callback with server, output tokens and their seconds, if roles follow the load."""
 
 
 class Exchange(Attempts):
     """A request and its attempts. ``done`` is called exactly once, at the end."""
 
     _left_out: frozenset[bytes] = frozenset()
-    """Client headers that no server gets, besides those that ``headers_for_server`` drops."""
+    """Client headers that no server gets."""
 
     # Class attributes as defaults: most requests never set them.
     _reading: asyncio.Task[None] | None = None
@@ -163,26 +160,23 @@ class Exchange(Attempts):
     _is_counted = False
     """True once the retry budget has counted it."""
     _pause: asyncio.TimerHandle | None = None
-    """Back-off before the next attempt."""
     _status, _wait_s = 0, 0.0
     """Status and ``Retry-After`` of the last error response."""
     _fault_of_answer: Fault | None = None
-    """Fault of an error response that is passed on to the client."""
+    """Fault of an error response that is passed on."""
     _head: ResponseHead | None = None
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
-    """Record of what the client has received of a stream that another server can continue."""
+    """Received part of a stream that another server can continue."""
     _is_continued = False
     _waits = False
     _entry: Entry | None = None
-    """Its place in the queue, if it was ever queued."""
     _streaming = False
-    """True once the client has the response head: no other attempt is possible."""
+    """True once the client has the response head."""
     _translating: asyncio.Task[None] | None = None
     _translated: TranslatedResponse | None = None
-    """Receiver of a request that was sent as a chat completion."""
+    """Receiver of a translated request."""
     _pieces = 0
-    """Response pieces passed on so far."""
 
     def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
         self.client = incoming.remote if incoming.tenant is None else incoming.tenant.name
@@ -231,7 +225,7 @@ class Exchange(Attempts):
         )
 
     def _tokenize(self) -> None:
-        """Read the prompt in the event loop if most of its tokens are cached, else in a thread."""
+        """Read the prompt here if most of its tokens are cached, else in a thread."""
         if len(self.incoming.body) < IN_THREAD_BYTES:
             try:
                 request = self._read(MAX_NEW_LETTERS, is_counted=True)
@@ -269,7 +263,7 @@ class Exchange(Attempts):
             self._start(request)
 
     async def _in_thread(self, work: Callable[[], T], size_bytes: int) -> T:
-        """Run ``work`` in a thread. If its result is large (``size_bytes``), run one at a time."""
+        """Run ``work`` in a thread; one at a time if its result is large."""
         if size_bytes < LARGE_BYTES:
             return await asyncio.to_thread(work)
         return await self._of.turns.run(self.incoming.holder, work)
@@ -339,7 +333,6 @@ class Exchange(Attempts):
     # -- attempts
 
     def _try(self, before: Placement | None) -> None:
-        """Place and send the request, or answer with an error."""
         try:
             self._send(self._place(before))
         except Overloaded as error:
@@ -352,7 +345,7 @@ class Exchange(Attempts):
             self._fault()
 
     def _place(self, before: Placement | None) -> Placement:
-        """Place the request after the attempt ``before``, if any. An admitted request is not refused later."""
+        """Place the request again after ``before``. An admitted request is not refused later."""
         of, request = self._of, self._request
         max_waiting = of.settings.limits.max_waiting
         try:
@@ -371,10 +364,10 @@ class Exchange(Attempts):
         return placement
 
     def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
-        """Choose an untried server that serves the request.
+        """Choose an untried server.
 
         Raises:
-            NoServer: no such server takes requests.
+            NoServer: none takes requests.
         """
         avoid = self._avoided(now_s)
         able = self._of.backends.able(self._request, self._tried, self._of.settings.limits.max_waiting, avoid)
@@ -405,7 +398,7 @@ class Exchange(Attempts):
         """Send the request as a chat completion.
 
         Raises:
-                ApiError: 400, a chat completion cannot express the request.
+            ApiError: 400, a chat completion cannot express it.
         """
         incoming = self.incoming
         if is_read_in_loop(incoming.body):
@@ -434,7 +427,7 @@ class Exchange(Attempts):
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
-        """Return True if the server lacks the API, and the request was resent as a chat completion."""
+        """Return True if the server lacks the API, and the request was translated and resent."""
         incoming, account = self.incoming, self._account
         if account is None:
             return False
@@ -481,7 +474,6 @@ class Exchange(Attempts):
         )
 
     def _may_spend(self, fault: Fault, server: str) -> bool:
-        """Return True if the retry budget allows a retry after this fault."""
         if fault is Fault.REFUSED:
             return True  # nothing was sent
         is_free = fault is Fault.SILENT or self._of.backends.policy.is_free_retry(server)
@@ -491,7 +483,7 @@ class Exchange(Attempts):
         return False
 
     def _retry(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
-        """Try another server, or answer with an error. ``is_paid``: the retry budget has allowed it."""
+        """Try another server, or answer with an error. ``is_paid``: the budget has allowed it."""
         account, result = self._account, self._log
         assert account is not None
         server = account.decision.server
@@ -513,7 +505,7 @@ class Exchange(Attempts):
             self._again(server, fault, result.retries, is_paid)
 
     def _may_wait_for_any(self, fault: Fault) -> bool:
-        """Return True if all servers refused the connection: a restarted server may soon accept."""
+        """Return True if all servers refused: a restarted server may soon accept."""
         return fault is Fault.REFUSED and not self._sends.count and self._log.retries < MOST_BACKOFFS
 
     def _end_attempt(self, account: RequestAccount) -> None:
@@ -564,7 +556,7 @@ class Exchange(Attempts):
         self._wait(room)
 
     def move_on(self, server: str, why: str) -> None:
-        """Move the request away from an ejected server, if possible; another server continues a stream."""
+        """Move away from an ejected server; another server continues a stream."""
         account = self._account
         if self._done is None or account is None or account.decision.server != server:
             return
@@ -609,7 +601,7 @@ class Exchange(Attempts):
         return None if head.status < 429 else fault_of(head.status, b"retry-after" in head.headers.first)
 
     def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
-        """Handle an error response: try another server, wait in the queue, or pass the response on."""
+        """Handle an error response: try another server, queue, or pass it on."""
         of, account, now_s = self._of, self._account, time.monotonic()
         assert account is not None
         server, why = account.decision.server, f"it answered {head.status}"
@@ -660,7 +652,7 @@ class Exchange(Attempts):
         self._retry(str(error), fault)
 
     def _is_no_answer(self, piece: bytes, ended: bool) -> str:
-        """Return why a response with status 200 does not answer a prompt; empty: it may."""
+        """Return why a response with status 200 is no answer; empty: it may be."""
         head = self._head
         is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
         if head is None or not is_prompt or not 200 <= head.status < 300:
@@ -671,7 +663,7 @@ class Exchange(Attempts):
         return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
 
     def _asks_another(self, why: str) -> bool:
-        """Count a server failure. Return True if another server is asked, else pass the response on."""
+        """Count a server failure. Return True if another server is asked."""
         account, backends = self._account, self._of.backends
         assert account is not None
         server = account.decision.server
@@ -686,7 +678,7 @@ class Exchange(Attempts):
     # -- streaming
 
     def _begin(self, piece: bytes, ended: bool) -> None:
-        """Write the response head with the first piece of its body (or its end)."""
+        """Write the response head with the first piece of its body."""
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
@@ -772,7 +764,7 @@ class Exchange(Attempts):
             self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
 
     def _pass_on_part(self, piece: bytes, head: bytes) -> None:
-        """Handle a stream that ended without its last event and without a finish reason."""
+        """Handle a stream without last event and finish reason."""
         account, stream = self._account, self._stream
         assert account is not None
         self._stream = self._call = None
@@ -802,7 +794,7 @@ class Exchange(Attempts):
             self._cut("the server went away in the middle of its answer")
 
     def _goes_on(self, why: str) -> bool:
-        """Return True if another server is asked for the remainder, or if nothing remains."""
+        """Return True if another server sends the remainder, or nothing remains."""
         account, stream = self._account, self._stream
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
@@ -827,7 +819,7 @@ class Exchange(Attempts):
         return True
 
     def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, ended: bool, head: bytes) -> None:
-        """Pass on what preceded the server's error event, then the remainder from another server, or that error."""
+        """Pass on what preceded the server's error event, then the remainder, or that error."""
         account, failure, withheld = self._account, stream.failure, stream.withheld
         assert account is not None
         self._stream = None
@@ -889,10 +881,7 @@ class Exchange(Attempts):
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
-        """End an incomplete response without the mark of a proper end, so that no client takes it for complete.
-
-        An event stream gets an error event if its last event was complete.
-        """
+        """End an incomplete response so that it looks incomplete. Between two events a stream gets an error event."""
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events and (event := self._error_event(502, why)):
@@ -1046,7 +1035,6 @@ def fault_of_error(error: UpstreamError) -> Fault:
 
 
 def decision_line(account: RequestAccount) -> bytes:
-    """Return the header that explains the routing decision."""
     return b"%s: %s\r\n" % (_DECISION, json.dumps(account.as_json()).encode())
 
 
@@ -1077,11 +1065,11 @@ def request_head(
 ) -> bytes:
     """Return the request line and headers for a server.
 
-    The client's key is left out if the server has its own key, or if the client's key is for the router.
+    The client's key is left out if it is for the router, or if the server has its own key.
 
     Args:
         without: client headers to leave out.
-        target: path of a translated request; empty: the client's path.
+        target: path of a translated request.
     """
     authorization = pool.authorization
     if target and not authorization and incoming.tenant is None:
@@ -1100,7 +1088,7 @@ def request_head(
 
 
 def _key_of_messages(headers: Headers) -> bytes:
-    """Return the key that Anthropic's clients send as a header line for chat-completion engines."""
+    """Return Anthropic's key header as the header of chat-completion engines."""
     key = headers.first.get(b"x-api-key")
     return b"Authorization: Bearer %s\r\n" % key if key and b"authorization" not in headers.first else b""
 
@@ -1108,7 +1096,7 @@ def _key_of_messages(headers: Headers) -> bytes:
 def headers_for_server(
     headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
 ) -> bytes:
-    """Return the request's header lines, with the client's address. ``without``: headers to leave out."""
+    """Return the request's header lines with the client's address. ``without``: headers to leave out."""
     left_out = _NOT_TO_SERVERS_KEYED if without_key else _NOT_TO_SERVERS
     if without:
         left_out = left_out | without

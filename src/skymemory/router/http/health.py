@@ -22,7 +22,7 @@ log = logging.getLogger("skymemory.router")
 
 MAX_MODELS_BYTES = 4 << 20
 REVIEW_S = 0.1
-"""Period of looking for silent servers while no request triggers it."""
+"""Period of the search for silent servers."""
 
 
 class _ModelList(msgspec.Struct):
@@ -33,7 +33,7 @@ _models = msgspec.json.Decoder(_ModelList)
 
 
 class HealthWatch:
-    """A task per server, and a task for its metrics, so that a slow page or a dead server delays no other check."""
+    """A task per server, and a task for its metrics, so that no server delays another."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HealthWatch:
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
-        """Prepare the watch. ``access``: TLS and keys by server; ``on_fault``: called for each unexpected exception."""
+        """Prepare the watch. ``access``: TLS and keys by server."""
         self._pages = Pages()
         self._backends = backends
         self._access = access
@@ -55,12 +55,11 @@ class HealthWatch:
         self._reviewing: asyncio.TimerHandle | None = None
 
     def check_now(self, name: str) -> None:
-        """Check a server at once because requests failed there. A check under way is followed by another check."""
+        """Check a server at once, again if a check is under way."""
         if (wanted := self._wanted.get(name)) is not None:
             wanted.set()
 
     def follow(self) -> None:
-        """Watch the present servers only."""
         if self._reviewing is None:
             self._schedule_review()
         wanted = set(self._backends.known.values())
@@ -136,7 +135,7 @@ class HealthWatch:
         return not why
 
     async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
-        """Return why a server is unhealthy (empty: it is not), if it was reached, and if it refused the connection."""
+        """Return why a server is unhealthy, if it was reached, and if it refused the connection."""
         health, access = self._backends.health, self._access.get(known.backend.name, Access())
         try:
             status = await get_status(known.backend.url + health.path, access, health.timeout_s)

@@ -20,10 +20,10 @@ from skymemory.router.http.connection import Connection
 log = logging.getLogger("skymemory.router")
 
 BACKLOG = 4096
-"""Maximum connections that wait to be accepted: clients arrive in bursts."""
+"""Maximum waiting connections: clients arrive in bursts."""
 ACCEPTS = 64
 PAUSE_S = 0.1
-"""Pause of accepting after the process ran out of files."""
+"""Pause of accepting while files are short."""
 
 
 class Listener:
@@ -35,12 +35,7 @@ class Listener:
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the listener.
-
-        Args:
-            admit: callback with each connection and its client's address.
-            on_files_short: callback when the process has no file left for a connection.
-        """
+        """Prepare the listener. ``admit``: called with each connection and its client's address."""
         self._connection = connection
         self._admit = admit
         self._context = context
@@ -50,7 +45,6 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._beginning: set[asyncio.Task[None]] = set()
-        """Tasks that set up connections."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port.
@@ -76,7 +70,6 @@ class Listener:
 
     @property
     def is_setting_up(self) -> bool:
-        """True while connections are in their TLS handshake."""
         return bool(self._beginning)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -127,7 +120,7 @@ class Listener:
                 accepted.close()
 
     def stop_accepting(self, handshake_s: float) -> None:
-        """Close the listener, but accept the connections in its backlog, which closing alone would reset."""
+        """Close the listener after accepting its backlog, which closing alone would reset."""
         for listening in self._sockets:
             self._loop.remove_reader(listening)
             while True:

@@ -20,14 +20,12 @@ _TARGET = re.compile(r"/[!-~]*")
 
 
 class Pages:
-    """Page requests over kept connections; every page has its own pool, so that a slow page delays no other."""
+    """Page requests over kept connections, a pool per page, so that a slow page delays no other."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Page] = {}
-        """Pages by URL."""
 
     async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Fetch a page; see ``engines.metrics.Fetch``."""
         response = _Response(max_bytes)
         try:
             page = self._page(url, access)
@@ -56,7 +54,7 @@ class Pages:
         return page
 
     def keep_only(self, servers: Collection[str]) -> None:
-        """Close the connections to all other servers. ``servers``: URLs."""
+        """Close the connections to other servers (URLs)."""
         prefixes = tuple(f"{server}/" for server in servers)
         for url in [url for url in self._known if not url.startswith(prefixes)]:
             self._known.pop(url).pool.close()
@@ -66,7 +64,7 @@ class Pages:
 
 
 async def get_status(url: str, access: Access, timeout_s: float) -> int:
-    """Return the status of a page, over a new connection: a kept connection does not show that the server accepts any.
+    """Return the status of a page, over a new connection: a kept connection does not prove that the server accepts any.
 
     Raises:
         TimeoutError: no status within ``timeout_s``.
@@ -126,7 +124,7 @@ async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
 
 
 class _Response:
-    """A response. Its body is read up to the first piece beyond ``max_bytes``, if its head is good."""
+    """A response, read up to the first piece beyond ``max_bytes``."""
 
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
@@ -137,7 +135,6 @@ class _Response:
         self.error: UpstreamError | TimeoutError | None = None
         self.status = 0
         self.is_good = self.is_coded = False
-        """True if the status is from 200 to 299, and if the body is compressed."""
         self.body = bytearray()
 
     def response_begins(self, head: ResponseHead) -> None:

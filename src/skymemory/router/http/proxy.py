@@ -48,16 +48,16 @@ requests_log = logging.getLogger("skymemory.router.requests")
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 MAX_UNREAD_BYTES = 256 << 20
-"""Limit of response bytes that clients do not read."""
+"""Limit of unread response bytes."""
 _KEPT_IDLE = 8
-"""Maximum idle connections that are skipped by an eviction because their next request has arrived."""
+"""Idle connections that an eviction may skip because their next request has arrived."""
 _FREED = 4
-"""Connections that are closed when the process has no file left."""
+"""Connections that are closed when files are short."""
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
 
 class Proxy:
-    """Handler of the requests of all connections (`connection.Application`)."""
+    """Handler of all connections' requests (`connection.Application`)."""
 
     def __init__(
         self,
@@ -73,14 +73,8 @@ class Proxy:
         exchange: MakeExchange = Exchange,
         roles: ElasticRoles | None = None,
     ) -> None:
-        """Set up the limits from ``settings``.
-
-        Args:
-            exchange: factory of exchanges, for example of ``two_steps``.
-            roles: controller of the server roles, if they follow the load.
-        """
+        """Set up the proxy. ``roles``: if roles follow the load."""
         self.draining = False
-        """True while it only finishes its requests."""
         self._last_call_s = math.inf
         self.connections: dict[Connection, None] = {}
         """Connections, oldest first."""
@@ -165,7 +159,7 @@ class Proxy:
     # -- from connections (`connection.Application`)
 
     def admit(self, connection: Connection, address: str) -> None:
-        """Seat an accepted connection. If the table is over-full, evict connections, if need be this connection."""
+        """Seat an accepted connection, and evict connections, if need be this one, if the table is over-full."""
         connection.sit(address)
         table, now_s = self.table, time.monotonic()
         skipped = 0
@@ -180,7 +174,6 @@ class Proxy:
             (connection if seat is None else seat.owner).evict()
 
     def close_idle(self) -> None:
-        """Evict some connections because the process has no file left."""
         now_s = time.monotonic()
         for _ in range(_FREED):
             seat = self.table.victim(now_s)
@@ -254,7 +247,7 @@ class Proxy:
         self._exchange(self._exchanges, request, self._done).begin()
 
     def _drop_slow_reader(self, holder: str) -> bool:
-        """Free a slot for this holder by evicting a client that does not read. Return True on success."""
+        """Free a slot for the holder by evicting a client that does not read."""
         seat = self.table.slow_reader(time.monotonic())
         if seat is None or seat.owner.current is None:
             return False
@@ -328,7 +321,7 @@ class Proxy:
         return able > 0 and not self.draining, reasons
 
     async def _models(self, request: Incoming, which: str) -> None:
-        """Answer with the servers' models, each once. Servers without a known list are asked."""
+        """Answer with the servers' models; ask servers without a known list."""
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):

@@ -42,16 +42,15 @@ from skymemory.router.tls import Certificate
 log = logging.getLogger("skymemory.router")
 
 LAST_CALL_S = 0.5
-"""Idle time of connections while draining: a request may be on its way."""
+"""Idle time of draining connections: a request may be on its way."""
 HANDSHAKE_S = 2.0
-"""Time for a TLS handshake while draining."""
 COLLECTED_OBJECTS = 20_000
-"""New objects after which the collector looks for cycles: only connections leave cycles, requests do not."""
+"""Threshold of the garbage collector: only connections leave cycles."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 class ProxyServer:
-    """A listening proxy. Created and closed within one event loop."""
+    """A listening proxy, which lives in one event loop."""
 
     def __init__(self, settings: Settings, keys: KeyRing | None = None) -> None:
         self.settings = settings
@@ -74,12 +73,11 @@ class ProxyServer:
             self.roles = ElasticRoles(settings, self.backends, self.prefix_state.scorer)
             self.metrics.registry.register(self.roles)
         self._following: asyncio.Task[None] | None = None
-        """Task that follows the load to change roles."""
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
 
     def check_files(self) -> None:
-        """Check the files that ``start`` reads and ``__init__`` does not. Change nothing.
+        """Check the files that ``start`` reads.
 
         Raises:
             InvalidInput: certificates or the file of API keys cannot be read.
@@ -193,10 +191,9 @@ class ProxyServer:
         log.info("settings applied: %d servers", len(settings.backends))
 
     async def drain(self, bound_s: float) -> bool:
-        """Stop accepting, and wait at most ``bound_s`` for requests to end. Return True if all ended.
+        """Stop accepting, and wait at most ``bound_s`` for requests. Return True if all ended.
 
-        A client may have sent a request on any of its connections: idle, in a TLS handshake, or accepted by the kernel
-        only. All of these are served.
+        Requests on any connection are served: idle, in a TLS handshake, or accepted by the kernel only.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
@@ -212,7 +209,6 @@ class ProxyServer:
         return True  # a connection is removed when its write buffer is empty
 
     def _has_handshake(self, since_s: float) -> bool:
-        """Return True if a TLS handshake is under way and has time left."""
         return self._listener.is_setting_up and asyncio.get_running_loop().time() - since_s < HANDSHAKE_S
 
     async def close(self) -> None:
@@ -229,8 +225,7 @@ async def serve(
     read: Callable[[], Settings], file: Path | None, say: Callable[[str], None], read_keys: Callable[[Path], KeyRing]
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a change of ``file``, reloads.
-
-    Returns the exit code: 0, or 1 if requests were aborted.
+    Returns the exit code: 1 if requests were aborted.
     """
     settings = read()
     key_file = settings.replicas.keys

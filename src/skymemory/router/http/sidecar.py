@@ -32,9 +32,8 @@ from skymemory.router.prompts.reader import PROMPT_PATHS
 from skymemory.router.settings import Backend
 
 MAX_NAMED = 16
-"""Maximum prefill servers named by a request."""
 MAX_KNOWN = 256
-"""Prefill servers whose connections and accounts are kept; beyond it, idle servers are dropped."""
+"""Prefill servers beyond which idle servers are dropped."""
 OWN = "/sidecar"
 _OWN_PAGES = frozenset(OWN + page for page in ("/health", "/ready", "/metrics"))
 _OLD, _NEW = HEADER.encode(), LATER_HEADER.encode()
@@ -42,7 +41,7 @@ _DATA_PARALLEL = b"x-data-parallel-host-port"
 
 
 class NamedPrefillers:
-    """Prefill servers named by requests: members of the fleet, each with a connection pool."""
+    """Prefill servers named by requests, as members of the fleet."""
 
     def __init__(self, picker: Picker, pools: Pools, metrics: ProxyMetrics) -> None:
         self._picker = picker
@@ -50,7 +49,7 @@ class NamedPrefillers:
         self._metrics = metrics
 
     def member(self, host: str, port: int, connect_s: float) -> str:
-        """Return the server's name, and add the server if it is new."""
+        """Return the server's name; add a new server."""
         name = host_port(host, port)
         servers = self._picker.fleet.servers
         if name in servers:
@@ -87,7 +86,6 @@ class SidecarExchange(TwoStepExchange):
         super().__init__(of, incoming, done)
         self._prefillers = prefillers
         self._named: list[tuple[str, int]] = []
-        """Host and port of the named prefill servers."""
 
     def begin(self) -> None:
         try:
@@ -142,7 +140,7 @@ class SidecarExchange(TwoStepExchange):
 
 
 class SidecarProxy(Proxy):
-    """Proxy of all paths of the engine, with the router's own pages below ``/sidecar``."""
+    """Proxy of all engine paths; its own pages are below ``/sidecar``."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
         if not self._access.is_open:

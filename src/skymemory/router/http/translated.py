@@ -15,18 +15,16 @@ from skymemory.router.http.connection import Headers
 from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
 
 MISSING_STATUSES = frozenset((404, 405, 501))
-"""Statuses of an engine without the API; also of an engine without the model."""
+"""Statuses of an engine without the API, or without the model."""
 FORGET_S = 600.0
 _OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"))
 
 
 class MissingApis:
-    """Known missing APIs of servers."""
-
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
         self._there: set[tuple[str, str]] = set()
-        """APIs that have answered: their 404 concerns a model, for example."""
+        """APIs that have answered: a 404 concerns a model."""
 
     def is_missing(self, server: str, path: str, now_s: float) -> bool:
         until_s = self._until_s.get((server, path))
@@ -52,12 +50,11 @@ class MissingApis:
 
 
 class TranslatedResponse:
-    """Receiver that reports the response to a chat completion as a response of the client's API."""
+    """Receiver that translates a chat completion's response to the client's API."""
 
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
         """``on_fault``: called in the handler of an unexpected exception; it ends the request."""
         self.call: Call | None = None
-        """Call of the request; the caller sets it."""
         self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation
@@ -107,7 +104,7 @@ class TranslatedResponse:
         self._receiver.response_failed(error)
 
     def error_event(self, status: int, why: str) -> bytes:
-        """Return the last event of a broken stream; empty if the last event was sent."""
+        """Return the last event of a broken stream; empty: it was sent."""
         return b"" if self._stream is None or self._stream.has_ended else self._stream.fail(status, why)
 
     def _collect(self, piece: bytes, ended: bool) -> None:

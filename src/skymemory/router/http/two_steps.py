@@ -1,21 +1,20 @@
 """A request with separate steps: a prefill server computes the prompt, a decode server answers.
 
-1. The scheduler chooses the pair of servers. A request that cannot be split (``splitting.why_whole``) goes to a single
-   server: one with both roles if there is any, else a decode server, which computes the prompt itself. So does a
-   request of which a decode server lacks only few tokens (``decoding``). These are booked like any request.
+1. The scheduler chooses the pair of servers. A request that cannot be split (``splitting.why_whole``), or of which a
+   decode server lacks few tokens (``decoding``), goes to a single server: with both roles if possible, else to a decode
+   server, which computes the prompt itself.
 2. The prefill server gets the prompt for one token (``_PrefillCall``). Its bounded answer is read completely.
-3. The decode server gets the client's request, and the ``kv_transfer_params`` of the prefill server's answer. Its
-   response streams to the client.
+3. The decode server gets the client's request and the answer's ``kv_transfer_params``. Its response is streamed to the
+   client.
 
 With ``handover = "overlap"`` both servers are asked at the same time, and the decode server fetches the KV values while
 they are computed. Its response is passed on at once: by then it has the values, or has computed them.
 
-Failures. A prefill only saves time, so a request survives the failure of any prefill server: other prefill servers are
-tried (``retries``), then the decode server computes the prompt. A decode server that fails before its first byte is
-replaced by another server, which fetches the same values; a server that refuses ``kv_transfer_params`` is asked again
-without them. Two results of a prefill end the request: a status 400 to 499, which the client gets (except 408, 429 and
-complaints about ``kv_transfer_params``, which count as server failures), and a refusal by the admission rule after the
-prefill.
+A request survives the failure of any prefill server: others are tried (``retries``), then the decode server computes
+the prompt. A decode server that fails before its first byte is replaced by another server, which fetches the same
+values; a server that refuses ``kv_transfer_params`` is asked again without them. Only two results of a prefill end the
+request: a status 400 to 499, which the client gets (except 408, 429 and complaints about ``kv_transfer_params``, which
+are the server's trouble), and a refusal by the admission rule after the prefill.
 """
 
 from __future__ import annotations
@@ -60,12 +59,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("skymemory.router")
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Limit of a prefill answer: a token, perhaps log probabilities, and ``kv_transfer_params`` with thousands of blocks.
-"""
+"""Limit of a prefill answer: a token, and ``kv_transfer_params`` with thousands of blocks."""
 PREFILLER_HEADERS = frozenset((HEADER.encode(), LATER_HEADER.encode()))
-"""Headers by which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen."""
+"""Headers by which llm-d's sidecar chooses a prefill server; this router has chosen."""
 _READ_HERE = frozenset((b"accept-encoding",))
-"""Headers not sent to a prefill server: the router itself reads its answer."""
+"""Headers not sent to a prefill server."""
 _SERVER_TROUBLE = frozenset((408, 429))
 
 
@@ -80,22 +78,20 @@ class TwoStepExchange(Exchange):
 
     _left_out = PREFILLER_HEADERS
     _fields: Fields | None = None
-    """Body fields of a split request; None: a single server serves it."""
+    """Body fields of a split request."""
     _prefill: _PrefillCall | None = None
     _params: msgspec.Raw | None = None
-    """The ``kv_transfer_params`` for the decode server."""
     _prefill_retries = 0
     _decode_retries = 0
     _prefill_sends: Sends | None = None
-    """Send limit of step 1, which is separate from that of step 2."""
+    """Send limit of step 1, separate from step 2."""
     _prefill_pause: asyncio.TimerHandle | None = None
-    """Back-off before another prefill server is asked."""
     _is_streamed = False
-    """True if the client asked for a stream: its first byte marks the start of decoding."""
+    """True if the client asked for a stream."""
     _request_id = b""
     _prefill_usage: Usage | None = None
     _since_s: float | None = None
-    """Time of its last tokens; of an unstreamed answer, the start of its decoding."""
+    """Time of its last tokens; unstreamed: start of its decoding."""
 
     # -- the pair
 
@@ -124,7 +120,6 @@ class TwoStepExchange(Exchange):
         return self._scheduler.place_again(before, now_s, able)
 
     def _split(self) -> None:
-        """Decide if the request takes two steps."""
         fields = fields_of(self.incoming.body)
         if fields is None or (why := why_whole(self.incoming.path, fields)):
             log.debug("served by one server, because of its field %s", "" if fields is None else why)
@@ -140,11 +135,10 @@ class TwoStepExchange(Exchange):
 
     @property
     def _split_from(self) -> int:
-        """Prompts of which a decode server lacks fewer tokens take a single step."""
+        """Tokens that a decode server must lack for two steps."""
         return self._of.settings.disaggregation.split_from
 
     def _prefill_servers(self) -> Collection[str] | None:
-        """Return the names of the servers that may prefill; None: all."""
         of = self._of
         avoid = self._avoided(time.monotonic())
         return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
@@ -183,7 +177,6 @@ class TwoStepExchange(Exchange):
         self._prefill.ask(pool, head, body, self._prefill_sends)
 
     def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
-        """Handle the complete answer to step 1."""
         status = head.status
         if not 200 <= status < 300:
             is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE and not refuses_params(body)
@@ -218,7 +211,7 @@ class TwoStepExchange(Exchange):
         self._continue(account, answer.params)
 
     def prefill_failed(self, server: str, why: str, fault: Fault | None) -> None:
-        """Try another prefill server, or do without. ``fault``: None for a timeout, which alone is no fault."""
+        """Try another prefill server, or do without. ``fault``: None for a timeout."""
         of, result, now_s = self._of, self._log, time.monotonic()
         self._prefill = None
         of.metrics.prefilled(server, "failed")
@@ -260,7 +253,7 @@ class TwoStepExchange(Exchange):
             self._ask_prefill(account)
 
     def _do_without_prefill(self) -> None:
-        """Let the decode server compute the prompt, if that is allowed."""
+        """Let the decode server compute the prompt, if allowed."""
         of, account, result = self._of, self._pair, self._log
         account.prefill_lost(time.monotonic())
         if self._streaming:
@@ -273,7 +266,7 @@ class TwoStepExchange(Exchange):
         self._continue(account, None)
 
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
-        """Ask the decode server after step 1, unless it is already working as intended."""
+        """Ask the decode server after step 1, unless it is already working."""
         if self._of.room is not None:
             self._of.deferred.run(self._of.room.look)  # a prefill server has room now
         self._params = params
@@ -292,7 +285,7 @@ class TwoStepExchange(Exchange):
             account.first_byte(self._since_s)
 
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
-        """Pass the prefill server's error on to the client: the request itself is wrong."""
+        """Pass the prefill server's error on: the request is wrong."""
         self._prefill = None
         self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
@@ -381,7 +374,7 @@ class TwoStepExchange(Exchange):
         self._ask_decode(account)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
-        """Place the continuation at a single server: the KV values went to the failed decode server."""
+        """Place the continuation at a single server: the KV values went to the failed server."""
         if self._fields is not None:
             prefill, self._prefill = self._prefill, None
             if prefill is not None:
@@ -460,7 +453,7 @@ class TwoStepExchange(Exchange):
 
 
 class _PrefillCall:
-    """Step 1 at a server: reports its complete answer, or a failure after a timeout or ``MAX_ANSWER_BYTES``."""
+    """Step 1 at a server: reports its complete answer, or a failure."""
 
     def __init__(self, exchange: TwoStepExchange, server: str, within_s: float) -> None:
         self.server = server

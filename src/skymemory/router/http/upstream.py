@@ -28,19 +28,18 @@ from skymemory.router.settings import Backend
 from skymemory.router.tls import Access, Authorities
 
 KEEP_S = 4.0
-"""Maximum idle time of a connection; shorter than the 5 s of uvicorn, which most engines use."""
+"""Maximum idle time; uvicorn, under most engines, closes after 5 s."""
 MAX_HEAD_BYTES = 131_072
-"""Limit of a response's status line and headers together."""
+"""Limit of status line and headers together."""
 MAX_CONNECTING = 64
-"""Maximum connections being opened to a server at a time; further requests wait for an open or an idle connection.
-
-A burst of a thousand would overflow the server's accept queue: some would wait a second or be refused.
+"""Maximum concurrent connects to a server; further requests wait. A burst of a thousand would overflow the server's
+accept queue: some would wait a second or be refused.
 """
 FILES_AGAIN_S = 0.02
-"""Delay before a connection is opened again after the process ran out of files."""
+"""Delay of a new connect after files were short."""
 _FILES_SHORT = (errno.EMFILE, errno.ENFILE)
 JOIN_BYTES = 65_536
-"""Maximum size of a body that is copied after its head, so that both leave in one write."""
+"""Maximum body that is sent in one write with its head."""
 
 
 class UpstreamError(Exception):
@@ -48,8 +47,8 @@ class UpstreamError(Exception):
 
     Args:
         connected: a connection was established.
-        refused: the server's address refused the connection.
-        cause: the ``__cause__``; given here because the error is seldom raised.
+        refused: the address refused the connection.
+        cause: the ``__cause__``, as the error is seldom raised.
     """
 
     def __init__(
@@ -62,8 +61,6 @@ class UpstreamError(Exception):
 
 
 class ResponseHead:
-    """Status line and headers of a response, and the framing of its body."""
-
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
     def __init__(self, status: int, reason: str, headers: Headers) -> None:
@@ -79,7 +76,7 @@ class ResponseHead:
         self.headers = headers
         self.chunked = False
         self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
-        """True if the head says where the body ends; else it ends with the connection."""
+        """True if the head says where the body ends."""
         if b"transfer-encoding" in headers.first:
             lines = headers.all_of(b"transfer-encoding")
             codings = transfer_codings(lines)
@@ -93,7 +90,7 @@ class ResponseHead:
 
 
 class Receiver(Protocol):
-    """Caller's callbacks. The last call is ``response_failed``, or ``response_data`` with ``ended``."""
+    """Caller's callbacks; the last call is ``response_failed``, or ``response_data`` with ``ended``."""
 
     def response_begins(self, head: ResponseHead) -> None: ...
 
@@ -104,7 +101,7 @@ class Receiver(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request to a server, and its response."""
+    """A request to a server."""
 
     pool: Pool
     receiver: Receiver | None
@@ -122,7 +119,7 @@ class Call:
             self.pool.connect(self)
 
     def connect(self) -> None:
-        """Send the request again on a new connection: the kept connection was closed."""
+        """Send the request again: the kept connection was closed."""
         self.connection = None
         self.pool.connect(self)
 
@@ -136,7 +133,7 @@ class Call:
             receiver.response_failed(error)
 
     def close(self) -> None:
-        """Cancel the request. The connection is aborted, so that the server notices at once."""
+        """Cancel the request and abort the connection, so that the server notices at once."""
         self.receiver = None
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -157,7 +154,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._call: Call | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
-        """Header lines of the head, or trailers."""
         self.on_header = native.pairs_into(self._headers)
         self._parser = httptools.HttpResponseParser(self)
         self._reason = b""
@@ -165,7 +161,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._paused = False
         self.gone = False
-        """True if no further request can be sent on it."""
+        """True if it takes no further request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -342,7 +338,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """True if a request can be sent on it: it is open, and the last request was sent completely."""
+        """True if it is open, and the last request was sent completely."""
         transport = self._transport
         return (
             not self.gone
@@ -359,10 +355,8 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 def _is_whole_tls(transport: asyncio.Transport) -> bool:
-    """Return True if the server itself ended its input.
-
-    With TLS it must have sent close_notify; otherwise any host on the path could have truncated the response (RFC 9112,
-    section 9.8).
+    """Return True if the server itself ended the stream. With TLS it must have sent close_notify; otherwise any host on
+    the path could truncate the response (RFC 9112, section 9.8).
     """
     tls = transport.get_extra_info("ssl_object")
     if tls is None:
@@ -376,8 +370,6 @@ def _is_whole_tls(transport: asyncio.Transport) -> bool:
 
 
 class Pool:
-    """Connections to a server."""
-
     def __init__(self, url: str, connect_s: float, access: Access = Access()) -> None:  # noqa: B008 - never changed
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
@@ -394,10 +386,9 @@ class Pool:
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
         self.on_files_short: Callable[[], None] = lambda: None
-        """Callback when the process has no file left for a connection: it should close idle connections."""
+        """Callback when files are short: close idle connections."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[Call] = deque()
-        """Requests that wait for a connection."""
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
@@ -407,7 +398,7 @@ class Pool:
         Args:
             head: request line and headers, with the empty line.
             has_body: the response may have a body.
-            sends: send limit of the request; None: it may be sent once, and again after a failed kept connection.
+            sends: send limit; None: once, and again after a failed kept connection.
         """
         call = Call(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()
@@ -435,14 +426,14 @@ class Pool:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
 
     def close(self) -> None:
-        """Close idle connections now, and used connections when they are given back."""
+        """Close idle connections, and used connections when given back."""
         self._closed = True
         if self._reaping is not None:
             self._reaping.cancel()
         self.close_idle()
 
     def connect(self, call: Call) -> None:
-        """Open a connection for a request, now or when fewer are being opened."""
+        """Open a connection now, or when fewer are being opened."""
         if len(self._connecting) >= MAX_CONNECTING:
             self._waiting.append(call)
             return
@@ -456,7 +447,6 @@ class Pool:
             self.connect(call)
 
     def _next(self) -> Call | None:
-        """Return the first waiting request that is not cancelled."""
         while self._waiting:
             call = self._waiting.popleft()
             if call.receiver is not None:
@@ -479,7 +469,7 @@ class Pool:
                 call.send(connection, fresh=True)
 
     async def _open(self) -> UpstreamConnection:
-        """Open a connection; if files are short, close idle connections and try again.
+        """Open a connection; if files are short, again after closing idle connections.
 
         Raises:
             OSError: the connection failed.
@@ -513,15 +503,13 @@ class Pool:
 
 
 class Pools:
-    """Pools by server name."""
-
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
         self._authorities = Authorities()
         self._backends: dict[str, Backend] = {}
         self.access: dict[str, Access] = {}
         self.on_files_short: Callable[[], None] = lambda: None
-        """Callback when the process has no file left, after all idle connections to servers were closed."""
+        """Callback when files are short, after idle connections to servers were closed."""
 
     def __getitem__(self, name: str) -> Pool:
         return self._pools[name]

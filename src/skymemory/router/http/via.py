@@ -16,13 +16,11 @@ MAX_HOPS = 32
 
 
 class Via:
-    """This router's entry in the header."""
-
     def __init__(self) -> None:
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
-        """Random name: routers at the same address must differ, and clients should not see host names."""
+        """Random: routers at the same address must differ, and clients should not see host names."""
         self.lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
-        """Header line by the HTTP version of the received message; it follows those of other proxies."""
+        """Header line by the HTTP version of the received message."""
 
     def refusal(self, headers: Headers) -> ApiError | None:
         """Return 508 for a request that has passed this router, or ``MAX_HOPS`` proxies."""

@@ -58,16 +58,12 @@ class Seat(Generic[Owner]):
     holder: Hashable
     state: State = State.HEAD
     has_served: bool = False
-    """True after its first request."""
     is_busy: bool = False
-    """True while its request is at a server, even if the seat is still in another queue."""
+    """True while its request is at a server; its queue may lag."""
     since_s: float = 0.0
-    """Time when it became idle."""
 
 
 class _Queues(Generic[Owner]):
-    """Seats in the same state, by holder, with the time of their entry."""
-
     __slots__ = ("_by_holder", "_shares")
 
     def __init__(self) -> None:
@@ -100,7 +96,7 @@ class ConnectionTable(Generic[Owner]):
         self._queues: list[_Queues[Owner]] = [_Queues() for _ in range(State.BUSY)]
 
     def open(self, owner: Owner, holder: Hashable, now_s: float) -> Seat[Owner]:
-        """Seat a new connection. The table may then be over-full: see ``victim``."""
+        """Seat a connection. Call ``victim`` while the table is over-full."""
         seat = Seat(owner, holder)
         self.count += 1
         self._queues[State.HEAD].add(seat, now_s)
@@ -118,7 +114,6 @@ class ConnectionTable(Generic[Owner]):
             self._queues[to].add(seat, now_s)
 
     def rest(self, seat: Seat[Owner], now_s: float) -> None:
-        """Mark a seat as idle."""
         seat.since_s, seat.is_busy = now_s, False
         if seat.state is not _KEPT:
             self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)
@@ -135,7 +130,7 @@ class ConnectionTable(Generic[Owner]):
         return self.count > self.most
 
     def victim(self, now_s: float) -> Seat[Owner] | None:
-        """Return the seat to close for a new connection; None: all are busy."""
+        """Return the seat to close; None: all are busy."""
         for state, least_s in _ORDER:
             first = self._first(state)
             if first is not None and now_s - first[1] >= least_s:
@@ -157,6 +152,6 @@ class ConnectionTable(Generic[Owner]):
         return None
 
     def slow_reader(self, now_s: float) -> Seat[Owner] | None:
-        """Return the seat whose client has not read for longest, at least for ``LATE_S``."""
+        """Return the seat whose client has not read for longest, at least ``LATE_S``."""
         first = self._first(State.UNREAD)
         return first[0] if first is not None and now_s - first[1] >= LATE_S else None

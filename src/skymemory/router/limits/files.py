@@ -5,20 +5,15 @@ from __future__ import annotations
 import contextlib
 
 SPARE_FILES = 40
-"""Files of the process itself: listeners, libraries, log, event loop."""
+"""Files for listeners, libraries, log, event loop."""
 FILES_PER_BACKEND = 4
 """Files for checks, metrics, model lists and KV events of a server."""
 LEAST_CONNECTIONS = 8
 MAX_CONNECTIONS = 8192
-"""Maximum client connections, even without a limit of files."""
 
 
 def client_connections(files: int | None, backends: int, per_request: int = 1) -> int:
-    """Return the number of client connections that leaves ``per_request`` server connections per request.
-
-    Args:
-        files: limit of open files; None: no limit.
-    """
+    """Return the client connections that leave ``per_request`` server connections each. ``files``: None: no limit."""
     if files is None:
         return MAX_CONNECTIONS
     available = files - SPARE_FILES - FILES_PER_BACKEND * backends
@@ -26,7 +21,7 @@ def client_connections(files: int | None, backends: int, per_request: int = 1) -
 
 
 def open_files() -> int | None:
-    """Return the current limit of open files; None: no limit."""
+    """Return the limit of open files; None: no limit."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

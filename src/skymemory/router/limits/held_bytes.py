@@ -22,22 +22,20 @@ from skymemory.router.limits.shares import SharedLimit, Shares
 
 Item = TypeVar("Item", bound=Hashable)
 SLOW_S = 1.0
-"""Time without progress after which an item is evicted before others."""
+"""Time without progress after which an item is dropped first."""
 PROGRESS_BYTES = 16_384
 
 
 class Victim(NamedTuple, Generic[Item]):
     item: Item
     is_slow: bool
-    """True if it made no progress; else it is the largest item."""
+    """False: it is the largest item."""
 
 
 @dataclass(slots=True)
 class _Incomplete(Generic[Item]):
-    """Incomplete items of a holder."""
-
     marks: dict[Item, tuple[float, int]] = field(default_factory=dict)
-    """Time of the last progress of each item, earliest first, and its bytes then."""
+    """Time and bytes of each item's last progress, earliest first."""
     sizes: Shares[Item] = field(default_factory=Shares)
 
 
@@ -46,14 +44,13 @@ class HeldBytes(Generic[Item]):
         self.limit = SharedLimit(most_bytes)
         self._incomplete: dict[Hashable, _Incomplete[Item]] = {}
         self._holders: Shares[Hashable] = Shares()
-        """Incomplete bytes by holder."""
 
     @property
     def held_bytes(self) -> int:
         return self.limit.held
 
     def track(self, item: Item, holder: Hashable, item_bytes: int, now_s: float) -> None:
-        """Record an incomplete item and its bytes. The bytes themselves are counted by ``limit.change``."""
+        """Record an incomplete item. Its bytes are counted by ``limit.change``."""
         incomplete = self._incomplete.get(holder)
         if incomplete is None:
             incomplete = self._incomplete[holder] = _Incomplete()
@@ -68,7 +65,6 @@ class HeldBytes(Generic[Item]):
             self._holders.change(holder, more)
 
     def untrack(self, item: Item, holder: Hashable) -> None:
-        """Forget an item that is complete or was dropped."""
         incomplete = self._incomplete.get(holder)
         if incomplete is None or incomplete.marks.pop(item, None) is None:
             return
@@ -80,7 +76,7 @@ class HeldBytes(Generic[Item]):
             del self._incomplete[holder]
 
     def victim(self, holder: Hashable, now_s: float) -> Victim[Item] | None:
-        """Return the item to drop if ``limit`` has no room for more of ``holder``; None: refuse the new bytes."""
+        """Return the item to drop if ``limit`` has no room for ``holder``; None: refuse the new bytes."""
         for candidate in (holder, self._holders.heaviest()):
             items = self._incomplete.get(candidate)
             if items is not None:

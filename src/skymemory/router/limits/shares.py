@@ -13,8 +13,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Shares(Generic[Key]):
     """Amounts by key, and a heaviest key in constant time.
 
-    Keys are grouped into levels by the bit length of their amounts. So the heaviest key is exact to a factor of two;
-    within a level, the key that reached it first is returned, and most changes move no key.
+    Keys are in levels by the bit length of their amounts, so the heaviest key is exact to a factor of two; of a level,
+    the oldest key is returned.
     """
 
     __slots__ = ("_amounts", "_levels", "_occupied")
@@ -23,7 +23,7 @@ class Shares(Generic[Key]):
         self._amounts: dict[Key, int] = {}
         self._levels: list[dict[Key, None]] = []
         self._occupied = 0
-        """Bit set of levels that have keys."""
+        """Bit set of levels with keys."""
 
     def of(self, key: Key) -> int:
         return self._amounts.get(key, 0)
@@ -62,7 +62,7 @@ class Shares(Generic[Key]):
 class SharedLimit:
     """A limit of which a holder may have at most ``PART`` times the free amount.
 
-    So a single holder gets four fifths, two get four ninths each, and some always remains for a new holder (a dynamic
+    So a single holder gets four fifths, two get four ninths each, and some remains for a new holder (a dynamic
     threshold, as in shared buffers of switches).
     """
 
@@ -83,7 +83,7 @@ class SharedLimit:
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
     def add(self, holder: Hashable, amount: int) -> bool:
-        """Add an amount, even without room. Return True if there was room for it."""
+        """Add an amount in any case. Return True if there was room."""
         free, holder_amount = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
         if holder_amount + amount:
@@ -93,7 +93,7 @@ class SharedLimit:
         return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
-        """Add 1 if the holder has room. Return True on success."""
+        """Add 1 if the holder has room."""
         free = self.most - self.held
         holder_amount = self._by_holder.get(holder, 0)
         if free < 1 or holder_amount >= self.PART * free:
@@ -113,7 +113,7 @@ class SharedLimit:
 
 @lru_cache(maxsize=4096)
 def holder_of(address: str) -> str:
-    """Return the holder of a client's address: the address itself, or its /64 in IPv6, since a host has a whole /64."""
+    """Return the address, or its /64 in IPv6, since a host has a whole /64."""
     if ":" not in address:
         return address
     try:

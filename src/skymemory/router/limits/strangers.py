@@ -21,14 +21,13 @@ _MAX_KNOWN = 256
 
 class Strangers:
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        """``hosts``: further names of the router, or ``*``; ``origins``: origins allowed by CORS, or ``*``."""
+        """``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._known: set[bytes] = set()
-        """Host headers that passed the check, at most ``_MAX_KNOWN``."""
 
     def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
-        """Return the reason to refuse a request with these headers; None: it is allowed."""
+        """Return the reason to refuse a request; None: it is allowed."""
         if host is not None and host not in self._known:
             if not self._is_own(_name_of(host)):
                 return (
@@ -77,7 +76,7 @@ class Strangers:
 
 
 def _name_of(host: bytes) -> str:
-    """Return the lower-case name or address, without port, brackets and final dot."""
+    """Return the name or address without port, brackets and final dot."""
     words = host.decode("latin-1").strip().lower()
     if words.startswith("["):
         return words[1:].partition("]")[0]

@@ -15,12 +15,12 @@ class Turns:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """Waiting jobs by holder, the next holder first."""
+        """Jobs by holder, the next holder first."""
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Run ``work`` in the thread at the holder's turn. If the caller is cancelled, the next job still waits until
-        ``work`` has ended, because it holds its memory.
+        """Run ``work`` in the thread at the holder's turn. Even if the caller is cancelled, the next job waits for its
+        end, because it holds its memory.
         """
         loop = asyncio.get_running_loop()
         await self._wait(holder, loop)
