@@ -1,4 +1,4 @@
-"""Faults of an attempt, with a rule for each: if it is retried elsewhere, and against whom it counts.
+"""Faults of an attempt, with a rule for each: its retries at other servers, and its blame.
 
 ``RULES`` is the complete table; docs/reference/router.md is generated from it.
 """

@@ -849,7 +849,12 @@ class Connection(asyncio.Protocol):
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
-        """End an incomplete response without the mark of a proper end; unless it is ``framed``, that needs a reset."""
+        """End an incomplete response.
+
+        Args:
+            framed: the head says where the body ends. Otherwise the connection is reset: a plain close would be a
+                proper end.
+        """
         self._forget()
         if framed:
             self.close()

@@ -237,8 +237,8 @@ class ElasticRoles(Collector):
         for sample in samples:
             pace = self._paces[sample.name]
             count, before_s = pace.decoding, pool.least_tbt_s.get(pace.decoding, math.inf)
-            # With one stream at the period's end, earlier concurrency only raised the time; with several it may have
-            # been lower, which makes the time too small, so the count must be steady.
+            # If several streams run now, fewer may have run earlier in the period, which were faster. A lone stream's
+            # time can only be too large, which the minimum tolerates.
             if sample.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.steady):
                 pool.least_tbt_s[count] = min(before_s, sample.tbt_s)
             pace.tokens = 0

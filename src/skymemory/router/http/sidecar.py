@@ -1,5 +1,4 @@
-"""``skymemory route --sidecar``: HTTP front end of a decode engine, for pickers that name the prefill server in a
-header.
+"""``skymemory route --sidecar``: front end of a decode engine for pickers that name the prefill server in a header.
 
 It speaks the protocol of llm-d's routing sidecar: ``x-prefiller-host-port: host:port``, perhaps several, separated by
 commas. The first named server prefills, the other servers are fallbacks (llm-d's sidecar uses only one); then the local

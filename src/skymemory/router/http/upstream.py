@@ -48,7 +48,7 @@ class UpstreamError(Exception):
     Args:
         connected: a connection was established.
         refused: the address refused the connection.
-        cause: the ``__cause__``, as the error is seldom raised.
+        cause: becomes ``__cause__``; a parameter, because the error is seldom raised.
     """
 
     def __init__(
