@@ -1,3 +1,1 @@
-"""Whose fault a failure is, which requests are sent again, and which servers get no requests. Pure: ``now_s`` is an
-argument.
-"""
+"""Blame for failures, retries, and servers that get no requests. Pure: ``now_s`` is an argument."""
