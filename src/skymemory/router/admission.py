@@ -1,9 +1,9 @@
-"""Admission control of both front ends: the rule that the settings name, and the 429 response of a refused request.
+"""Admission control: the rule that the settings name, and the 429 response of a refused request.
 
 If the same servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen
 server. The promised time between tokens cannot be estimated; it is only measured and counted. If prefill and decode are
-separate and a cost model is given, rules also consider the decode servers: their current and their forecast batches.
-Rules decide before the prefill only, so that no refusal wastes a prefill.
+separate and a cost model is given, rules also consider the decode servers' current and forecast batches. Rules decide
+before the prefill only, so that no refusal wastes a prefill.
 """
 
 from __future__ import annotations
@@ -24,17 +24,13 @@ CODE = "overloaded"
 """``code`` of the error body. It distinguishes this 429 from an exceeded quota."""
 
 DECISION_HEADER = "x-skymemory-decision"
-"""Request header that asks, with any value, for the routing decision. The response has it as JSON in the same
-header.
-"""
+"""Request header that asks for the routing decision. The response has it as JSON in the same header."""
 
 DECODE_RULES = ("baseline", "early", "predicted")
 """Rules that refuse by the estimated time between tokens."""
 
 PROBE_S = 10.0
-"""Time without an admitted request after which the next request is admitted: speeds are learned from served requests
-only.
-"""
+"""Time without an admission after which the next request is admitted: only served requests teach speeds."""
 
 
 class Overloaded(ApiError):
@@ -47,15 +43,12 @@ class Overloaded(ApiError):
         self.refusal = refusal
 
     def as_header(self) -> str:
-        """Return the value of the decision header: JSON, without any text of the prompt."""
         refusal = self.refusal
         return json.dumps({"refused": refusal.kind, "reason": refusal.reason, "retry_after_s": self.retry_after_s})
 
 
 def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """Return how a response of ``tokens`` (None: unknown) met its promise: "kept", "late" (first token), "slow"
-    (others).
-    """
+    """Return "kept", "late" (first token) or "slow" (the others) for a response of ``tokens`` (None: unknown)."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
@@ -67,8 +60,7 @@ def rule_of(settings: Settings) -> Admission:
     """Return the admission rule of the settings.
 
     Raises:
-        InvalidInput: an unknown rule or option, no promised time, or a strategy that does not estimate the time to the
-        first token.
+        InvalidInput: an unknown rule or option, no promised time, or a strategy without estimates of the first token.
     """
     chosen = settings.admission
     if chosen.rule == "all" and not chosen.fair and not chosen.options:
@@ -100,7 +92,5 @@ def rule_of(settings: Settings) -> Admission:
 
 
 def without_probes(rule: Admission) -> Admission:
-    """Return the rule without probing. Use it for requests from which no speed is learned: they must not count as
-    probes.
-    """
+    """Return the rule for requests that teach no speeds, so that they do not count as probes."""
     return rule.rule if isinstance(rule, Probing) else rule

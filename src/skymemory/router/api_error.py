@@ -1,4 +1,4 @@
-"""Error responses in the format of OpenAI's API, which its clients parse."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ApiError(SkyMemoryError):
-    """Response to a request that the router itself refuses: HTTP status, message and OpenAI's other fields."""
+    """Response to a request that the router itself refuses."""
 
     headers: Mapping[str, str] = MappingProxyType({})
 
@@ -48,8 +48,8 @@ def error_body(
 ) -> bytes:
     """Return ``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``.
 
-    Types are OpenAI's: ``requests`` or ``tokens`` names the exceeded limit (429), ``server_error`` is any status from
-    500, ``invalid_request_error`` any other. ``code`` is a word or null, because clients compare it with words.
+    Types are OpenAI's: ``requests`` or ``tokens`` for an exceeded limit (429), ``server_error`` from 500 on, else
+    ``invalid_request_error``. ``code`` is a word or null, because clients compare it with words.
     """
     error = {"message": message, "type": kind or kind_of(status), "param": param, "code": code or _CODES.get(status)}
     return _encode({"error": error})

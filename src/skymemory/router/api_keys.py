@@ -14,13 +14,12 @@ They are read from a TOML file::
     sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash protects them; slow hashes only help against guessing. The hash is looked up
-in a table. The timing of the lookup reveals nothing about other keys, since a sender cannot choose what a key hashes
-to.
+Keys are 32 random bytes, so a plain hash protects them; slow hashes only help against guessing. The timing of the table
+lookup reveals nothing about other keys, since a sender cannot choose what a key hashes to.
 
 Quotas are token buckets that hold one minute's worth and refill continuously. A request takes 1 from the bucket of
-requests and its estimated tokens from the bucket of tokens. The latter is corrected when the request ends and may then
-be negative. A refused request takes nothing; its response has OpenAI's error text and headers, on which clients act.
+requests and its estimated tokens from the bucket of tokens. When it ends, the latter is corrected and may become
+negative. A refused request takes nothing; its response has OpenAI's error text and headers, on which clients act.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from skymemory.router.api_error import ApiError
 KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MOST_PRIORITY = 10
-"""Priorities range from the negative of this to this."""
+"""Limit of priorities, positive and negative."""
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors: a client that retries exactly at ``Retry-After`` must not be refused."""
+"""Tolerance, so that a client that retries exactly at ``Retry-After`` is not refused for a rounding error."""
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -91,15 +90,12 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """Content of a file of keys."""
-
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
     """Tenants by the SHA-256 of their keys."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of the tenants, for fairness and the queue."""
         return {name: tenant.weight for name, tenant in self.tenants.items()}
 
 
@@ -156,7 +152,7 @@ def new_key(secret: bytes) -> str:
 
 
 def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
-    """Return the text of a key file with this key added, and its tenant if it is new. The rest stays unchanged.
+    """Add a key to the text of a key file, and its tenant if it is new.
 
     Raises:
         InvalidInput: an invalid file, or an invalid name of a tenant.
@@ -174,9 +170,7 @@ def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Token bucket that refills by ``limit`` per minute. ``level`` is what is available at ``at_s``; it may be
-    negative.
-    """
+    """Token bucket that refills by ``limit`` per minute. ``level`` may be negative."""
 
     limit: int
     level: float
@@ -189,7 +183,6 @@ class _Bucket:
         return self.level
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until ``amount`` is available."""
         return max(0.0, amount - self.level) * MINUTE_S / self.limit
 
     def set_limit(self, limit: int) -> None:
@@ -200,8 +193,6 @@ class _Bucket:
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """Current use of a tenant's quota."""
-
     tenant: Tenant
     in_flight: int = 0
     requests: _Bucket | None = None
@@ -210,7 +201,7 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class QuotaLease:
-    """Share of its tenant's quota that a request holds from ``acquire`` to ``release``."""
+    """Share of a tenant's quota that a request holds."""
 
     tenant: Tenant
     headers: Mapping[str, str]
@@ -232,8 +223,6 @@ class QuotaExceeded(ApiError):
 
 
 class NoKey(ApiError):
-    """401: the key is missing or unknown."""
-
     headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
@@ -262,7 +251,7 @@ class ApiKeys:
         """Return the tenant of the key in an ``Authorization`` header.
 
         Raises:
-            NoKey: 401, the key is missing or unknown.
+            NoKey: the key is missing or unknown.
         """
         scheme, _, key = (authorization or "").strip().partition(" ")
         key = key.strip()
@@ -278,7 +267,7 @@ class ApiKeys:
         """Charge a request to its tenant's quota. ``tokens`` is the estimate for prompt and response.
 
         Raises:
-            QuotaExceeded: 429; nothing was charged.
+            QuotaExceeded: nothing was charged.
         """
         account = self._account(tenant, now_s)
         tenant, requests, bucket = account.tenant, account.requests, account.tokens
@@ -352,7 +341,6 @@ def _retry_headers(wait_s: float) -> dict[str, str]:
 
 
 def _quota_headers(account: _Account, now_s: float) -> dict[str, str]:
-    """Return, for each limit, its value, what remains of it, and the time until it is full again."""
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
@@ -379,7 +367,7 @@ def _table(value: object, where: str = "tenants") -> Mapping[str, Any]:
 
 
 def _line(source: str, heading: str, at: int = 0) -> str:
-    """Return ``line 7: `` for the ``at``-th heading of that name; empty if there is none."""
+    """Return ``line 7: `` for the ``at``-th heading of that name, if any."""
     for number, line in enumerate(source.splitlines(), 1):
         match = _HEADING.match(line)
         name = "" if match is None else match[1].replace('"', "")

@@ -1,11 +1,11 @@
-"""Servers behind a router: membership, the models and adapters of each, roles, ejection and return.
+"""Servers behind a router: membership, models and adapters, roles, ejection and return.
 
-Pure (no I/O), and shared by both front ends. Requests report their results here, and so do health checks if there are
-any (only ``route`` has them). From these reports ``failure`` decides which servers get no requests.
+No I/O; shared by both front ends. Requests and health checks (only ``route`` has them) report their results here. From
+these ``failure`` decides which servers get no requests.
 
 With roles there are two fleets: servers that only prefill, and servers that decode. Servers with both roles belong to
-the decode fleet; if there are any, they also serve alone the requests that cannot be split. A server changes its role
-by draining first. The change is caused by new settings or, for an elastic server, by ``change_role``.
+the decode fleet, and preferably serve the requests that cannot be split. A server drains before it changes its role,
+because of new settings or, for an elastic server, by ``change_role``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("skymemory.router")
 
 @dataclass(slots=True, eq=False)
 class KnownServer:
-    """State of a server, in addition to what the fleet holds."""
+    """State of a server that the fleet does not hold."""
 
     backend: Backend
     server: Server
     why: str = ""
-    """Reason why it is ejected; empty if it is not."""
+    """Reason of its ejection; empty if it is not ejected."""
     leaving: bool = False
-    """True if it is no longer configured, or changes its role: its slot is freed when its last request has ended."""
+    """True while it drains to be removed or to change its role."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """Content of its /v1/models, by id."""
 
@@ -44,18 +44,18 @@ class KnownServer:
     next_backend: Backend | None = None
     """Settings with the new role, while it drains to change its role."""
     configured_role: str = BOTH
-    """Role in the settings. The current role of an elastic server may differ."""
+    """Role in the settings; an elastic server may currently have another."""
     work: tuple[float, ...] | None = None
     """Tokens, running requests and cache usage of its last load report."""
 
     @property
     def state(self) -> State:
-        """State for status pages. ``draining``: gets no new requests; ``down``: ejected, and enough others are left."""
+        """State for status pages; "down" if it is ejected and enough others are left."""
         return "down" if not self.server.healthy else "draining" if self.server.draining else "serving"
 
     @property
     def base_model(self) -> str:
-        """The model it serves, apart from adapters; empty if unknown or if there are several."""
+        """The only model it serves, apart from adapters; empty if unknown or if there are several."""
         listed = [model for model, entry in self.models.items() if not entry.get("parent")]
         named = list(self.backend.models) or listed
         return named[0] if len(named) == 1 else ""
@@ -67,31 +67,29 @@ class KnownServer:
 
 
 class Backends:
-    """All servers by name (``known``); the fleets hold the same servers."""
+    """All servers by name (``known``). The fleets hold the same servers."""
 
     def __init__(
         self, picker: Picker, health: Health | None = None, *, are_checked: bool = True, decode: Picker | None = None
     ) -> None:
-        """Create it without servers.
-
-        Args:
-            are_checked: health checks report to ``on_check``.
-            decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
+        """Args:
+        are_checked: health checks report to ``on_check``.
+        decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
         """
         self.known: dict[str, KnownServer] = {}
         self.policy = FailurePolicy(are_checked=are_checked)
         self.health = health or Health()
         self.adapters: dict[str, str] = {}
-        """LoRA adapters and their base models (empty: unknown). The prompt reader uses this mapping."""
+        """LoRA adapters and their base models (empty: unknown), shared with the prompt reader."""
         self._picker = picker
         self._decode = decode
         self._is_applying = False
         self.on_check_wanted: Callable[[str], None] = lambda name: None
-        """Called with a server that should be checked at once, because requests failed there."""
+        """Called with a server to check at once, because requests failed there."""
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
-        """Called after a server has changed its role and its slot in its former fleet is free."""
+        """Called after a server has changed its role."""
         self._serving: dict[str, frozenset[str]] = {}
 
     @property
@@ -106,10 +104,10 @@ class Backends:
     # Membership
 
     def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
-        """Make these the servers. Other servers keep their state, unless their address has changed.
+        """Make these the servers. Known servers keep their state, unless their address has changed.
 
         Returns:
-            Names of the added servers, and of the servers that drain and are then removed.
+            Names of added servers, and of servers that drain before their removal.
         """
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
@@ -157,9 +155,7 @@ class Backends:
         self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
 
     def remove_drained(self) -> bool:
-        """Remove leaving servers that have no requests, or move them to the fleet of their new role. Return True if
-        any.
-        """
+        """Remove leaving servers without requests, or move them to their new fleet. Return True if there were any."""
         drained = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
         for name in drained:
             known = self.known[name]
@@ -180,7 +176,7 @@ class Backends:
     # Roles
 
     def change_role(self, name: str, role: str) -> None:
-        """Drain a server, and give it ``role`` when its last request has ended. Its current role cancels the drain."""
+        """Drain a server, then give it ``role``. Its current role cancels a drain."""
         known = self.known.get(name)
         if known is None or (known.leaving and known.next_backend is None):
             return
@@ -191,9 +187,7 @@ class Backends:
         self._index_names()
 
     def _with_role_of_now(self, known: KnownServer, backend: Backend) -> Backend:
-        """Return reloaded settings with the current role of an elastic server, unless its configured role has
-        changed.
-        """
+        """Return reloaded settings with an elastic server's current role, unless its configured role has changed."""
         if backend.elastic and backend.role == known.configured_role:
             return replace(backend, role=(known.next_backend or known.backend).role)
         known.configured_role = backend.role
@@ -220,7 +214,6 @@ class Backends:
         return self._decode if self._decode is not None and known.answers else self._picker
 
     def server(self, name: str) -> Server | None:
-        """Return a server of either fleet."""
         known = self.known.get(name)
         return None if known is None else known.server
 
@@ -233,7 +226,6 @@ class Backends:
         return BOTH if known is None else known.backend.role
 
     def states(self) -> list[dict[str, object]]:
-        """Return each server's role and state, for status pages."""
         return [
             {
                 "name": name,
@@ -246,10 +238,10 @@ class Backends:
         ]
 
     def alone(self, request: Request, tried: Collection[str], avoid: Set[str] = NONE) -> Collection[str]:
-        """Return servers that can both prefill and decode requests for this model.
+        """Return servers that serve the request's model alone, both prefill and decode.
 
-        These are the servers with both roles if any of them is up, else all that decode. Servers in ``tried`` are
-        excluded; servers in ``avoid`` only if others are up.
+        These are servers with both roles if one is up, else all that decode; without those ``tried`` and, if others are
+        up, those to ``avoid``.
         """
         serving = self.serving(request)
         able = [
@@ -273,10 +265,8 @@ class Backends:
     def able(
         self, request: Request, tried: Collection[str], max_waiting: int, avoid: Set[str] = NONE
     ) -> Collection[str] | None:
-        """Return the servers that serve the request's model; None: all.
-
-        Servers in ``tried`` and servers with ``max_waiting`` requests (0: any number) are excluded; servers in
-        ``avoid`` only if others are up.
+        """Return servers of the request's model (None: all) without those ``tried``, those with ``max_waiting``
+        requests (0: any number) and, if others are up, those to ``avoid``.
         """
         serving = self.serving(request)
         if not tried and not max_waiting and not avoid:
@@ -286,15 +276,13 @@ class Backends:
         return self.without(able, avoid) if avoid else able
 
     def without(self, names: Set[str], avoid: Set[str]) -> Set[str]:
-        """Return ``names`` without those in ``avoid``, in each fleet that has another server up."""
+        """Exclude those to ``avoid`` from each fleet that has another server up."""
         remaining = {name for name in names - avoid if name in self.known}
         fleets = {self.known[name].answers for name in remaining if self.known[name].server.takes_requests}
         return remaining | {name for name in avoid & names if self.known[name].answers not in fleets}
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
-        """Return True if another server of the same fleet as ``name`` is up, serves the request and was not
-        ``tried``.
-        """
+        """Return True if another server of the fleet of ``name`` is up, serves the request and was not ``tried``."""
         known, serving = self.known.get(name), self.serving(request)
         names = self.known if serving is None else serving
         return known is not None and any(
@@ -306,12 +294,12 @@ class Backends:
         )
 
     def is_busy(self, request: Request, now_s: float) -> bool:
-        """Return True if all servers that could serve it are up but have reported that they are full."""
+        """Return True if all servers that could serve it are up but reported that they are full."""
         names = [name for name in self.serving(request) or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self.policy.is_busy(name, now_s) for name in names)
 
     def full(self, request: Request, max_waiting: int) -> bool:
-        """Return True if servers that could serve it are up, and each has ``max_waiting`` requests."""
+        """Return True if servers that could serve it are up, and all have ``max_waiting`` requests."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         if self._decode is not None:
@@ -319,11 +307,10 @@ class Backends:
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
-        """Return the servers that may serve the request; None: none is known to have the model, and any may answer that
-        it does not exist.
+        """Return the servers that may serve the request; None: its model is unknown, and any may answer so.
 
-        These are the servers that list its adapter if one of them is up, else those of its model (which may still load
-        the adapter). Servers whose models are unknown are always included.
+        These are the servers that list its adapter if one is up, else those of its model (which may still load the
+        adapter), and always servers whose models are unknown.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -343,19 +330,17 @@ class Backends:
     def on_answer(
         self, attempts: Attempts, name: str, now_s: float, is_good: bool = True, is_whole: bool = True
     ) -> None:
-        """See ``FailurePolicy.on_answer``."""
         self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
         if self.policy.decisions:
             self._apply()
 
     def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
-        """See ``FailurePolicy.on_complete``."""
         self.policy.on_complete(attempts, name, now_s, pieces, is_good)
         if self.policy.decisions:
             self._apply()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """Report that a request failed at a server. ``wait_s``: the server's ``Retry-After``."""
+        """Report a failed request. ``wait_s``: the server's ``Retry-After``."""
         self.policy.on_fault(attempts, name, fault, now_s, wait_s)
         self._apply()
 
@@ -365,19 +350,18 @@ class Backends:
         self._apply()
 
     def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
-        """Report that a request without a first byte is abandoned."""
+        """Report that a request without a first byte was abandoned."""
         self.policy.on_dropped(attempts, name, now_s)
         self._apply()
 
     def on_check(
         self, name: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
     ) -> None:
-        """See ``FailurePolicy.on_check``."""
         self.policy.on_check(name, why, began_s, now_s, is_refused=is_refused, is_reached=is_reached)
         self._apply()
 
     def review(self, now_s: float) -> None:
-        """Check for silent servers, and for ejected servers whose ejection has expired."""
+        """Check for silent servers and expired ejections."""
         self.policy.sweep(now_s)
         self._apply()
 
@@ -426,14 +410,14 @@ class Backends:
     # Models and adapters
 
     def lists(self, name: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the /v1/models that a server has returned."""
+        """Record a server's /v1/models."""
         known = self.known.get(name)
         if known is not None and known.models != models:
             known.models = dict(models)
             self._index_names()
 
     def reported(self, name: str) -> None:
-        """Use a server's new load report: it may name new adapters, or show that the server makes progress."""
+        """Use a server's new load report: it may name new adapters, or show progress."""
         known = self.known.get(name)
         if known is None or (report := known.server.reported) is None:
             return
@@ -447,8 +431,8 @@ class Backends:
     def _index_names(self) -> None:
         """Index servers by model and adapter.
 
-        Adapters are the names that have a parent in a server's list, and those that settings or metrics name. Outdated
-        reports count, too, so that the adapter of a silent engine does not become a model.
+        Adapters are names with a parent in a server's list, and those that settings or metrics name. Outdated reports
+        count, too: otherwise the adapter of a silent engine would become a model.
         """
         staying = {name: known for name, known in self.known.items() if not known.leaving}
         unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)

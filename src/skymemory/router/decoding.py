@@ -1,9 +1,9 @@
 """Choice of decode servers if prefill and decode are separate, including servers that serve a request alone.
 
-A request takes two steps only if that is worthwhile. If a decode server lacks few tokens of the prompt, it serves the
-request alone (``DecodeServers.lacking_few``). Computing these tokens delays its other requests by little more than
-loading the transferred values would, and the first token need not wait for the transfer. The rule is llm-d's
-(``nonCachedTokens`` of its scheduler); its threshold is the setting ``split_from``.
+If a decode server lacks few tokens of the prompt, it serves the request alone (``DecodeServers.lacking_few``).
+Computing these tokens delays its other requests by little more than loading transferred values would, and the first
+token need not wait for the transfer. The rule is llm-d's (``nonCachedTokens`` of its scheduler); its threshold is the
+setting ``split_from``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from skymemory.router.settings import Settings, read_cost
 
 
 class DecodeServers(Indexed):
-    """Scorer that ranks decode servers as ``ranking`` does and tracks what each holds of a prompt.
+    """Ranking of decode servers by ``ranking``, with an index of what each holds of a prompt.
 
-    A server that answered a prompt holds its values: it computed or received them. The index counts on at most as many
-    tokens as the server reports that its memory holds; it does not count on older values in the store. If the usage in
-    an answer that the server gave alone says otherwise, the index is corrected.
+    A server that answered a prompt holds its values: it computed or received them. The index counts on no more tokens
+    than the server's memory holds, as it reports; older values in its store do not count. If a server answered alone,
+    the usage in its answer corrects the index.
     """
 
     def __init__(self, fleet: Fleet, ranking: Scorer) -> None:
@@ -38,10 +38,7 @@ class DecodeServers(Indexed):
         self.name = ranking.name
 
     def lacking_few(self, request: Request, among: Collection[str] | None, below_tokens: int) -> list[str]:
-        """Return the servers that would have to compute fewer than ``below_tokens`` of the prompt.
-
-        Only servers that take requests count, and only those ``among`` (None: all).
-        """
+        """Return servers, of those ``among`` (None: all) that take requests, that lack fewer tokens of the prompt."""
         servers = [server for server in self._fleet.available if among is None or server.name in among]
         if not servers or below_tokens <= 0:
             return []
@@ -73,8 +70,9 @@ class DecodeServers(Indexed):
 
 
 def decode_picker(settings: Settings) -> Picker:
-    """Return the picker of the decode servers: by the shortest time between tokens if there is a cost model, else by
-    the number of requests. Its seed differs from the prefill picker's, so that ties break independently.
+    """Return the picker of the decode servers: by the time between tokens if there is a cost model, else by requests.
+
+    Its seed differs from the prefill picker's, so that ties break independently.
 
     Raises:
         InvalidInput: the cost model cannot be read.
@@ -85,7 +83,7 @@ def decode_picker(settings: Settings) -> Picker:
 
 
 def forecast_of(decode: Picker | None) -> DecodeForecast | None:
-    """Return the forecast of the decode servers' load; None if there is no cost model."""
+    """Return the forecast of the decode servers' load; None without a cost model."""
     ranking = decode.scorer.ranking if decode is not None and isinstance(decode.scorer, DecodeServers) else None
     return ranking if isinstance(ranking, LeastTbt) else None
 
@@ -93,9 +91,7 @@ def forecast_of(decode: Picker | None) -> DecodeForecast | None:
 def lacking_few(
     scheduler: Scheduler, request: Request, among: Collection[str] | None, split_from: int
 ) -> Collection[str]:
-    """Return the decode servers that lack fewer than ``split_from`` tokens of the prompt and may serve the request
-    alone.
-    """
+    """Return decode servers that may serve the request alone: they lack fewer than ``split_from`` of its tokens."""
     scorer = None if scheduler.decode is None else scheduler.decode.scorer
     return scorer.lacking_few(request, among, split_from) if isinstance(scorer, DecodeServers) else ()
 
@@ -103,8 +99,8 @@ def lacking_few(
 def alone_schedulers(scheduler: Scheduler, seed: int) -> tuple[Scheduler, Scheduler | None]:
     """Return the schedulers of requests that a single server serves.
 
-    The first is for requests without a prompt: it picks by the least load and admits always. The second is for prompts
-    and uses the decode servers' own accounting; it is None if prefill and decode are not separate.
+    The first is for requests without a prompt: by the least load, always admitted. The second is for prompts, and uses
+    the decode servers' accounting; None if prefill and decode are not separate.
     """
     decode = scheduler.decode
     least_load = Scheduler(Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed))

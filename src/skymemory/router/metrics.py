@@ -1,6 +1,6 @@
 """Prometheus metrics of the HTTP proxy, and of the queue of both front ends.
 
-Labels are servers, outcomes, kinds and the tenants that the settings name, never text of a request.
+Labels are servers, outcomes, kinds and configured tenants, never text of a request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 def family(
     kind: Family, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> CounterMetricFamily | GaugeMetricFamily:
-    """Return a metric with its series. Each row has the values of the labels and the number."""
+    """Return a metric with its series: the values of the labels, and the number."""
     metric = kind(name, text, labels=labels)
     for values, number in rows:
         metric.add_metric(values, number)
@@ -104,8 +104,6 @@ class ServerCounts:
 
 
 class ProxyMetrics:
-    """All metrics of the proxy, in their own registry."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -113,10 +111,8 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """Create the metrics.
-
-        ``decode`` are the servers that decode, if prefill and decode are separate; the gauges of servers then have a
-        label for the role.
+        """Create the metrics. ``decode``: servers that decode, if prefill and decode are separate; gauges then have a
+        role label.
         """
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
@@ -189,7 +185,7 @@ class ProxyMetrics:
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def ended(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
-        """Count a finished request. ``server`` is the last server that received it, empty if there was none."""
+        """Count a finished request. ``server`` is the last server that received it, if any."""
         counts = self.of(server)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
@@ -197,11 +193,9 @@ class ProxyMetrics:
         return counts
 
     def forget(self, server: str) -> None:
-        """Drop the counts of a server that left the fleet."""
         self._servers.pop(server, None)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -252,8 +246,6 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 
 
 class _FleetGauges:
-    """Gauges of the servers' state, read on a scrape."""
-
     def __init__(
         self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str], is_ejected: Callable[[str], bool]
     ) -> None:
@@ -261,7 +253,6 @@ class _FleetGauges:
         self._labels = ("server",) if decode is None else ("server", "role")
 
     def _servers(self) -> list[tuple[Server, tuple[str, ...]]]:
-        """Return each server with its labels."""
         if self._decode is None:
             return [(server, (server.name,)) for server in self._fleet]
         labelled: list[tuple[Server, tuple[str, ...]]] = [(server, (server.name, PREFILL)) for server in self._fleet]

@@ -25,7 +25,7 @@ FORWARDED = frozenset(
         "/detokenize",
     )
 )
-"""Paths forwarded to the server with the least load: they have no prefix that a cache could hold."""
+"""Paths forwarded to the server with the least load: they have no prefix to cache."""
 _STORED = "the router stores no responses: each request carries its whole conversation"
 _REFUSED = {
     "/v1/responses": f"{_STORED}; POST it to /v1/responses",
@@ -39,7 +39,7 @@ _REFUSED = {
     "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
     "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
 }
-"""Paths whose state is stored or changed at a single server, which a load balancer must not choose."""
+"""Paths whose state belongs to a single server, which a load balancer must not choose."""
 _HINTS = {
     "/v1/images": "the router passes on no images to be made",
     "/generate": "the router serves OpenAI's and Anthropic's APIs only; use /v1/completions",
@@ -56,9 +56,7 @@ def is_own(path: str) -> bool:
 
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
-    """Return the error if `skymemory route` does not serve the path, else None. ``by_load``: unknown paths go to some
-    server.
-    """
+    """Return the error if `skymemory route` does not serve the path. ``by_load``: unknown paths go to some server."""
     if method == "POST" and path in PROMPT_PATHS:
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):
@@ -83,7 +81,6 @@ def goes_to_server(path: str, by_load: bool) -> bool:
 
 
 def unknown(path: str) -> ApiError:
-    """Return the 404 of an unknown path."""
     for known, why in _HINTS.items():
         if path == known or path.startswith(known + "/"):
             return ApiError(404, why)
@@ -92,5 +89,5 @@ def unknown(path: str) -> ApiError:
 
 
 def is_known_end(path: str) -> bool:
-    """Return True if a path ends like a known path. A gateway may strip its prefix after it has asked the picker."""
+    """Return True if a path ends like a known path: a gateway may strip its prefix after it has asked the picker."""
     return path.endswith((*PROMPT_PATHS, *FORWARDED, *OWN)) or "/v1/models/" in path

@@ -1,7 +1,7 @@
 """Prefill servers that a sidecar's requests may name: an allow list of networks, addresses and host names.
 
-A header decides to which server the sidecar sends a request. Without an allow list, clients could reach every network
-that the sidecar reaches (server-side request forgery).
+A header decides where the sidecar sends a request. Without an allow list, clients could reach every network that the
+sidecar reaches (server-side request forgery).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from skymemory.errors import InvalidInput, quoted
 HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
 """Headers that name a prefill server to a sidecar. llm-d's later releases send the second."""
 PRIVATE = ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
-"""Networks that the internet does not route. Link-local networks are excluded: clouds serve credentials there."""
+"""Networks that the internet does not route, except link-local networks: clouds serve credentials there."""
 HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*\.?")
 
 
 class Prefillers:
-    """Allow list of hosts: networks (``10.0.0.0/8``), addresses and host names, each with an optional port.
+    """Allow list of networks (``10.0.0.0/8``), addresses and host names, each with an optional port.
 
     A host name is allowed by its own entry only, never by the address it resolves to: the sender may own the name.
 

@@ -1,7 +1,7 @@
 """Strategy of a router and its prefix index, which is kept in a file over restarts or shared with other replicas.
 
-The file is replaced atomically: a reader sees the old or the new version. A precise index, which engines' KV events
-feed (``engines.events``), is not kept: an engine that restarted in the meantime could not be recognised.
+The file is replaced atomically. A precise index, which engines' KV events feed (``engines.events``), is not kept: an
+engine that restarted in the meantime could not be recognised.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class PrefixState:
-    """The strategy (``scorer``) of ``settings`` and its index. Start and close it in the same event loop."""
+    """Strategy (``scorer``) and its index. Start and close it in the same event loop."""
 
     def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
-        """Create the strategy. ``keys``: replicas authenticate their messages with them.
+        """Create the strategy. Replicas authenticate their messages with ``keys``.
 
         Raises:
             InvalidInput: an unknown strategy or option, or settings that the strategy cannot use.
@@ -65,12 +65,12 @@ class PrefixState:
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
         self._keeps = settings.state is not None
-        """True if the file is written. A file of a later release is not overwritten."""
+        """False if the file is not written, such as a file of a later release."""
         self.unsaved = ""
         """Reason why the file could not be written last time."""
 
     async def start(self) -> None:
-        """Load the file, and connect to the replicas. The fleet must be known first: blocks are stored by server."""
+        """Load the file, and connect to the replicas. The fleet must be known: blocks are stored by server."""
         if self._settings.state is not None and isinstance(self._index, ApproximatePrefixIndex):
             try:
                 blocks = load_index(self._settings.state, self._index, self._kind, self._slots())
@@ -89,7 +89,7 @@ class PrefixState:
         return None if self._replicas is None else self._replicas.status
 
     async def close(self, keep: bool = True) -> None:
-        """Stop the background tasks; with ``keep``, write the file if there is one."""
+        """Stop background tasks; with ``keep``, write the file if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
         await cancel([self._saving])
@@ -110,7 +110,7 @@ class PrefixState:
             await self._save()
 
     async def _save(self) -> int:
-        """Write the file without blocking the event loop. Return its bytes; 0: there is no file, or writing failed."""
+        """Write the file without blocking the event loop. Return its bytes; 0: no file, or it failed."""
         index, path = self._index, self._settings.state
         if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
@@ -171,7 +171,7 @@ class PrefixState:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """Return an identifier of how prompts are cut into blocks. Only hashes of equal kinds can be compared.
+    """Return an identifier of how prompts are cut into blocks: only hashes of equal kinds can be compared.
 
     Raises:
         InvalidInput: the tokenizer's file cannot be read.
@@ -188,8 +188,6 @@ def kind_of_blocks(settings: Settings) -> str:
 
 
 class ReplicaFigures(Collector):
-    """Prometheus metrics of the replicas; empty if there are none."""
-
     def __init__(self, prefix_state: PrefixState) -> None:
         self._prefix_state = prefix_state
 
@@ -205,7 +203,7 @@ class ReplicaFigures(Collector):
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:
-    """Pack and write a snapshot; return the file's size in bytes. May run in a thread.
+    """Write a snapshot, possibly in a thread; return the file's bytes.
 
     Raises:
         InvalidInput: the file cannot be written; a previous file is unchanged.
@@ -219,10 +217,10 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
 
 
 def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the file's blocks of ``slots`` (servers by name) into ``index``. Return their number; 0 if there is no file.
+    """Load the file's blocks of ``slots`` (servers by name) into ``index``. Return their number; 0 without a file.
 
     Raises:
-        InvalidInput: an unreadable or damaged file, or a file of another version or kind of blocks; the index is empty.
+        InvalidInput: an unreadable or damaged file, or another version or kind of blocks; the index is empty.
     """
     try:
         data = read_bounded(path, MAX_FILE_BYTES)

@@ -1,7 +1,7 @@
 """Queue of requests that wait until a server has room: the order of service and the order of eviction.
 
-The admission rule decides which requests are admitted; the queue decides in which order they are served. Both use the
-same tenants, priorities, weights and refusals. The next request is chosen by:
+The admission rule decides which requests are admitted, the queue in which order they are served. Both use the same
+tenants, priorities, weights and refusals. The next request is chosen by:
 
 1. **Priority**, strictly: higher goes first. Requests of the lowest priority may never be served; they leave at their
    deadline.
@@ -10,20 +10,18 @@ same tenants, priorities, weights and refusals. The next request is chosen by:
    its next request starts. The tenant with the lowest tag is served, and its tag rises by work / weight. Between two
    tenants that always wait, service per weight differs by at most one request of each. A new tenant starts at the
    level's virtual time. The virtual time also rises by work over the weight of all waiting tenants (as in weighted fair
-   queueing), so that even a stream of new tenants cannot starve an old tenant. When a request ends, its actual work
-   corrects its tenant's tag (``corrected``), since few requests use up ``max_tokens``.
-3. **Earliest deadline** among a tenant's requests. The deadline is the time when the promised first token would be late
-   or when the longest wait ends, whichever is earlier. Every request has a deadline, so none starves among its tenant's
-   requests.
+   queueing), so that even a stream of new tenants cannot starve an old tenant. A request's actual work corrects its
+   tenant's tag when it ends (``corrected``), since few requests use up ``max_tokens``.
+3. **Earliest deadline** among a tenant's requests: when the promised first token would be late or the longest wait
+   ends, whichever is earlier. Every request has a deadline, so none starves among its tenant's requests.
 
-When the queue exceeds its limit, in requests or bytes, the least urgent request is evicted, which may be the new one.
-It has the lowest priority; among these, its tenant has the largest part of the queue per weight; among that tenant's
-requests, it has the latest deadline. The deadline comes last: otherwise a tenant could evict others by promising itself
-less time.
+When the queue exceeds its limit, in requests or bytes, the least urgent request is evicted, possibly the new request:
+that with the lowest priority; among these, of the tenant with the largest part of the queue per weight; among these,
+with the latest deadline. The deadline comes last: otherwise a tenant could evict others by promising itself less time.
 
-Entries of one ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not fit
-does not block others. Heaps hold entries' numbers and drop the numbers of removed entries lazily. Every operation costs
-amortised O(log n), and ``next`` the same again for each tenant that it skips.
+Entries of the same ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not
+fit does not block others. Heaps drop the numbers of removed entries lazily. Every operation costs amortised O(log n),
+and ``next`` as much again for each tenant that it skips.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
 """Half-life of the measured service rate."""
 _MAX_IDLE = 4096
-"""Number of tenants without waiting requests whose tags are kept."""
+"""Limit of tenants without waiting requests whose tags are kept."""
 _SLACK = 64
-"""Stale items that a heap may hold in addition to as many as it has live items."""
+"""Stale items allowed in a heap in addition to the number of live items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +70,14 @@ class Entry:
     """A waiting request. The queue sets the fields with an underscore."""
 
     request: Request
-    """Request as the server gets it; the queue uses its tenant and priority."""
     work: float
     """Tokens to compute and to generate (``work_of``)."""
     size_bytes: int
-    """Memory of the request."""
     arrived_s: float
     slo: Slo | None = None
     """Promised times; None: only ``max_wait`` limits the wait."""
     group: Hashable = None
-    """Equal for requests that can go to the same servers: same model, adapter and subset."""
+    """Equal for requests that can go to the same servers: model, adapter, subset."""
     item: Any = None
     """Object of the caller: its ``Waiter``."""
 
@@ -96,45 +92,40 @@ class Entry:
 
 
 def work_of(request: Request) -> float:
-    """Return the tokens that a server computes and generates for ``request`` if none of its prompt is cached."""
+    """Return the tokens that a server computes and generates if none of the prompt is cached."""
     output = USUAL_OUTPUT_TOKENS if request.output_tokens is None else request.output_tokens
     return float(request.prompt.tokens + request.answers * output)
 
 
 @dataclass(slots=True)
 class Figures:
-    """Metrics of a priority and a class of tenants."""
-
     requests: int = 0
     """Requests waiting now."""
     size_bytes: int = 0
     served: int = 0
     waited_s: float = 0.0
-    """Total queueing time of the served requests."""
+    """Total of the served requests."""
     refused: dict[str, int] = field(default_factory=dict)
     """Counts by kind of refusal."""
     cancelled: int = 0
 
 
 class RequestQueue:
-    """Priority queue with fair shares. Pure (no I/O); ``now_s`` must not decrease. Not thread-safe.
+    """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease.
 
-    If the queue is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of about 20 µs.
+    If it is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of about 20 µs.
     """
 
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Create an empty queue. ``weights`` are those of tenants, by default 1; ``figures`` names only these
-        tenants.
-        """
+        """Create a queue. ``weights`` of tenants are 1 by default; ``figures`` names only these tenants."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
-        """Sum over all entries."""
         self._weights = weights
         self._waiting: dict[int, Entry] = {}
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []
-        """Priorities in use, negated: the highest first."""
+        """Negated priorities in use: the highest first."""
         self._deadlines: list[tuple[float, int]] = []
         self._left: list[tuple[Entry, Refusal]] = []
         """Expired entries, until ``expire`` returns them."""
@@ -154,7 +145,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def configure(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Change the settings. Waiting requests stay; those beyond a lower limit are evicted at the next offer."""
+        """Change the settings. Waiting requests beyond a lower limit are evicted at the next offer."""
         self.settings, self._weights = settings, weights
 
     @property
@@ -169,7 +160,7 @@ class RequestQueue:
         """Queue a request, or refuse it.
 
         Returns:
-            The refusal; or, if it is queued, the less urgent entries evicted for it, with their refusals.
+            The refusal; or the less urgent entries evicted for it, with their refusals.
         """
         self._sweep(now_s)
         settings = self.settings
@@ -201,7 +192,7 @@ class RequestQueue:
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
         """Remove and return the entry to serve now; None: no entry ``fits``.
 
-        ``fits`` returns True if a server has room for an entry, and so for all entries of its group.
+        ``fits`` returns True if a server has room for an entry, and so for all of its group.
         """
         self._sweep(now_s)
         if not self._waiting:
@@ -223,7 +214,7 @@ class RequestQueue:
         return expired
 
     def cancel(self, entry: Entry) -> bool:
-        """Remove an entry whose client has disconnected. Return False if it was not waiting."""
+        """Remove an entry whose client has disconnected; False if it was not waiting."""
         if self._waiting.get(entry._number) is not entry:
             return False
         self._remove(entry)
@@ -231,7 +222,7 @@ class RequestQueue:
         return True
 
     def corrected(self, entry: Entry, work: float) -> None:
-        """Correct the tenant's tag by the work that a served entry really took."""
+        """Correct the tenant's tag by the actual work of a served entry."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
             return  # the level was empty in the meantime, and its tags have restarted
@@ -243,23 +234,20 @@ class RequestQueue:
             level.idle[tenant] += difference
 
     def retry_after_s(self, priority: int, now_s: float) -> float:
-        """Return the seconds until all entries of this and higher priorities are served, by the recent service rate."""
+        """Return the time to serve all entries of this and higher priorities, by the recent service rate."""
         rate = self._rate.of(now_s)
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """Return metrics by priority and class of tenants: those with a weight, ``other``, and ``unknown`` (no name).
-
-        The number of classes is bounded by the tenants that the operator named.
+        """Return metrics by priority and class of tenants: those with a weight, ``other``, and ``unknown`` (no
+        name).
         """
         return MappingProxyType(self._figures)
 
     # Service
 
     def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
-        """Return the first entry of a level that fits. Skipped tenants keep their order ahead of the tenant that is
-        served.
-        """
+        """Return the first entry of a level that fits. Skipped tenants stay ahead of the tenant that is served."""
         skipped: list[_Flow] = []
         entry = None
         while (flow := level.first()) is not None:
@@ -348,10 +336,8 @@ class RequestQueue:
     # Bookkeeping
 
     def _put(self, entry: Entry, former: _Flow | None = None) -> None:
-        """Add an entry to its four places.
-
-        ``former`` is the flow it was evicted from. An entry that is put back finds its level with the tags of all
-        tenants, and its tenant keeps its tag and its place among equal tags.
+        """Add an entry to its four places. An entry that is put back gets its level again, and its tenant the tag and
+        rank of the flow it was in (``former``).
         """
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
@@ -452,18 +438,16 @@ class RequestQueue:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """Waiting requests of a tenant at one priority."""
-
     tenant: str
     weight: float
     number: int
-    """Number of its first entry; breaks ties between equal tags."""
+    """Number of its first entry; breaks ties."""
     start: float
-    """Virtual time at which its next request starts (the tag)."""
+    """Tag: virtual time at which its next request starts."""
     lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
     """Heap of (deadline, number) by group."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """Number of waiting entries by group (the heap may hold stale entries)."""
+    """Number of waiting entries by group (heaps may hold stale entries)."""
     latest: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (-deadline, -number): the latest deadline first."""
     requests: int = 0
@@ -478,7 +462,7 @@ class _Flow:
 
 
 class _Level:
-    """Waiting tenants of a priority. Exists only while there are any."""
+    """Waiting tenants of a priority; exists only while there are any."""
 
     def __init__(self) -> None:
         self.virtual = 0.0
@@ -487,12 +471,12 @@ class _Level:
         self.flows: dict[str, _Flow] = {}
         self.groups: dict[Hashable, int] = {}
         self.idle: dict[str, float] = {}
-        """Tags of tenants without waiting requests: a tenant that soon returns keeps the history of its share."""
+        """Tags of tenants without waiting requests, so that a tenant that soon returns keeps its history."""
         self._serial = 0
         self._order: list[tuple[float, int, int, _Flow]] = []
         """Heap by tag. An item is valid if its serial number is its flow's ``at``."""
         self._parts: list[tuple[float, int, int, _Flow]] = []
-        """Heap by negated part. An item is valid if its serial number is its flow's ``listed_at``."""
+        """Heap by negated part, valid by ``listed_at``."""
 
     def join(self, tenant: str, weight: float, number: int, former: _Flow | None) -> _Flow:
         start = max(self.virtual, self.idle.get(tenant, self.virtual))
@@ -517,7 +501,6 @@ class _Level:
             heapify(self._order)
 
     def move(self, flow: _Flow, start: float) -> None:
-        """Set the flow's tag, and reorder it."""
         self._serial += 1
         flow.start, flow.at = start, self._serial
         heappush(self._order, (start, flow.number, self._serial, flow))
@@ -529,7 +512,7 @@ class _Level:
         return order[0][3] if order else None
 
     def skip(self) -> _Flow:
-        """Remove and return the first tenant; ``move`` adds it again."""
+        """Remove the first tenant, until ``move`` adds it again."""
         return heappop(self._order)[3]
 
     def grown(self, flow: _Flow, part: float) -> None:
@@ -557,7 +540,7 @@ class _Level:
 
 
 class _Rate:
-    """Measured rate of work per second that leaves the queue, recently and while it was not empty."""
+    """Work per second that leaves the queue, recently and while it was not empty."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
@@ -581,5 +564,4 @@ class _Rate:
 
 
 def _promise_s(entry: Entry) -> float:
-    """Return the seconds the entry can wait and still get its first token as promised."""
     return math.inf if entry.slo is None else entry.slo.ttft_s

@@ -2,8 +2,8 @@
 
 1. A background task sends this replica's updates (deltas) and applies those of the others, in small batches; no request
    waits for it.
-2. A single stream (``XADD``, ``XREAD``) holds the latest deltas of all replicas. It is bounded in entries and has a
-   TTL. A new replica reads all of it; a replica that was disconnected continues where it stopped.
+2. A stream (``XADD``, ``XREAD``), bounded in entries and with a TTL, holds the latest deltas of all replicas. A new
+   replica reads all of it; a replica that was disconnected continues where it stopped.
 3. While the server is down each replica works alone, and retries with a back-off of up to ``MAX_PAUSE_S``. Its deltas
    are kept (``MAX_DELTAS``) and sent later, even to a server that lost its data.
 """
@@ -30,7 +30,7 @@ MAX_PAUSE_S = 5.0
 ENTRIES = 20_000
 TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
-"""Approximate size of a stream entry: deltas are batched up to it."""
+"""Approximate size of a batch of deltas."""
 _READ_ENTRIES = 64
 _BATCH = 16
 """Deltas applied per turn of the event loop: about a millisecond with long prompts."""
@@ -45,11 +45,11 @@ class ReplicaStatus:
 
     kind: str = "redis"
     degraded: str = "not connected yet"
-    """Reason why updates are not exchanged now; empty if they are."""
+    """Reason why updates are not exchanged; empty if they are."""
     sent: int = 0
     received: int = 0
     lost: int = 0
-    """Own deltas that were dropped unsent because too many were pending."""
+    """Own deltas dropped because too many were unsent."""
     refused: int = 0
     """Damaged or unauthenticated stream entries."""
 
@@ -57,8 +57,8 @@ class ReplicaStatus:
 class RedisReplicas:
     """Task that exchanges deltas. They arrive within ``2 * interval_s`` and a round trip.
 
-    ``kind`` names the kind of blocks (``kind_of_blocks``); each kind has its own stream. With ``keys``, entries carry a
-    MAC and entries without a valid MAC are refused; without keys every client of the server is trusted.
+    Each ``kind`` of blocks (``kind_of_blocks``) has its own stream. With ``keys``, entries carry a MAC and entries
+    without a valid MAC are refused; without keys every client of the server is trusted.
 
     Raises:
         InvalidInput: an invalid address.
@@ -102,7 +102,7 @@ class RedisReplicas:
         self._stream = f"skymemory:replicas:{kind}".encode()
         self._life_key = self._stream + b":life"
         self._life: bytes | None = None
-        """Random id of the stream; the first replica that finds none sets it."""
+        """Random id of the stream, set by the first replica."""
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
@@ -118,7 +118,7 @@ class RedisReplicas:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Try once more to send pending deltas, then disconnect."""
+        """Try to send pending deltas, then disconnect."""
         self._closing = True  # redis-py can swallow a cancellation
         if self._task is not None:
             self._task.cancel()
@@ -149,7 +149,7 @@ class RedisReplicas:
     async def _check_stream(self) -> None:
         """Detect a new stream (the server lost its data): read it from its beginning, and send all deltas again.
 
-        Entry ids would not show this: another replica may have started the new stream after our last id.
+        Entry ids would not show it: another replica may have started the new stream after our last id.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._life_key, os.urandom(16), nx=True)
@@ -212,7 +212,7 @@ class RedisReplicas:
 
 
 async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
-    """Absorb deltas in batches, and return their number. If unpacking a delta raises, those before it are absorbed."""
+    """Absorb deltas in batches; return their number. If unpacking a delta raises, those before it are absorbed."""
     remaining, count = iter(deltas), 0
     while batch := list(islice(remaining, _BATCH)):
         index.absorb(batch)
@@ -228,7 +228,7 @@ def _mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
-    """Pack deltas into payloads of about ``_ENTRY_BYTES``, each with its number of deltas."""
+    """Pack deltas into payloads of about ``_ENTRY_BYTES``, with their numbers of deltas."""
     payload, count = bytearray(), 0
     for delta in deltas:
         payload += pack_delta(delta)
@@ -242,7 +242,7 @@ def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
 
 
 def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Return the entries of one stream. redis-py nests them differently by protocol version."""
+    """Return the entries of a stream, which redis-py nests differently by protocol version."""
     while found and isinstance(found[0], list):
         found = found[0]
     return [] if found is None else [(number, fields) for number, fields in found]

@@ -1,7 +1,7 @@
-"""Accounting of a request: its load and prefix in the scheduler's books, and its tokens as the response reports them.
+"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens that its response reports.
 
-Both front ends use it. Accounting never delays the response: entries can be deferred until the response is sent, and
-token counts are read from copies of bytes that were already forwarded.
+It never delays the response: entries can be deferred until the response is sent, and token counts are read from copies
+of bytes that were already forwarded.
 """
 
 from __future__ import annotations
@@ -22,22 +22,19 @@ from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 log = logging.getLogger("skymemory.router")
 
 MAX_JSON_BYTES = 1 << 20
-"""Limit above which a JSON response is not searched for its usage."""
+"""Limit up to which a JSON response is searched for its usage."""
 TAIL_BYTES = 8192
 """Bytes kept of a stream's end: the last event or the event before it carries the usage."""
 HEAD_BYTES = 2048
-"""Bytes kept of a stream's start. In Messages it carries the prompt's tokens."""
+"""Bytes kept of a stream's start, which in Messages carries the prompt's tokens."""
 Work = Callable[[], object]
 
 
 class DeferredWork:
-    """Executor that keeps the order of work: it runs at once, or when the event loop is idle (``schedule``).
-
-    ``flush`` runs what is pending.
-    """
+    """Executor that keeps the order of work: at once, or when the event loop is idle (``schedule``)."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """``on_fault`` is called for each exception, because deferred work has no caller to raise to."""
+        """Create it. ``on_fault`` is called for each exception: deferred work has no caller to raise to."""
         self.schedule: Callable[[Work], object] | None = None
         """An event loop's ``call_soon``; None: work runs at once."""
         self._on_fault = on_fault
@@ -62,7 +59,7 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
-    """Token counts of a response, independent of the API."""
+    """Token counts of a response of any API."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -70,9 +67,9 @@ class Usage(NamedTuple):
     output_tokens: int | None = None
 
     def cached_of(self, tokens: int) -> int | None:
-        """Scale the cached tokens to a prompt that the router counts as ``tokens``.
+        """Scale the cached tokens to a prompt of ``tokens`` by the router's count.
 
-        The engine counts with its own tokenizer; a router without a tokenizer counts four bytes as a token.
+        The engine counts with its own tokenizer; a router without a tokenizer takes four bytes for a token.
         """
         if self.cached_tokens is None or not self.prompt_tokens:
             return self.cached_tokens
@@ -80,7 +77,7 @@ class Usage(NamedTuple):
 
     @property
     def work(self) -> float | None:
-        """Tokens that the engine computed and generated; None: it does not report the output."""
+        """Tokens that the engine computed and generated; None: unknown."""
         if self.output_tokens is None:
             return None
         return float(self.prompt_tokens - (self.cached_tokens or 0) + self.output_tokens)
@@ -89,8 +86,8 @@ class Usage(NamedTuple):
 class RequestAccount:
     """A request in the scheduler's books: begun on construction, moved if another server takes it, ended once.
 
-    Each event counts once, in whatever order events are reported; ``close`` ends what is still open. With ``deferred``
-    the entries are made after the response, since learning a prompt takes as long as picking a server for it.
+    Each event counts once, in any order; ``close`` ends what is still open. With ``deferred`` the entries are made
+    after the response: learning a prompt takes as long as picking a server for it.
     """
 
     __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
@@ -113,7 +110,6 @@ class RequestAccount:
 
     @property
     def is_open(self) -> bool:
-        """True if the request has neither ended nor failed."""
         return self._open
 
     @property
@@ -121,13 +117,12 @@ class RequestAccount:
         return self._placement
 
     def as_json(self) -> dict[str, object]:
-        """Return the decision, for clients that ask for it."""
         return self.decision.as_json()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server took the request. Return True if it is not the chosen server, which therefore failed.
+        """Record which server took the request. Return True if the chosen server did not, and therefore failed.
 
-        No cached prefix is assumed on the other server: what it holds of the prompt is unknown.
+        No cached prefix is assumed on the other server: it is unknown.
         """
         decision = self.decision
         if not self.waits or server == decision.server:
@@ -144,7 +139,7 @@ class RequestAccount:
             self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
     def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        """Record that the response is complete. ``met``: it kept its promise (None: no promise, or unknown)."""
+        """Record the end of the response. ``met``: it kept its promise (None: no promise, or unknown)."""
         cached_tokens = output_tokens = None
         if usage is not None:
             decision, output_tokens = self.decision, usage.output_tokens
@@ -161,13 +156,13 @@ class RequestAccount:
             self._enter(self._scheduler.ended, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """Record a failure before the first byte. It says nothing about the cache."""
+        """Record a failure before the first byte, which says nothing about the cache."""
         if self.waits:
             self._open = False
             self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """End what is still open: the request failed before its first byte, or ends now."""
+        """End what is still open, as failed if there was no first byte."""
         self.failed(now_s)
         self.ended(now_s)
 
@@ -182,11 +177,10 @@ class RequestAccount:
 
 
 class PairAccount(RequestAccount):
-    """A request with one server for the prefill and another for decoding: two entries in the books, which end
-    independently.
+    """A request with separate servers for prefill and decode: two entries in the books, which end independently.
 
-    ``decision`` is the decision for the decode server, which answers. The prefill ends by ``prefilled`` or
-    ``prefill_lost``, or with the request. Decoding begins with ``first_byte``, even if the prefill has not ended.
+    ``decision`` is that of the decode server, which answers. The prefill ends by ``prefilled`` or ``prefill_lost``, or
+    with the request. Decoding begins with ``first_byte``, even before the prefill has ended.
     """
 
     __slots__ = ("_prefilling",)
@@ -205,14 +199,14 @@ class PairAccount(RequestAccount):
         return self._placement.prefill
 
     def as_json(self) -> dict[str, object]:
-        """Return the decision for the prefill server, with that for the decode server under ``decode``."""
+        """Return the prefill's decision, with that of the decode server under ``decode``."""
         decode = {key: value for key, value in self.decision.as_json().items() if key in _OF_DECODE}
         tbt_s = self.decision.estimated_tbt_s
         decode["estimated_tbt_s"] = None if tbt_s is None else round(tbt_s, 6)
         return {**self.prefill.as_json(), "decode": decode}
 
     def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
-        """Record the prefill server's answer. A refusal means that the request may not decode, and has ended."""
+        """Record the prefill server's answer. A refusal ends the request: it may not decode."""
         if not self._prefilling or not self._open:
             return None
         self._prefilling = False
@@ -233,7 +227,7 @@ class PairAccount(RequestAccount):
             self._scheduler.prefill_lost(self._placement, now_s)
 
     def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the prefill to another server after its server failed.
+        """Move the prefill to another server.
 
         Raises:
             NoServer: there is none; nothing has changed.
@@ -242,7 +236,7 @@ class PairAccount(RequestAccount):
         self._take(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the decoding to another server after its server failed before its first byte.
+        """Move the decoding to another server before its first byte.
 
         Raises:
             NoServer: there is none; nothing has changed.
@@ -252,7 +246,7 @@ class PairAccount(RequestAccount):
         self._first = False
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
-        """Record that it decodes: the first byte has arrived, or the server computes an answer that is not streamed."""
+        """Record that it decodes: its first byte arrived, or the server computes an answer that is not streamed."""
         if self.waits:
             self._first = True
             self._scheduler.decoding(self._placement, now_s)
@@ -275,14 +269,11 @@ class PairAccount(RequestAccount):
 
 
 class ObservedPair(PairAccount):
-    """A pair of which only the answer is observed, since a sidecar runs both steps. Its first byte ends the prefill,
-    too.
-    """
+    """A pair whose steps a sidecar runs: only the answer is observed, and its first byte ends the prefill, too."""
 
     __slots__ = ()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server answers instead of the chosen decode server."""
         if not self.waits or server == self.decision.server:
             return False
         self._take(self._scheduler.decode_taken(self._placement, server, now_s))
@@ -302,7 +293,7 @@ _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
 
 
 _Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""Token count of an engine, in the range that floats add exactly."""
+"""Token count in the range that floats add exactly."""
 
 
 class _Details(msgspec.Struct):
@@ -347,35 +338,35 @@ class _Inner(msgspec.Struct):
 class _Response(msgspec.Struct):
     usage: _Usage | None = None
     response: _Inner | None = None
-    """Set in events of Responses."""
+    """Field of events of Responses."""
     message: _Inner | None = None
-    """Set in the first event of Messages."""
+    """Field of the first event of Messages."""
 
 
 _decode = msgspec.json.Decoder(_Response).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
-"""Usage in an event that is longer than the kept tail: the last event of Responses contains the whole answer."""
+"""Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
 
 
 class UsageReader:
-    """Finds the usage in the bytes of a response while they are forwarded."""
+    """Reader of the usage in a response's bytes while they are forwarded."""
 
     __slots__ = ("_head", "_kept", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
-        """Keep only JSON and event streams, and only uncompressed."""
+        """Keep only uncompressed JSON and event streams."""
         self.streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
         self.events = 0
-        """Events of a stream. Engines send at least one per token."""
+        """Events of a stream: engines send at least one per token."""
 
     @property
     def between_events(self) -> bool:
-        """True if the stream is at the end of an event, so that the router may insert its own event."""
+        """True at the end of an event, at which the router may insert its own event."""
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
@@ -414,7 +405,6 @@ class UsageReader:
 
 
 def usage_in(json: bytes) -> Usage | None:
-    """Return the usage of a complete JSON response; None: it reports none."""
     raw = _read_usage(json)
     return None if raw is None else _checked(raw)
 
@@ -441,7 +431,7 @@ def _last_usage(line: bytes) -> _Usage | None:
 
 
 def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
-    """Validate a usage. ``first`` is what an earlier event reported about the prompt."""
+    """Validate a usage. ``first`` is what an earlier event reported."""
     prompt, of_prompt, output = found.prompt, found, found.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

@@ -40,7 +40,7 @@ from skymemory.router.queue import QueueSettings
 ANY_ORIGIN = "*"
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 _SIDECAR_STRATEGY = "least-load"
-"""A request's own list of prefill servers leaves no choice to a strategy."""
+"""Fixed strategy: a request's own list of prefill servers leaves no choice."""
 ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
 BY_LOAD, REFUSE = "load", "refuse"
@@ -160,8 +160,6 @@ class PickerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A server behind the router."""
-
     url: str = setting("url", address, "", "its address, such as http://host:port")
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
@@ -395,9 +393,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPools:
-    """Roles that follow the load, for backends with `elastic`. A server ends its requests before it changes its
-    role.
-    """
+    """Roles that follow the load, for backends with `elastic`. A server drains before its role changes."""
 
     every_s: float = setting("every", duration, 1.0, "period of measuring the loads")
     smoothing_s: float = setting("smoothing", duration, 20.0, "time constant of the loads")
@@ -505,7 +501,6 @@ class Settings:
 
     @property
     def splits(self) -> bool:
-        """True if requests are prefilled and decoded at different servers."""
         is_configured = bool(self.sidecar.engine or self.picker.discover_prefill) or self.picker.apart
         return is_configured or any(backend.role != BOTH for backend in self.backends)
 
@@ -581,11 +576,10 @@ SECTIONS: Mapping[str, type[Any]] = {
     "picker": PickerSettings,
 }
 _REMOVED = {"replicas": ("listen", "peers")}
-"""Removed settings: routers share through Redis instead."""
 
 
 def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
-    """Read the settings of ``file``, overridden by ``flags`` (a table of the same form).
+    """Read ``file``; ``flags``, a table of the same form, take precedence.
 
     Raises:
         InvalidInput: an unreadable file, an unknown key, or an invalid value.

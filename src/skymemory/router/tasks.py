@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 LOOK_S = 1.0
-"""Period of checking watched files for changes."""
+"""Period of checking watched files."""
 Stamp = tuple[int, int, int]
-"""Stamp that changes with a file's content: time of change, size, inode (a replaced file has another)."""
+"""Modification time, size and inode (a replaced file has another)."""
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
@@ -24,8 +24,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
 async def follow(files: Callable[[], Iterable[Path]], changed: Callable[[], None]) -> None:
     """Call ``changed`` whenever one of ``files`` has changed.
 
-    The list is evaluated again each time. A file that is new in the list is not reported: it was read with the
-    settings.
+    The list is evaluated each time. A file that is new in it is not reported: it was read with the settings.
     """
     known = {file: _stamp_or_none(file) for file in files()}
     while True:

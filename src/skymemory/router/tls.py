@@ -1,4 +1,4 @@
-"""TLS and API keys: certificates of both front ends, and how servers are verified and authenticated to."""
+"""TLS contexts and API keys, towards clients and servers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from skymemory.router.tasks import Stamp, stamp
 _KEY = re.compile(rb"[!-~]{1,4096}")
 _MAX_KEY_BYTES = 8192
 CERTIFICATE_DAYS = 365
-"""Validity of a self-signed certificate."""
 
 
 class Certificate:
     """Certificate of the HTTP proxy. It is reloaded without a restart: new connections use the new certificate."""
 
     def __init__(self, chain: Path, key: Path) -> None:
-        """Load the certificate.
-
-        Raises:
-            InvalidInput: an unreadable file, no PEM, or another certificate's key.
+        """Raises:
+        InvalidInput: an unreadable file, no PEM, or another certificate's key.
         """
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -58,12 +55,12 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
 
 
 class Access(NamedTuple):
-    """Protection of requests to a server."""
+    """TLS context and API key for requests to a server."""
 
     tls: ssl.SSLContext | None = None
-    """Context of TLS connections; None: plain HTTP."""
+    """None: plain HTTP."""
     key: str = ""
-    """API key sent with every request to the server; empty: none."""
+    """Key sent with every request; empty: none."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -72,7 +69,7 @@ class Access(NamedTuple):
 
 
 class Authorities:
-    """TLS contexts for requests to servers: one per file of certificates, and one with the system's certificates."""
+    """TLS contexts for requests to servers: one per file of certificates, and the system's."""
 
     def __init__(self) -> None:
         self._known: dict[Path | None, tuple[Stamp | None, ssl.SSLContext]] = {}
@@ -86,7 +83,7 @@ class Authorities:
         return Access(self.context(url, ca), "" if key_file is None else _key_in(key_file))
 
     def context(self, url: str, ca: Path | None) -> ssl.SSLContext | None:
-        """Return the context for the server at ``url``; None for plain HTTP. It stays the same while the file does.
+        """Return the context for the server at ``url``, the same until the file changes; None for plain HTTP.
 
         Raises:
             InvalidInput: ``ca`` is unreadable, or has no certificate.
@@ -119,7 +116,7 @@ def _key_in(file: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PemCertificate:
-    """Certificate and key in PEM. With ``clients_ca``, clients need a certificate of that authority."""
+    """PEM data. With ``clients_ca``, clients need a certificate of that authority."""
 
     chain: bytes
     key: bytes
@@ -149,9 +146,9 @@ def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
 
 
 def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCertificate:
-    """Return a self-signed certificate for ``names`` (host names or addresses), valid for ``CERTIFICATE_DAYS``.
+    """Return a self-signed certificate for ``names`` (host names or addresses).
 
-    It is enough for gateways of the inference extension: they encrypt, and do not verify the picker's name.
+    It is enough for gateways of the inference extension, which do not verify the picker's name.
     """
     try:
         from cryptography import x509
@@ -188,10 +185,8 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
 
 
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
-    """Read a certificate and its key from PEM files.
-
-    Raises:
-        InvalidInput: an unreadable file, or no PEM.
+    """Raises:
+    InvalidInput: an unreadable file, or no PEM.
     """
     parts = []
     for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):

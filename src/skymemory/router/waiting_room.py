@@ -1,6 +1,4 @@
-"""The request queue with a clock: it calls waiting requests when a server has room, and refuses those past their
-deadline.
-"""
+"""The request queue with a clock: calls waiting requests when a server has room, and refuses late requests."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ from skymemory.conductor.scheduler import Refusal
 from skymemory.router.queue import Entry, RequestQueue, work_of
 
 LOOK_S = 0.25
-"""Period of checking for room while requests wait. The end of a request triggers a check at once; servers that return
-and new load reports do not.
-"""
+"""Period of checking for room while requests wait. Only the end of a request triggers a check at once."""
 
 
 class Waiter(Protocol):
-    """Handler of a waiting request. It is called once, or turned away once, or leaves."""
+    """Handler of a waiting request: called once, or turned away once, or it leaves."""
 
     def called(self, now_s: float) -> None:
         """Send the request now: a server has room."""
@@ -30,7 +26,7 @@ class Waiter(Protocol):
 
 
 class WaitingRoom:
-    """Queue of waiting requests, bound to one event loop."""
+    """Queue of waiting requests, bound to an event loop."""
 
     def __init__(
         self,
@@ -40,11 +36,9 @@ class WaitingRoom:
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the waiting room of a queue.
-
-        Args:
-            has_room: returns True if a server (of a subset, if not None) has room for a request.
-            settle: makes the deferred account entries, so that the room taken by a called request counts.
+        """Args:
+        has_room: returns True if a server (of a subset, if not None) has room for a request.
+        settle: makes the deferred account entries, so that the room taken by a called request counts.
         """
         self.queue = queue
         self._has_room = has_room
@@ -55,7 +49,7 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_open_to(self, request: Request, among: frozenset[str] | None = None) -> bool:
-        """Return True if a request need not wait: the queue is empty, and a server has room."""
+        """Return True if a request need not wait."""
         return not len(self.queue) and self._has_room(request, among)
 
     def wait(
@@ -81,7 +75,6 @@ class WaitingRoom:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Remove a request whose client has disconnected."""
         self.queue.cancel(entry)
 
     def look(self) -> None:
