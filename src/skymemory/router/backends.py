@@ -72,9 +72,11 @@ class Backends:
     def __init__(
         self, picker: Picker, health: Health | None = None, *, are_checked: bool = True, decode: Picker | None = None
     ) -> None:
-        """Args:
-        are_checked: health checks report to ``on_check``.
-        decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
+        """Create it without servers.
+
+        Args:
+            are_checked: health checks report to ``on_check``.
+            decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
         """
         self.known: dict[str, KnownServer] = {}
         self.policy = FailurePolicy(are_checked=are_checked)

@@ -24,8 +24,10 @@ class Certificate:
     """Certificate of the HTTP proxy. It is reloaded without a restart: new connections use the new certificate."""
 
     def __init__(self, chain: Path, key: Path) -> None:
-        """Raises:
-        InvalidInput: an unreadable file, no PEM, or another certificate's key.
+        """Load the certificate.
+
+        Raises:
+            InvalidInput: an unreadable file, no PEM, or another certificate's key.
         """
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -185,8 +187,10 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
 
 
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
-    """Raises:
-    InvalidInput: an unreadable file, or no PEM.
+    """Read a certificate from PEM files.
+
+    Raises:
+        InvalidInput: an unreadable file, or no PEM.
     """
     parts = []
     for path, word in ((chain, b"CERTIFICATE"), (key, b"PRIVATE KEY"), (clients_ca, b"CERTIFICATE")):

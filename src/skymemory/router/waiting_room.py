@@ -36,9 +36,11 @@ class WaitingRoom:
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args:
-        has_room: returns True if a server (of a subset, if not None) has room for a request.
-        settle: makes the deferred account entries, so that the room taken by a called request counts.
+        """Create the waiting room of a queue.
+
+        Args:
+            has_room: returns True if a server (of a subset, if not None) has room for a request.
+            settle: makes the deferred account entries, so that the room taken by a called request counts.
         """
         self.queue = queue
         self._has_room = has_room

@@ -67,10 +67,10 @@ def strategy_options(settings: Settings) -> Mapping[str, Any]:
 
 
 def check_events(settings: Settings, scorer: Scorer) -> None:
-    """Check that a strategy that uses KV events has a tokenizer.
+    """Check the settings.
 
     Raises:
-        InvalidInput: it has none.
+        InvalidInput: the strategy uses KV events, and there is no tokenizer.
     """
     if event_index(scorer) is not None and settings.prompts.tokenizer is None:
         raise InvalidInput(
@@ -80,7 +80,7 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
 
 
 class EventsWatch(Collector):
-    """Subscriber to the events of every backend that publishes them, until the backend is removed."""
+    """Subscriber to the events of every backend that publishes them."""
 
     def __init__(self, scorer: Scorer, backends: Backends) -> None:
         self._index = event_index(scorer)

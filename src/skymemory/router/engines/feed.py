@@ -25,11 +25,11 @@ from skymemory.errors import InvalidInput
 from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
 
 WARN_EVERY_S = 10.0
-"""Minimum time between two warnings about losses of an engine; all losses are counted."""
+"""Minimum time between two warnings about losses of an engine."""
 UNKNOWN_MEDIA = 8
 """Limit of unknown media of an engine that are logged."""
 REMEMBERED = 4096
-"""Messages whose checksum is kept, to distinguish duplicates from messages of a restarted engine."""
+"""Messages whose checksum is kept, to distinguish duplicates from a restarted engine's messages."""
 HELD = 256
 """Messages that may wait for a missing message before it is given up."""
 END_BYTES = 64 << 10
@@ -39,7 +39,7 @@ _log = logging.getLogger("skymemory.router")
 
 class FeedState(enum.Enum):
     WAITING = "waiting"
-    """No message yet: not connected, or nothing published."""
+    """No message yet."""
     WHOLE = "whole"
     """Every message since the engine started was applied."""
     PARTIAL = "partial"
@@ -50,12 +50,9 @@ class FeedState(enum.Enum):
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a feed, in messages unless their names say otherwise."""
-
     batches: int = 0
     stored_blocks: int = 0
     old: int = 0
-    """Duplicates."""
     gaps: int = 0
     replayed: int = 0
     losses: int = 0
@@ -63,7 +60,6 @@ class Counts:
     restarts: int = 0
     malformed: int = 0
     too_long: int = 0
-    """Messages longer than allowed, and therefore lost."""
     unknown_events: int = 0
     unusable_events: int = 0
     refused: int = 0
@@ -83,7 +79,7 @@ class Feed:
         """Current errors, by kind."""
         self.order = Order() if order is None else order
         self.wiped = False
-        """True if another part of the router made the index forget the server, so that a full replay is needed."""
+        """True if another part of the router made the index forget the server: a full replay is needed."""
         self._state = FeedState.WAITING
         self._index = index
         self._logged: set[str] = set()
@@ -92,7 +88,6 @@ class Feed:
         self._ready = False
         """True if the index expects the same next number as ``order``."""
         self._reading: tuple[int, Iterator[Piece]] | None = None
-        """Message that is partly applied."""
         index.follow(slot, model)
 
     @property
@@ -116,8 +111,8 @@ class Feed:
     # then continues from the next message (`resume_empty`).
 
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
-        """Take a message, from the subscription or a replay, and apply what is in order until ``until_s`` (by
-        `time.perf_counter`). ``go_on`` applies the rest.
+        """Take a message, and apply what is in order until ``until_s`` (by `time.perf_counter`); ``go_on`` applies the
+        rest.
         """
         offer = self.order.offer(number, payload)
         if offer is Offer.RESTARTED:
@@ -141,12 +136,12 @@ class Feed:
         _log.info("%s restarted: its blocks are forgotten", self.server)
 
     def nothing_published(self) -> None:
-        """Expect number 0 first, even if another message arrives earlier: the engine has published nothing yet."""
+        """Expect number 0 first: the engine has published nothing yet."""
         if self.order.next is None:
             self.order.restart(0)
 
     def lost(self) -> None:
-        """Give up a gap: forget the blocks, and continue with the messages after it."""
+        """Give up a gap: forget the blocks, and continue after it."""
         if self.heard:
             self._forget("messages were lost")
         self.order.skip()
@@ -154,7 +149,6 @@ class Feed:
         self.go_on(0.0)
 
     def from_the_start(self) -> None:
-        """Start again: a full replay follows."""
         self._reading = None
         self.wiped = False
         self._index.follow(self.slot, self.model)
@@ -163,7 +157,7 @@ class Feed:
         self._state = FeedState.WAITING
 
     def unsure(self) -> None:
-        """Forget the blocks, and continue with any message: messages may have been missed, and cannot be replayed."""
+        """Forget the blocks, and continue with any message: messages may have been missed without a replay."""
         self._reading = None
         if self.heard:
             self._forget("the connection was lost, and there is no replay of what was missed")
@@ -171,12 +165,12 @@ class Feed:
         self._state = FeedState.WAITING
 
     def broken(self, why: str) -> None:
-        """Count a malformed message as lost: a replay would return the same bytes."""
+        """Count a malformed message as lost: a replay would return the same."""
         self.counts.malformed += 1
         self.complain("broken", why)
 
     def go_on(self, until_s: float = math.inf) -> None:
-        """Apply messages in order until ``until_s``, at least a piece of a message."""
+        """Apply messages in order until ``until_s``, at least a piece."""
         while True:
             if self._reading is None:
                 message = self.order.take()
@@ -198,7 +192,6 @@ class Feed:
             _log.warning("events of %s: %s; its blocks are forgotten", self.server, why)
 
     def _read_on(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
-        """Apply the next pieces of a message."""
         counts, events, work, more = self.counts, list[Event](), 0, False
         try:
             for piece in coming:
@@ -264,22 +257,22 @@ class Feed:
             _log.error("events of %s: %s", self.server, why)
 
     def fine(self, kind: str) -> None:
-        """Clear an error. If it recurs, it is logged again."""
+        """Clear an error, so that it is logged again if it recurs."""
         self.errors.pop(kind, None)
         self._logged.discard(kind)
 
 
 class Offer(enum.Enum):
     TAKEN = enum.auto()
-    """It is the next message, or waits for missing messages: see ``take``."""
+    """The message is next, or waits for missing messages: see ``take``."""
     OLD = enum.auto()
-    """It is a duplicate."""
+    """Duplicate."""
     RESTARTED = enum.auto()
-    """The engine restarted: call ``restart``, then offer it again."""
+    """The engine restarted: call ``restart``, then offer the message again."""
 
 
 class Order:
-    """Messages of a publisher in the order of their numbers. ``next`` is the expected number; None: any."""
+    """Messages of a publisher in order. ``next`` is the expected number; None: any."""
 
     def __init__(self, remembered: int = REMEMBERED, held: int = HELD) -> None:
         self.next: int | None = None
@@ -319,7 +312,6 @@ class Order:
 
     @property
     def ready(self) -> bool:
-        """True if ``take`` has a message."""
         return self.next in self._held
 
     @property
@@ -343,8 +335,9 @@ class Order:
 
 
 def _checksum(payload: bytes) -> int:
-    """Return a CRC-32. A long message contributes only its ends and its length, since all of it would block the event
-    loop for 10 ms. After a restart messages differ in the timestamp, which is in the first bytes.
+    """Return a CRC-32, of a long message only over its ends and length: all of it would block the event loop for 10 ms.
+
+    After a restart messages differ in the timestamp, which is in the first bytes.
     """
     if len(payload) > 2 * END_BYTES:
         payload = payload[:END_BYTES] + payload[-END_BYTES:] + len(payload).to_bytes(8, "big")

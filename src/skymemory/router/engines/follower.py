@@ -31,13 +31,13 @@ TIMEOUT_S = 2.0
 BETWEEN_S = 0.5
 """Timeout of the next messages: an engine sends them all at once, and may drop the end mark."""
 QUEUE_MESSAGES = 20_000
-"""Length of the replay queue: more than engines keep, so that a slow reader loses no message."""
+"""Queue of a replay: more than engines keep, so that a slow reader loses nothing."""
 AT_ONCE = 64
 END = b"\xff" * SEQUENCE_BYTES
 SLICE_S = 0.001
 """Longest slice of the event loop's time."""
 REPLAYS = 64
-"""Maximum of replays for a gap, as long as each fills some of it."""
+"""Limit of replays for a gap, as long as each fills some of it."""
 SILENCES = 3
 """Unanswered replays before a gap is given up: the engine may be busy."""
 _CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -99,15 +99,13 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Timeouts, and the length of the queue."""
-
     patience_s: float = 0.05
-    """Time for a missing message to arrive late, before a replay is requested."""
+    """Time for a missing message to arrive before a replay is requested."""
     probe_s: float = 10.0
     """Silence after which a replay is requested: the last message may have been dropped."""
     replay_timeout_s: float = TIMEOUT_S
     queue_messages: int = 256
-    """Queue length of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
+    """Queue of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
 
 
 class Follower:
@@ -129,7 +127,7 @@ class Follower:
         self._context = context
         self._one_at_a_time = one_at_a_time
         self._early: tuple[int, bytes] | None = None
-        """First message of a new connection, until ``_resume_feed`` has found out what was missed before it."""
+        """First message of a new connection, until ``_resume_feed`` knows what was missed before it."""
         self._resume = False
         """True after a new connection, until ``_resume_feed`` has run."""
         self._gap_since_s: float | None = None
@@ -194,7 +192,6 @@ class Follower:
                 await asyncio.sleep(0)
 
     def _slice(self) -> bool:
-        """Read and apply for ``SLICE_S``; return True if there is more."""
         end_s = time.perf_counter() + SLICE_S
         while time.perf_counter() < end_s:
             if self._feed.busy:
@@ -321,7 +318,7 @@ class Follower:
         feed.lost()
 
     async def _probe(self) -> None:
-        """Request the messages after the last one after a long silence: they may have been dropped."""
+        """Request messages after a long silence: the last messages may have been dropped."""
         feed = self._feed
         now_s = time.monotonic()
         if not self._replay_endpoint or not feed.connected or now_s - self._heard_s < self._pace.probe_s:

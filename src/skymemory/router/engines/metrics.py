@@ -1,11 +1,11 @@
 """Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
 
-``MetricsWatch`` scrapes each engine in a separate task, so that an engine that hangs delays neither other engines nor
-requests. Reports go to ``Server.reported``, with timestamps of the clock that routing uses (``time.monotonic``). If
-scraping fails, they age until ``Server.fresh_report`` ignores them.
+``MetricsWatch`` scrapes each engine in a separate task, so that a hanging engine delays neither other engines nor
+requests. Reports go to ``Server.reported``, with timestamps of routing's clock (``time.monotonic``). If scraping fails,
+they age until ``Server.fresh_report`` ignores them.
 
-The text has tens to hundreds of kilobytes, most of it histograms that routing does not need. So the dozen relevant
-metrics are searched by name. ``prometheus_client.parser`` is the reference in the tests.
+The text has tens to hundreds of kilobytes, mostly histograms that routing does not need. So the dozen relevant metrics
+are searched by name. ``prometheus_client.parser`` is the reference in the tests.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` and its metrics collector
 (``sglang:page_size`` and ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
@@ -42,7 +42,6 @@ EVERY_S = 0.5
 SLOWEST_S = 10.0
 """Longest period of scraping an engine that keeps failing."""
 JITTER = 0.2
-"""Random part of the period."""
 _LARGEST = 1e12
 _log = logging.getLogger("skymemory.router")
 
@@ -68,13 +67,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Result of a scrape."""
-
     report: LoadReport
     dialect: str
     """``vllm`` or ``sglang``."""
     missing: tuple[str, ...]
-    """Metrics that routing uses and this engine lacks; the report has defaults for them."""
+    """Metrics that routing uses and this engine lacks; the report has defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ class Dialect:
     adapters: str = ""
     adapter_slots: str = ""
     prefills: tuple[str, str, str] | None = None
-    """Histograms of completed requests: prompt tokens, computed prompt tokens, and seconds of the prefill."""
+    """Histograms of completed requests: prompt tokens, computed prompt tokens, seconds of the prefill."""
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -132,7 +129,7 @@ DIALECTS = (VLLM, SGLANG)
 
 
 def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
-    """Return the report in ``text``, dated ``at_s``. An engine's ranks are added up; their cache usage is averaged.
+    """Parse a report, dated ``at_s``. An engine's ranks are added up; their cache usage is averaged.
 
     Raises:
         UnreadableMetrics: neither vLLM's nor SGLang's metrics, or a name with more than ``MAX_SERIES`` series.
@@ -218,7 +215,7 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
 
 
 def _by_rank(found: list[Sample]) -> list[float]:
-    """Return a value per engine (vLLM) or data-parallel rank (SGLang): tensor-parallel ranks all report the same."""
+    """Return a value per engine (vLLM) or data-parallel rank (SGLang). Tensor-parallel ranks report the same."""
     values: dict[tuple[str, ...], float] = {}
     for sample in found:
         rank = tuple(sample.labels.get(label, "") for label in ("model_name", "engine", "dp_rank"))
@@ -227,9 +224,7 @@ def _by_rank(found: list[Sample]) -> list[float]:
 
 
 def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
-    """Return the blocks of the cache, summed over ranks, and the tokens of a block; None if ranks differ in the block
-    size.
-    """
+    """Return the blocks of all ranks, and the tokens of a block; None if ranks differ in the block size."""
     # Info metrics carry their values in labels, and have the value 1. SGLang has gauges since 0.5.11.
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
@@ -268,8 +263,8 @@ def _count(word: str) -> int | None:
 def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
     """Return the adapters of running and waiting requests, and how many the engine can hold at once.
 
-    vLLM has a series for each state it was ever in, whose value is a timestamp: the newest counts. SGLang reports only
-    how many adapters it can hold.
+    vLLM has a series for each past state, whose value is a timestamp: the newest counts. SGLang only reports how many
+    adapters it can hold.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -296,7 +291,6 @@ class Fetch(Protocol):
 
 
 async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-    """Implement ``Fetch`` with a session of aiohttp."""
     try:
         async with asyncio.timeout(timeout_s):
             # Compression is refused: a few bytes could expand to gigabytes.
@@ -329,7 +323,7 @@ async def fetch_metrics(
     clock: Callable[[], float] = time.monotonic,
     access: Access = Access(),  # noqa: B008 - immutable
 ) -> EngineMetrics:
-    """Scrape ``url`` once. The report is dated when it was requested, by ``clock``.
+    """Scrape ``url`` once. The report has the time of the request.
 
     Raises:
         UnreadableMetrics: no answer (``NoAnswer``), or neither vLLM's nor SGLang's metrics.
@@ -353,17 +347,17 @@ class Watched:
     """Empty until its first report."""
     missing: tuple[str, ...] = ()
     error: str = ""
-    """Reason why the last scrape failed; empty if it succeeded."""
+    """Reason why the last scrape failed, if it did."""
     looks: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
     last_s: float | None = None
-    """Time when the last report was requested."""
+    """Time of the last report's request."""
     warned: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class MetricsWatch:
-    """Scraper of engines: each is scraped periodically from ``follow`` until ``unfollow`` or ``close``."""
+    """Scraper of engines, each from ``follow`` until ``unfollow`` or ``close``."""
 
     def __init__(
         self,
@@ -381,7 +375,7 @@ class MetricsWatch:
 
         Args:
             server_of: returns a server by name, None if it was removed.
-            read: called with the name of each server that has a new report.
+            read: called with the name of a server that has a new report.
         """
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of

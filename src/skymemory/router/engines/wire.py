@@ -2,13 +2,13 @@
 
 vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack (msgspec's
 encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in the number of an event's fields, and
-recently in structs being arrays or maps. Both are read, missing fields have their defaults, new fields are skipped.
-Unknown kinds of events are counted.
+in structs being arrays or maps. Both are read, missing fields have their defaults, new fields are skipped. Unknown
+kinds of events are counted.
 
-``pieces`` decodes a batch in pieces, so that a long batch does not block the event loop or need much memory. A short
+``pieces`` decodes a batch in pieces, so that a long batch neither blocks the event loop nor needs much memory. A short
 message is decoded at once (``decode``) and split. A long message is scanned in place: its events in order, each a few
-blocks at a time, and only these are decoded. So a message needs little more memory than its own bytes, whatever its
-content, and its reader can pause after each piece.
+blocks at a time, and only these are decoded. So a message needs little more memory than its own bytes, and its reader
+can pause after each piece.
 
     batch     [ts, [event, ...], ...]   or the same as maps
     stored    [kind, hashes, parent, tokens, block size, ...]
@@ -49,10 +49,10 @@ BLOCKS = 64
 PIECE_TOKENS = 4096
 """Tokens in a piece, if blocks are long."""
 MAX_BLOCK_TOKENS = 4096
-"""Limit per block; LMCache's chunks have 256. Events with longer blocks are skipped."""
+"""Limit per block (LMCache's chunks have 256); events with longer blocks are skipped."""
 MAX_BLOCKS = 1 << 18
-"""Limit of stored and removed blocks per message: four million tokens in blocks of 16. Each block takes about 10 µs, so
-this limit, not the message's length, bounds the time of a message.
+"""Limit of stored and removed blocks per message: four million tokens in blocks of 16. At about 10 µs per block, this
+limit, not the message's length, bounds the time.
 """
 STEPS = 4096
 """Values skipped between two pauses: 0.5 ms."""
@@ -66,16 +66,15 @@ class MalformedEvents(SkyMemoryError, ValueError):
 
 
 class TooLong(MalformedEvents):
-    """The message is longer than the limit."""
+    """A message longer than the limit."""
 
 
 class Tally(enum.Enum):
     """Events that are only counted."""
 
     UNKNOWN = "unknown"
-    """Event of an unknown kind."""
     UNUSABLE = "unusable"
-    """Stored blocks that cannot be hashed: some or all of their tokens are missing."""
+    """Stored blocks that cannot be hashed, since tokens are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,6 @@ class Decoded:
     batch: Batch
     unknown: int
     unusable: int
-    """Counts of ``Tally``."""
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -166,7 +164,7 @@ KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
-    """Return topic, sequence number and payload of a message's frames.
+    """Return topic, sequence number and payload.
 
     Raises:
         MalformedEvents: not three frames, or a number without eight bytes.
@@ -177,7 +175,7 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def decode(sequence: int, payload: bytes) -> Decoded:
-    """Decode the batch in ``payload`` at once. ``pieces`` reads long batches.
+    """Decode a batch at once. ``pieces`` reads long batches.
 
     Raises:
         MalformedEvents: no msgpack, or no batch.
@@ -229,7 +227,6 @@ def _medium(wire: _StoredRow | _StoredMap | _RemovedMap) -> str:
 
 
 def token_range(tokens: Sequence[int]) -> bool:
-    """Return True if all are valid token numbers."""
     return not tokens or 0 <= min(tokens) <= max(tokens) < _TOKENS
 
 
@@ -275,8 +272,7 @@ Piece = Event | Tally | None
 
 
 def pieces(payload: bytes) -> Iterator[Piece]:
-    """Yield the events of ``payload`` in order. Yield None after some time without an event, so that the reader can
-    pause.
+    """Yield the events of ``payload`` in order, and None after some time without an event: the reader can pause.
 
     Raises:
         TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or more blocks than ``MAX_BLOCKS``.
@@ -486,7 +482,6 @@ class _Long:
         return int.from_bytes(self._data[at : at + size], "big")
 
     def _name(self) -> str:
-        """Return the key of a map's next field."""
         start = self._at
         first = self._data[start]
         if not (0xA0 <= first < 0xC0 or first == 0xD9):
@@ -514,8 +509,8 @@ class _Long:
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
 
     def _pass_over(self, values: int) -> Iterator[None]:
-        """Skip the next ``values`` values. The entries of a container count as values that follow it, so no stack is
-        needed that nested input could overflow.
+        """Skip values. The entries of a container count as values that follow it, so nested input cannot overflow a
+        stack.
         """
         data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
         steps = 0

@@ -1,7 +1,6 @@
 """Bootstrap configuration of an Envoy that uses an endpoint picker: a dictionary, to be written as JSON.
 
-It is for Envoys outside Kubernetes (gateways there have their own), for the tests and the benchmark. Checked against
-Envoy 1.40.
+It is for Envoys outside Kubernetes, for the tests and the benchmark. Checked against Envoy 1.40.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from skymemory.router.settings import RETRIABLE
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
-"""Bytes that Envoy keeps of a request to retry it at a fallback. A longer request is not retried."""
+"""Bytes that Envoy keeps of a request for a retry. A longer request is not retried."""
 MANY = 1_000_000
 
 
@@ -36,27 +35,27 @@ class Entrance:
 
     name: str
     picker: str | None
-    """Address of the picker (``ip:port``); None: no picker, for the benchmark's comparison."""
+    """Address (``ip:port``); None: no picker, for the benchmark's comparison."""
     listen: str = "127.0.0.1:0"
     endpoints: tuple[str, ...] = ()
-    """All possible endpoints. Required for fallback lists, for ``fail_open``, and without a picker. If empty, requests
+    """All possible endpoints: required for fallback lists, for ``fail_open``, and without a picker. If empty, requests
     go to the address that the picker names (a cluster of type ORIGINAL_DST).
     """
     read_from: Literal["metadata", "header"] = "metadata"
     """Source of the endpoint. A client can send the header, but no metadata."""
     retries: int = 0
-    """Further endpoints that a request may go to after connection failures, resets and ``RETRIABLE`` statuses."""
+    """Further endpoints after connection failures, resets and ``RETRIABLE`` statuses."""
     retry_budget: float = 0.2
     """Concurrent retries as a share of the active requests."""
     retry_floor: int = 3
-    """Number of concurrent retries that is always allowed."""
+    """Concurrent retries that are always allowed."""
     max_ejected: float = 0.5
     """Largest share of ``endpoints`` that Envoy's outlier detection may eject."""
     fail_open: bool = False
     """True to use ``endpoints`` in turn while the picker is down, instead of answering an error."""
     picker_tls: bool = False
     picker_ca: str | None = None
-    """File with the authority of the picker's certificate; None: any certificate is accepted."""
+    """Authority of the picker's certificate; None: any certificate is accepted."""
     health_s: float = 1.0
     """Period of Envoy's health checks of the picker. After two failures Envoy goes on without it: with full-duplex
     bodies no other timeout ends a request that waits for a picker.
@@ -67,9 +66,7 @@ class Entrance:
 
 
 def bootstrap(entrances: Sequence[Entrance]) -> dict[str, Any]:
-    """Return Envoy's complete configuration. Its admin page is on a free port of 127.0.0.1
-    (``--admin-address-path``).
-    """
+    """Return Envoy's configuration. Its admin page is on a free port of 127.0.0.1 (``--admin-address-path``)."""
     clusters = [_servers(entrance) for entrance in entrances]
     clusters += [_picker(entrance) for entrance in entrances if entrance.picker is not None]
     return {
@@ -219,7 +216,7 @@ def _picker(entrance: Entrance) -> dict[str, Any]:
 
 
 def _no_limits(more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Lift Envoy's limits (1,024 requests), which would refuse long streams; the picker has its own limits."""
+    """Lift Envoy's limits (1,024 requests), which would refuse long streams; the picker has its own."""
     return {"thresholds": [{"max_connections": MANY, "max_pending_requests": MANY, "max_requests": MANY, **more}]}
 
 

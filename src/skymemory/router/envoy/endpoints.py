@@ -24,7 +24,7 @@ _TRUTH = {"true": True, "false": False}
 
 class Source(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return the current endpoints; None: they cannot be read now, and the last endpoints stay."""
+        """Return the current endpoints; None: they cannot be read now, and the last stay."""
         ...
 
 
@@ -48,7 +48,7 @@ def parse_endpoint(text: str) -> str:
 
 
 def endpoint(text: str) -> Backend:
-    """Return the backend at ``ip:port``, without further settings.
+    """Return the backend at ``ip:port``.
 
     Raises:
         InvalidInput: no ``ip:port``.
@@ -58,10 +58,10 @@ def endpoint(text: str) -> Backend:
 
 
 def as_endpoint(backend: Backend) -> Backend:
-    """Return a backend of the settings, named by its address.
+    """Name a backend of the settings by its address.
 
     Raises:
-        InvalidInput: it has a host name, a path or TLS, which endpoints for Envoy cannot have; or it is elastic.
+        InvalidInput: it is elastic, or has a host name, a path or TLS, which endpoints for Envoy cannot have.
     """
     _check_fixed(backend)
     parts = urlsplit(backend.url)
@@ -90,8 +90,6 @@ def completed(backend: Backend, settings: PickerSettings) -> Backend:
 
 
 class SettingsSource:
-    """Endpoints of the settings; call ``set`` when they change."""
-
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.set(backends)
 
@@ -119,7 +117,7 @@ class FileSource:
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return None while the file is missing or invalid, so that a half-written file removes no endpoint."""
+        """Return None while the file is missing or invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
@@ -163,9 +161,7 @@ def _of_line(line: str) -> Backend:
 
 
 class NameSource:
-    """All addresses of a DNS name. In Kubernetes a headless Service (``clusterIP: None``) has one address per ready
-    pod.
-    """
+    """All addresses of a DNS name. A headless Service of Kubernetes (``clusterIP: None``) has one per ready pod."""
 
     def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
         self._role = role
@@ -190,7 +186,7 @@ class NameSource:
 
 
 class BothSources:
-    """Endpoints of two sources, while both can be read. If both have an endpoint, the first source's counts."""
+    """Endpoints of two sources, while both can be read. The first source takes precedence."""
 
     def __init__(self, first: Source, second: Source) -> None:
         self._sources = first, second

@@ -1,6 +1,5 @@
 """Requests of the endpoint picker. ``Exchange`` is an HTTP request and its response, as Envoy reports them on a gRPC
-stream (ext_proc): messages in, messages out. All exchanges share a ``PickerService``, which reads, picks, limits and
-counts.
+stream (ext_proc). All exchanges share a ``PickerService``, which reads, picks, limits and counts.
 
 No I/O: ``ext_proc_server`` moves the messages, tests call ``receive``.
 
@@ -52,9 +51,9 @@ except ImportError as error:
 
 COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1
-"""Value for refusals that have no better estimate."""
+"""Default for refusals."""
 WITHOUT_PROMPT = without_prompt()
-"""A request routed by load alone: a list of models, an embedding, anything without a known prompt."""
+"""A request routed by load alone, since it has no known prompt, such as an embedding."""
 PIECE_COST_BYTES = 48
 """Memory of a piece of a body in addition to its bytes."""
 RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding", "retry-after"))
@@ -71,20 +70,17 @@ class PickerService:
     most_body_bytes: int = 16 << 20
     counters: Counters = field(default_factory=Counters)
     thread_bytes: int | None = None
-    """Length from which bodies are read in a thread, since a tokenizer takes its time; None: no body is."""
+    """Length from which bodies are read in a thread, since tokenizers take time; None: no body is."""
     streams: int = 0
-    """Exchanges in flight."""
     deferred: DeferredWork = field(init=False)
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
     room: WaitingRoom | None = None
-    """Place where requests wait for a server with room; None: the picker does not run, and they are refused."""
+    """Queue for a server with room; None while the picker does not run: requests are refused."""
     alone: Scheduler | None = None
-    """Scheduler of requests that a single server serves, if prefill and decode are separate; None: every server does
-    both.
-    """
+    """Scheduler of requests that a single server serves; None if prefill and decode are not separate."""
     refuses_unknown_paths: bool = False
     split_from: int = 0
-    """Missing tokens below which a decode server serves a prompt alone."""
+    """Number of missing tokens below which a decode server serves a prompt alone."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -95,7 +91,6 @@ class PickerService:
         return self.scheduler.prefill
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start running in this event loop."""
         self.deferred.schedule = loop.call_soon
         self.room = WaitingRoom(self.queue, self.has_room, loop, self.deferred.flush)
 
@@ -116,7 +111,7 @@ class PickerService:
         """Parse a request.
 
         Raises:
-            ApiError: its path has prompts, and no engine could read it; or its path is unknown and refused.
+            ApiError: no engine could read it, or its path is unknown and refused.
         """
         known = _prompt_path(headers)
         if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
@@ -124,7 +119,7 @@ class PickerService:
         return WITHOUT_PROMPT if known is None else self.reader.read(known, headers, body)
 
     def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
-        """Decompress the body of a prompt. Envoy still passes it on as received.
+        """Decompress the body of a prompt, which Envoy passes on as received.
 
         Raises:
             ApiError: it cannot be decompressed, or is too long then.
@@ -142,7 +137,7 @@ class PickerService:
         return fields is not None and not why_whole(path, fields)
 
     def must_wait(self, request: Request, among: frozenset[str] | None, now_s: float) -> WaitingRoom | None:
-        """Return the waiting room if the request has to wait: other requests wait, or no server has room."""
+        """Return the waiting room if other requests wait or no server has room."""
         self.deferred.flush()
         room = self.room
         if room is None or not self.queue.settings.most_requests or not self.settings.max_requests:
@@ -161,9 +156,9 @@ class PickerService:
         """Choose the server or servers of a request.
 
         Args:
-            splits: one server may prefill the request and another answer it. The placement then has both, if a prefill
-            server is up.
-            client: sender of the request; its failures keep it away from servers (``failure``).
+            splits: one server may prefill the request and another answer it; the placement has both if a prefill server
+            is up.
+            client: sender, whose failures keep it away from servers (``failure``).
 
         Raises:
             ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
@@ -203,15 +198,12 @@ class PickerService:
         return placement
 
     def book(self, placement: Placement, now_s: float) -> RequestAccount:
-        """Begin the account of a placement."""
         if placement.decode is not None:
             return ObservedPair(self.scheduler, placement, now_s)
         return RequestAccount(self.alone or self.scheduler, placement, now_s, self.deferred)
 
     def endpoints(self, decision: Decision) -> str:
-        """Return ``ip:port`` of the chosen server, then of the fallbacks, best first. All are in the subset that the
-        request allows.
-        """
+        """Return ``ip:port`` of the chosen server and the fallbacks, best first. All are in the allowed subset."""
         most = self.settings.fallbacks  # the decision sorts its fallbacks only when they are read
         return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
 
@@ -247,7 +239,6 @@ def _path(headers: Mapping[str, str]) -> str:
 
 
 def _prompt_path(headers: Mapping[str, str]) -> str | None:
-    """Return the path of a request with a prompt; None if it has none."""
     # A gateway may strip the prefix of a path after it has asked, so the end of the path decides.
     path = _path(headers)
     prompt_path = next((prompt_path for prompt_path in PROMPT_PATHS if path.endswith(prompt_path)), None)
@@ -255,9 +246,7 @@ def _prompt_path(headers: Mapping[str, str]) -> str | None:
 
 
 class Exchange:
-    """A request and its response. ``receive`` every message of the stream, then call ``closed`` once, however it
-    ended.
-    """
+    """A request and its response. ``receive`` every message of the stream, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
         """Create it. ``later`` sends the answers of a request that had to wait for a server."""
@@ -280,11 +269,8 @@ class Exchange:
         """True if the request was routed or refused."""
         self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        """Arguments of ``_route`` while it is queued: request, body, if two servers may serve it, if trailers ended
-        it.
-        """
+        """Arguments of ``_route`` while it is queued: request, body, splits, trailers."""
         self._entry: Entry | None = None
-        """Entry in the queue, if it was in it."""
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")
@@ -305,9 +291,7 @@ class Exchange:
         return service.thread_bytes is not None and service.thread_bytes <= size
 
     def read_whole(self, message: ProcessingRequest) -> Request | ApiError:
-        """Read the request that ``message`` completes, in a thread, before ``receive``. Errors are returned, not
-        raised.
-        """
+        """Read the request that ``message`` completes, in a thread, before ``receive``. Errors are returned."""
         self._whole = b"".join((*self._body, message.request_body.body))
         try:
             self._plain = self._service.unpacked(self._headers, self._whole)
@@ -316,7 +300,6 @@ class Exchange:
             return error
 
     def may_be_longer_than(self, size_bytes: int) -> bool:
-        """Return True if reading the body may take this much memory."""
         return self.held_bytes() >= size_bytes or self._is_packed
 
     @property
@@ -326,14 +309,11 @@ class Exchange:
     def receive(
         self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
     ) -> Iterable[bytes]:
-        """Process a message of Envoy.
-
-        Args:
-            read: result of ``read_whole``; None: the request is read here.
+        """Process a message of Envoy. ``read`` is the result of ``read_whole``; None: the request is read here.
 
         Returns:
-            The encoded messages to send now, in order: a tuple, which is empty if further messages must come first. For
-            a long body it is an iterator, which encodes each piece on demand.
+            The encoded messages to send now: a tuple, empty if further messages must come first. For a long body it is
+            an iterator, which encodes each piece on demand.
         """
         self._read = read
         if message.HasField("protocol_config"):
@@ -361,11 +341,11 @@ class Exchange:
         return ()
 
     def held_bytes(self) -> int:
-        """Return the memory of the request's body until it is complete."""
+        """Return the memory of an incomplete body."""
         return self._body_bytes + PIECE_COST_BYTES * len(self._body)
 
     def too_much(self) -> Iterable[bytes]:
-        """Refuse the request: the memory for incomplete bodies is full, and this body is among the longest."""
+        """Refuse the request: the memory for incomplete bodies is full, and its body is among the longest."""
         if self._answered:
             return ()
         return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
@@ -598,5 +578,5 @@ class Exchange:
 
 
 def _client(request: Request, headers: Mapping[str, str]) -> str:
-    """Return the sender of a request: its tenant, or else the client address that Envoy reports."""
+    """Return the sender: the tenant, or else the client address that Envoy reports."""
     return request.tenant or headers.get("x-forwarded-for", "").rpartition(",")[2].strip()

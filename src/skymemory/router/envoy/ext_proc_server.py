@@ -1,4 +1,4 @@
-"""gRPC server around ``ext_proc``: streams, health checks, TLS, and a stop that lets requests finish."""
+"""gRPC server around ``ext_proc``: streams, health checks, TLS, and a graceful stop."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
 """Length from which bodies are read one at a time: reading takes about five times their length of memory."""
 SPARE_STREAMS = 1_000
-"""Calls per connection in addition to ``max_streams``, so that excess requests get a 429, and health checks an
-answer.
-"""
+"""Calls per connection in addition to ``max_streams``, for 429 responses and health checks."""
 
 
 class PickerServer:
@@ -62,7 +60,7 @@ class PickerServer:
 
         Args:
             listen: ``ip:port``; port 0 takes a free port, then in ``port``.
-            health_listen: address of health checks without TLS, which Kubernetes' own probes do not support.
+            health_listen: address of health checks without TLS, since Kubernetes' own probes have none.
         """
         self._service = service
         self._listen = listen
@@ -98,7 +96,6 @@ class PickerServer:
             self.health_port = await self._serve(server, self._health_listen, None)
 
     async def ready(self) -> None:
-        """Report readiness: endpoints are known."""
         self._set_ready(True)
 
     async def stop(self, grace_s: float) -> None:
@@ -140,7 +137,7 @@ class PickerServer:
         return int(listener.sockets[0].getsockname()[1])
 
     def _set_ready(self, ready: bool) -> None:
-        """Set the state under the protocol's names, and under the empty name, for probes that send none."""
+        """Set the state under the protocol's names, and the empty name of probes that send none."""
         for name in ("", READINESS, SERVICE):
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
@@ -240,7 +237,6 @@ class HealthBook:
         return self._states.get(name)
 
     def close(self) -> None:
-        """End all watches."""
         for watch in list(self._watches):
             watch.end()
 

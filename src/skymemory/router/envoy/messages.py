@@ -54,7 +54,7 @@ BUFFERED = BODY_MODE.Value("BUFFERED")
 
 
 def headers_of(headers: HttpHeaders) -> dict[str, str]:
-    """Return headers by lower-case names, as Envoy sends them. Values of a repeated header are joined by commas."""
+    """Return headers by lower-case names; values of a repeated header are joined by commas."""
     values: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -85,9 +85,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """Return the endpoint that served the request, by the protocol's metadata or else Envoy's attribute; empty:
-    unknown.
-    """
+    """Return the endpoint that served the request, by the protocol's metadata or Envoy's attribute; empty: unknown."""
     metadata = message.metadata_context.filter_metadata
     if METADATA_NAMESPACE in metadata and SERVED in metadata[METADATA_NAMESPACE].fields:
         return str(metadata[METADATA_NAMESPACE].fields[SERVED].string_value)
@@ -95,7 +93,7 @@ def served_of(message: ProcessingRequest) -> str:
 
 
 def is_envoys_own(message: ProcessingRequest) -> bool | None:
-    """Return True if Envoy itself made the response because no server answered; None: unknown."""
+    """Return True if Envoy itself made the response, since no server answered; None: unknown."""
     details = _attribute(message, CODE_DETAILS)
     return details != FROM_UPSTREAM if details else None
 
@@ -108,7 +106,7 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
 
 
 def is_unconnected(message: ProcessingRequest) -> bool:
-    """Return True if Envoy made the response because it got no connection: no server has read the request."""
+    """Return True if Envoy got no connection, so that no server has read the request."""
     details = _attribute(message, CODE_DETAILS)
     return any(word in details for word in ("connection_failure", "connection_timeout", "no_healthy_upstream"))
 
@@ -129,7 +127,6 @@ def streamed_response(body: bytes, end: bool) -> Iterator[bytes]:
 
 
 def immediate(status: int, body: bytes, retry_after_s: int | None = None) -> bytes:
-    """Return an error that Envoy sends to the client at once."""
     headers = {"content-type": "application/json"}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
@@ -154,7 +151,6 @@ def _headers(mutation: HeaderMutation | None) -> HeadersResponse:
 
 
 def _header(name: str, value: str) -> HeaderValueOption:
-    """Return a mutation that replaces the header."""
     return HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
 
 
@@ -176,7 +172,7 @@ def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
     """Return the answer to a request's headers.
 
     Args:
-        endpoints: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read either of them.
+        endpoints: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read either.
         prefiller: server that the sidecar asks for the prefill; empty: none; None: there are no sidecars.
     """
     mutation, metadata = _destination(endpoints, prefiller)
@@ -228,7 +224,7 @@ _LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
 
 @lru_cache(maxsize=4096)
 def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
-    """Return the encoded message up to a piece of ``size`` bytes that is followed by ``behind`` bytes."""
+    """Return the encoded message up to a piece of ``size`` bytes, after which ``behind`` bytes follow."""
     innermost, *outer = tags
     prefix = innermost + _varint(size) if size else b""  # protobuf omits empty fields
     for tag in outer:

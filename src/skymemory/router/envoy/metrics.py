@@ -1,4 +1,4 @@
-"""Prometheus metrics of the endpoint picker: counters of its service, and gauges of the servers."""
+"""Prometheus metrics of the endpoint picker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COUNTERS = {
 
 
 class PickerCollector(Collector):
-    """Collector that reads the service's counters and the servers' state on a scrape."""
+    """Collector of the service's counters and the servers' state, read on a scrape."""
 
     def __init__(self, service: PickerService) -> None:
         self._service = service
@@ -79,7 +79,6 @@ class MetricsPage:
     """``GET /metrics`` on its own address."""
 
     def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collector] = ()) -> None:
-        """Create the page. ``collectors``: further metrics on it."""
         self._registry = CollectorRegistry()
         for collector in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):
             self._registry.register(collector)

@@ -1,8 +1,8 @@
 """Endpoint picker as a process: it follows its endpoints, reloads settings, and drains before it stops.
 
 1. ``serve`` reads the settings and builds an ``EndpointPicker`` (``endpoint_picker``).
-2. ``run`` listens, and then refreshes the endpoints until it stops. The picker reports readiness as soon as it knows
-   endpoints and has loaded what the last process had learned about them.
+2. ``run`` listens, and refreshes the endpoints until it stops. The picker is ready as soon as it knows endpoints and
+   has loaded what the last process had learned about them.
 3. SIGHUP or a changed file reloads what can change without a restart; SIGTERM drains.
 """
 
@@ -49,7 +49,7 @@ from skymemory.router.tls import PemCertificate, from_files, self_signed
 log = logging.getLogger("skymemory.router")
 
 TOKENIZED_IN_THREAD_BYTES = 16 << 10
-"""Length of about 5 ms of tokenizing; a thread costs a twentieth of that."""
+"""Length of about 5 ms of tokenizing, twenty times the cost of a thread."""
 IN_THREAD_BYTES = 256 << 10
 """Length of about 0.7 ms of reading without a tokenizer. The longest bodies occupy a thread for 50 ms."""
 _RELOADED = {
@@ -76,7 +76,7 @@ class EndpointPicker:
         prefix_state: PrefixState | None = None,
         certificate: PemCertificate | None = None,
     ) -> None:
-        """Create it. ``prefix_state`` loads, saves and shares the strategy's index; None: the index starts empty."""
+        """Create it. ``prefix_state`` loads, saves and shares the strategy's index; None: it starts empty."""
         picker = settings.picker
         self.settings = self.at_start = settings
         self.service = service
@@ -176,7 +176,7 @@ class EndpointPicker:
                 pass
 
     async def _begin(self) -> None:
-        """Load what the last process had learned, and report readiness: the first endpoints are known."""
+        """Load what the last process had learned, and report readiness."""
         if self._prefix_state is not None:
             await self._prefix_state.start()
         self._begun = True
@@ -192,7 +192,7 @@ class EndpointPicker:
 
 
 def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRing | None = None) -> EndpointPicker:
-    """Create the picker that these settings describe.
+    """Create a picker.
 
     Raises:
         InvalidInput: contradictory settings, or an unreadable file.

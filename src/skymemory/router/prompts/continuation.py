@@ -6,14 +6,14 @@
    prompt. It is appended to a completion's prompt. A chat gets it as the assistant's message, with
    ``continue_final_message`` and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which
    only needs the first field). The token limit is reduced by what was sent.
-3. Events of the other server pass through ``add``, too, which makes them events of the same stream: ``id``, ``created``
-   and ``model`` stay, the role is sent once, and the usage is that of the complete answer.
+3. Events of the other server pass through ``add``, too, and become events of the same stream: ``id``, ``created`` and
+   ``model`` stay, the role is sent once, and the usage is that of the complete answer.
 
 An answer is not continued if the text does not determine the rest, or if the client would get something twice: several
 choices, log probabilities, a tool call, reasoning, a grammar that would begin again, token ids for a prompt without a
-tokenizer. Chat templates cut off spaces at the end of a chat's text. So the other server generates these again, and
-they are dropped if it repeats them. The text is handed over, not its tokens: if the other server tokenizes it
-differently from how the first generated it, it may continue differently, too.
+tokenizer. Chat templates cut off spaces at the end of a chat's text, so these are left to the other server, and dropped
+if it repeats them. The text is handed over, not its tokens: if the other server tokenizes it differently, it may
+continue differently, too.
 
 Sent tokens are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which engines
 send one per token.
@@ -33,9 +33,7 @@ from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
 ENGINES = frozenset(("vllm", "sglang", "skymemory"))
-"""Engines that continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin
-again.
-"""
+"""Engines that continue a chat's last message, by ``owned_by`` in their models. Others would begin again."""
 COMPLETION_TOKENS = 16
 """Default limit of a completion."""
 MAX_HELD_BYTES = 1 << 20
@@ -58,7 +56,7 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     "response_format": (*_UNSET, b'{"type":"text"}'),
     "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
 }
-"""Fields that prevent a continuation unless they have one of these values."""
+"""Fields that prevent a continuation, except with these values."""
 _SERVERS_ERRORS = ("server_error", "InternalServerError")
 """Types of errors in a stream that the server caused."""
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
@@ -108,7 +106,7 @@ class Rest:
     """Remaining part of an answer."""
 
     body: bytes = b""
-    """Body of the request for it; empty: no request is needed."""
+    """Body of the request for it; empty: none is needed."""
     ending: bytes = b""
     """Events that end the stream if no request is needed."""
     by_chat: bool = False
@@ -119,9 +117,7 @@ class StreamContinuation:
     """A streamed answer; see the module. No I/O."""
 
     def __init__(self, path: str, body: bytes, tokens_of: Callable[[str], list[int]] | None = None) -> None:
-        """Create it. ``tokens_of`` returns the tokens of a text, without special tokens; None: there is no
-        tokenizer.
-        """
+        """Create it. ``tokens_of`` returns the tokens of a text, without special tokens; None: no tokenizer."""
         self._path, self._body, self._tokens_of = path, body, tokens_of
         self._held = b""
         """Incomplete event."""
@@ -131,8 +127,8 @@ class StreamContinuation:
         self._fields: Fields | None = None
         """Fields of the request; None: not read yet."""
         self.failure = ""
-        """Message of an event in which the server reports a failure (its engine has died). The event is withheld, with
-        what follows.
+        """Error in an event that reports a failure of the server (its engine has died). The event and what follows are
+        withheld.
         """
         self.withheld = b""
         # State of what was sent:
@@ -140,15 +136,14 @@ class StreamContinuation:
         self._text: list[str] = []
         self._letters = 0
         self._chunks = 0
-        """Chunks with text."""
         self._blank_chunks = 0
-        """Chunks at the end that only have white space."""
+        """Chunks of white space at the end."""
         self._reported_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._had_role = self._had_usage = False
         self._finish: str | None = None
         self._first: dict[str, Any] | None = None
-        """First chunk without choices and usage: fields that every chunk has."""
+        """Fields of the first chunk that every chunk has: all but choices and usage."""
         # State of the current server, unless it is the first:
         self._is_continued = self._is_discarding = False
         self._blanks = ""
@@ -184,7 +179,6 @@ class StreamContinuation:
         return data
 
     def _before_failure(self, data: bytes) -> bytes:
-        """Return the events before a failure of the server."""
         events = _events(data)
         for at, event in enumerate(events):
             if message := _failure_in(event):
@@ -193,7 +187,6 @@ class StreamContinuation:
         return data
 
     def _read(self) -> None:
-        """Extract the content of the kept events."""
         data, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         if self._fields is None:
             self._fields = fields_of(self._body) or {}
@@ -280,7 +273,6 @@ class StreamContinuation:
         return Rest(_encode(changed), by_chat=is_chat and bool(prompt_text))
 
     def _tokens_sent(self, kept: str) -> int:
-        """Return the number of tokens of the text that becomes part of the prompt."""
         if self._tokens_of is not None:
             return len(self._tokens_of(kept))
         counted = self._chunks if self._reported_tokens is None else self._reported_tokens
@@ -371,7 +363,7 @@ class StreamContinuation:
         return text
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Compute the usage of the complete answer from that of its rest, whose prompt contains the text sent
+        """Compute the usage of the complete answer from the usage of the rest, whose prompt contains the text sent
         before.
         """
         before, prompt = self._tokens_before, usage["prompt_tokens"]
@@ -391,7 +383,7 @@ def _is_continuable(fields: Fields) -> bool:
 
 
 def _limit(fields: Fields, path: str) -> int | None:
-    """Return the tokens that the complete answer may have; None: as many as fit."""
+    """Return the token limit of the complete answer; None: as many as fit."""
     limits = _token_limits(fields, None)
     limits.pop("min_tokens", None)
     if path == COMPLETIONS and _raw(fields, "max_tokens") == b"":
@@ -400,7 +392,6 @@ def _limit(fields: Fields, path: str) -> int | None:
 
 
 def _token_limits(fields: Fields, default: int | None) -> dict[str, int]:
-    """Return the fields that limit the tokens of an answer."""
     limits = {} if default is None else {"max_tokens": default}
     for name in _TOKEN_LIMITS:
         if (raw := _raw(fields, name)) not in _UNSET:
@@ -427,7 +418,6 @@ def _compact(raw: bytes) -> bytes:
 
 
 def _events(data: bytes) -> list[bytes]:
-    """Split into events, each with its end."""
     if data.find(b"\r") < 0:
         complete = data.split(b"\n\n")
         last = complete.pop()
@@ -438,7 +428,7 @@ def _events(data: bytes) -> list[bytes]:
 
 
 def _failure_in(event: bytes) -> str:
-    """Return the message of an error that the server caused, not the request; empty if there is none."""
+    """Return the message of an error of the server (not of the request); empty if there is none."""
     if (json := _json_of(event)) is None:
         return ""
     try:
@@ -453,7 +443,7 @@ def _failure_in(event: bytes) -> str:
 
 
 def _json_of(event: bytes) -> bytes | None:
-    """Return the JSON of an event; None: it has none (a comment, or the end)."""
+    """Return the JSON of an event; None: a comment, or the end."""
     if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:
         return event[6:-2]
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]

@@ -1,4 +1,4 @@
-"""Limits on the items of a body: lists, objects, texts, numbers. They bound the time and memory of decoding it.
+"""Limits on the lists, objects, texts and numbers of a body, which bound the time and memory of decoding it.
 
 A body of 16 MiB may hold millions of tiny values, each of which becomes an object. A decoder holds the interpreter lock
 until it is done, so that even in a thread it would stop the event loop. Counting decodes nothing.
@@ -10,17 +10,15 @@ from skymemory import native
 from skymemory.router.api_error import ApiError
 
 MAX_LISTS = 32_768
-"""Limit of lists and objects: each message, part of a message, tool and object of a tool's schema counts."""
+"""Limit of lists and objects: messages, their parts, tools and the objects of a tool's schema."""
 MAX_TEXTS = 65_536
 """Limit of texts and names of fields. A message has about four, and each of its parts as many."""
 MAX_VALUES = 131_072
-"""Limit of values in lists and objects, of any kind."""
 MAX_TOKEN_NUMBERS = 4 << 20
 """Limit of values if a prompt may be tokens: more than the longest context."""
 MAX_FIELDS = 1024
-"""Limit of fields of the body itself."""
 UNCOUNTED_BYTES = 8192
-"""Length below which a body is read in much less than a turn of the event loop, whatever it holds."""
+"""Length below which a body is read in much less than a turn of the event loop."""
 IN_LOOP_BYTES = 131_072
 IN_LOOP_LISTS = 1024
 IN_LOOP_VALUES = 8192

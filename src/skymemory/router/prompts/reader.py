@@ -47,22 +47,20 @@ MAX_NAME_LETTERS = 256
 TOKEN_BYTES = 4
 """Size of a token in hashed bytes: unsigned, little-endian."""
 WHOLE_LIMIT = 1 << 63
-"""Bound of integers in a body, positive and negative: the type of engines and of JSON parsers."""
+"""Bound of integers, positive and negative: the type of engines and of JSON parsers."""
 MAX_OUTPUT_TOKENS = 1 << 24
 """Limit counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
 MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
 IMAGE_BYTES = 2048
-"""Size counted for an image, or any other part of a chat that is not text: 512 tokens, as a rough estimate."""
+"""Size counted for an image, or another part that is not text: 512 tokens, as a rough estimate."""
 LONG_PROMPTS_BYTES = 131_072
-"""Length of a completion's prompts, as JSON, above which only the beginning of the first prompt is decoded."""
+"""Length (JSON) of a completion's prompts above which only the beginning of the first is decoded."""
 _NO_HASHES = np.empty(0, dtype=np.uint64)
 _seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reader of requests, configured by a router's settings.
-
-    ``adapters`` maps LoRA adapters to their base models; the mapping may change at any time.
+    """Reader of requests. ``adapters`` maps LoRA adapters to their base models, and may change at any time.
 
     Raises:
         InvalidInput: the tokenizer cannot be read.
@@ -150,7 +148,7 @@ class PromptReader:
         )
 
     def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of a text within a prompt. It needs a tokenizer (``has_tokenizer``)."""
+        """Return the tokens of a text within a prompt. It needs a tokenizer."""
         assert self._tokenizer is not None
         tokens: list[int] = np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
         return tokens
@@ -172,9 +170,8 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int, int]:
-        """Return bytes of the first prompt, the tokens of all prompts, and the number of prompts.
-
-        Only the first prompt is matched. The tokens of long prompts are estimated.
+        """Return bytes of the first prompt, which alone is matched, the tokens of all prompts, estimated if they are
+        long, and the number of prompts.
         """
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
@@ -203,8 +200,10 @@ class PromptReader:
         return data, len(data) // TOKEN_BYTES
 
     def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer, salt: str, most_new: int | None) -> bytes:
-        """Return the tokens of a chat by the engine's chat template. If there is no template or it fails, return the
-        tokens of the flat text: equal chats then still match, and the engine reports what is wrong.
+        """Return the tokens of a chat by the engine's chat template.
+
+        If there is none or it fails, the flat text is tokenized: equal chats then still match, and the engine reports
+        what is wrong.
         """
         read_messages(body)
         messages: list[dict[str, Any]] = anything(body.messages, "messages")
@@ -226,7 +225,7 @@ class PromptReader:
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
-        """Return the session's id: its header, or else its cookie, the body's ``user`` or the client's address."""
+        """Return the session: its header, or else its cookie, the body's ``user`` or the client's address."""
         if session := headers.get(self._session_header):
             return session
         if cookies := headers.get("cookie"):
@@ -252,7 +251,7 @@ def without_prompt(tokens: int = 0) -> Request:
 
 
 def output_limit(body: Body) -> int | None:
-    """Return the tokens that its answer may have, at most ``MAX_OUTPUT_TOKENS``; None: it sets no limit.
+    """Return the limit of the answer's tokens, at most ``MAX_OUTPUT_TOKENS``; None: no limit.
 
     Raises:
         ApiError: 400, the limit is not an integer of 64 bits.
@@ -267,9 +266,7 @@ def output_limit(body: Body) -> int | None:
 
 
 def _answers(body: Body, prompts: int) -> int:
-    """Return the number of answers that the engine generates, at most ``MAX_ANSWERS``. The engine validates both
-    fields.
-    """
+    """Return the number of answers to generate, at most ``MAX_ANSWERS``. The engine validates both fields."""
     counts = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
     return min(prompts * max((1, *counts)), MAX_ANSWERS)
 
@@ -292,7 +289,6 @@ def clients_of(settings: AdmissionSettings) -> Clients:
 
 
 def slo_of(settings: AdmissionSettings) -> Slo | None:
-    """Return the times promised to every request; None: nothing is promised."""
     return Slo(settings.ttft_s, settings.tbt_s or math.inf) if settings.ttft_s else None
 
 
@@ -357,7 +353,6 @@ class Clients:
         return _clamped(-(whole_number(_decoded(_priority, field, "priority"), "priority") or 0))
 
     def has_priority(self, headers: Mapping[str, str]) -> bool:
-        """Return True if a header sets the priority."""
         if self.priority_header and self.priority_header in headers:
             return True
         return self.objectives is not None and _first(headers, OBJECTIVE_HEADERS) is not None
@@ -397,7 +392,7 @@ def _clamped(level: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _digest(key: str) -> str:
-    """Return a digest of a key, which replaces the secret when it is stored, compared or shown."""
+    """Replace a secret by a digest that may be stored, compared and shown."""
     return "key-" + hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:_KEY_DIGITS]
 
 
@@ -466,7 +461,7 @@ _ESCAPE_BYTES = 6
 """Size of the longest escape of a letter in JSON."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PROMPT = -1
-"""Key of the prompt in the result of ``native.cut_texts``."""
+"""Key of the prompt in ``native.cut_texts``."""
 _NO_TEXTS: Mapping[int, bytes] = MappingProxyType({})
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
@@ -481,7 +476,7 @@ def read_body(body: bytes) -> Body:
 
 
 def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
-    """Return the body without its long texts, and these texts (``native.cut_texts``), which need no decoding."""
+    """Separate a body's long texts, which need no decoding (``native.cut_texts``)."""
     remainder, texts = native.cut_texts(body)
     try:
         return read_body(remainder), texts
@@ -499,7 +494,7 @@ def prompts_of(body: Body) -> list[bytes]:
 
 
 def read_prompts(body: Body) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion, at least one: texts, or token numbers."""
+    """Return the prompts of a completion, at least one."""
     raw = bytes(body.prompt)
     if not raw or raw == b"null":
         if bytes(body.prompt_embeds):
@@ -542,9 +537,7 @@ def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, in
 
 
 def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
-    """Return the first numbers of a list: at least ``most_tokens`` if it has as many and each has at most ten
-    digits.
-    """
+    """Return the first numbers of a list: at least ``most_tokens`` if it has as many, each of at most ten digits."""
     cut = most_tokens * _NUMBER_BYTES
     if len(raw) > cut and (end := raw.rfind(b",", 0, cut)) > 0:
         raw = raw[:end] + b"]"
@@ -559,11 +552,11 @@ def read_messages(body: Body) -> list[Message]:
 
 
 def chat_bytes(body: Body, most_bytes: int = sys.maxsize, texts: Mapping[int, bytes] = _NO_TEXTS) -> tuple[bytes, int]:
-    """Return a chat as bytes, of which each earlier state of the conversation is a prefix, and its full length. At
-    least ``most_bytes`` of the bytes are made.
+    """Return a chat as bytes, at least the first ``most_bytes``, and its full length.
 
-    Tools come first, as in templates; then the role and content of each turn, separated by control characters, which
-    JSON text cannot hold unescaped. Images, and all other parts that are not text, are digests of ``IMAGE_BYTES``.
+    Each earlier state of the conversation is a prefix. Tools come first, as in templates; then the role and content of
+    each turn, separated by control characters, which JSON text cannot hold unescaped. Images, and all other parts that
+    are not text, are digests of ``IMAGE_BYTES``.
     """
     parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
     size_bytes = sum(map(len, parts))
@@ -582,9 +575,7 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
 
 
 def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of a message, each with the number of bytes of its text that are not decoded. ``text`` is its
-    content, if that was cut out of it.
-    """
+    """Yield pieces of a message, and how many bytes of its text are not decoded. ``text``: its content, if cut out."""
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
     if text is not None:
@@ -607,8 +598,8 @@ def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes 
 
 
 def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
-    """Return the beginning of a text, at least ``most_bytes`` of UTF-8 if it is as long, and the number of bytes of
-    ``raw``, its JSON, that were not decoded.
+    """Decode the beginning of a text, at least ``most_bytes`` of UTF-8; also return how many bytes of ``raw`` are
+    left.
     """
     end = most_bytes * _ESCAPE_BYTES
     if len(raw) <= end:
@@ -624,7 +615,7 @@ def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
 
 
 def part_bytes(raw: msgspec.Raw) -> bytes:
-    """Return the text of a part of a message's content, or a digest of an image's URL or data."""
+    """Return the text of a part of a message, or a digest of an image's URL or data."""
     data = bytes(raw)
     if data[:1] == b'"':
         return text_bytes(_decoded(_text, data, "messages"))
@@ -635,7 +626,7 @@ def part_bytes(raw: msgspec.Raw) -> bytes:
 
 
 def digest_of(raw: bytes) -> bytes:
-    """Return the digest of ``raw`` in 64 hexadecimal digits."""
+    """Return a digest of 64 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=32).hexdigest().encode("ascii")
 
 

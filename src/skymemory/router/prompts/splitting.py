@@ -34,7 +34,7 @@ _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def fields_of(body: bytes) -> Fields | None:
-    """Return the fields of a JSON object, undecoded; None: it is not a JSON object, which the prompt reader reports."""
+    """Return the fields of a JSON object, undecoded; None: it is none, which the prompt reader reports."""
     try:
         return _fields.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -42,7 +42,7 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def why_whole(path: str, fields: Fields) -> str:
-    """Return the field because of which this request cannot be split; empty: it can. Requests of other APIs cannot."""
+    """Return the field that prevents splitting this request, the path of other APIs, or nothing."""
 
     def is_set(name: str) -> bool:
         return _raw(fields, name) not in _UNSET
@@ -65,7 +65,6 @@ def why_whole(path: str, fields: Fields) -> str:
 
 
 def prefill_body(fields: Fields) -> bytes:
-    """Return the body for the prefill server."""
     prefill_fields = {name: value for name, value in fields.items() if name not in _NOT_OF_PREFILL}
     prefill_fields |= {"max_tokens": _ONE, "stream": _FALSE, PARAMS: _DECODES_ELSEWHERE}
     if "max_completion_tokens" in prefill_fields:
@@ -74,7 +73,6 @@ def prefill_body(fields: Fields) -> bytes:
 
 
 def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
-    """Return the body for the decode server."""
     return msgspec.json.encode({**fields, PARAMS: params})
 
 
@@ -115,8 +113,8 @@ def read_prefilled(body: bytes) -> Prefilled | None:
 
 
 def refuses_params(error: bytes) -> bool:
-    """Return True if an error response concerns ``kv_transfer_params``, which the router has added. Only its ``param``
-    counts: messages may repeat the complete request.
+    """Return True if an error concerns ``kv_transfer_params``, which the router added: by its ``param``, since messages
+    may repeat the complete request.
     """
     try:
         return _error.decode(error).error.param == PARAMS
@@ -130,7 +128,7 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _as_number(raw: bytes) -> float:
-    """Return NaN if it is not a number, which the engine reports."""
+    """Return NaN for anything else, which the engine reports."""
     try:
         return _number.decode(raw)
     except (msgspec.MsgspecError, ValueError):

@@ -1,11 +1,11 @@
 """Tokenization of prompts as in the engine: with its tokenizer and chat template, read from the model's folder.
 
 ``Pieces`` tokenizes each piece of text once: most of a prompt was in the previous turn, or in other prompts with the
-same instructions. A text is cut between a letter and a space, where its tokens split independently of the surrounding
-text. That holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within each part (BPE:
-GPT-2, Llama 3, Qwen, gpt-oss): none of their alternatives matches a letter and a space after it, none looks back, and
-lookahead does not go further than the character after white space, where no text is cut. Any other tokenizer reads each
-text as a whole.
+same instructions. A text is cut between a letter and a space, at which its tokens split independently of the
+surrounding text. That holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within
+each part (BPE: GPT-2, Llama 3, Qwen, gpt-oss): none of their alternatives matches a letter and a space after it, none
+looks back, and lookahead does not go further than the character after white space, where no text is cut. Any other
+tokenizer reads each text as a whole.
 
 The `tokenizers` library and Jinja suffice; transformers takes seconds to import, and needs torch. Templates run in
 Jinja's sandbox with the functions that transformers gives them.
@@ -43,7 +43,7 @@ PIECE_LETTERS = 512
 MAX_CACHE_BYTES = 64 << 20
 """Limit of cached pieces and their tokens; above it, the least recently used piece is evicted."""
 MAX_PIECE_LETTERS = 65_536
-"""Limit of a cached piece; a longer piece (without a possible cut) is not cached."""
+"""Limit of a cached piece; a longer piece has no possible cut."""
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -63,7 +63,7 @@ _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  
 
 
 class TooMuchNewText(Exception):
-    """More letters are outside of cached pieces than the caller allows."""
+    """More letters than the caller allows are in no cached piece."""
 
 
 class Pieces:
@@ -98,7 +98,7 @@ class Pieces:
     def tokens(self, text: str, salt: str = "", most_new: int | None = None) -> bytes:
         """Return the token numbers of ``text``, 4 bytes each.
 
-        ``salt``: pieces are shared only under the same salt, since response times would reveal what others sent.
+        Pieces are shared only under the same ``salt``, since response times would reveal what others sent.
 
         Raises:
             TooMuchNewText: more letters than ``most_new`` are in no cached piece.
@@ -148,7 +148,7 @@ class Pieces:
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Return True if this tokenizer's texts can be cut, judged by its file."""
+    """Return True if the file shows that this tokenizer's texts can be cut."""
     settings: Mapping[str, Any] = json.loads(tokenizer_json)
     model, normalizer = settings.get("model") or {}, settings.get("normalizer")
     return (
@@ -198,7 +198,7 @@ def _size(salt: str, piece: str, tokens: bytes) -> int:
 
 
 class PromptTokenizer:
-    """A tokenizer, and the chat template of the same folder if there is one."""
+    """A tokenizer, and the chat template of the same folder, if any."""
 
     def __init__(self, path: Path, piece_letters: int = PIECE_LETTERS) -> None:
         """Load a tokenizer.
@@ -228,9 +228,7 @@ class PromptTokenizer:
         self._around = self._special_around()
 
     def of_text(self, text: str, special: bool = True) -> list[int]:
-        """Return the token numbers of ``text``; with ``special``, including those that the tokenizer adds around it
-        (``<s>``).
-        """
+        """Return the token numbers of ``text``; ``special`` adds those that the tokenizer puts around it (``<s>``)."""
         # A batch of one text releases the GIL, and does not compute the offsets of tokens.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
@@ -252,7 +250,7 @@ class PromptTokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _special_around(self) -> tuple[bytes, bytes] | None:
-        """Return what the tokenizer puts before and after every text; None if it does something else."""
+        """Return what the tokenizer puts before and after every text; None if that varies."""
         surroundings = set()
         for text in ("a", "The box b"):
             full, inner = self.of_text(text), self.of_text(text, special=False)
@@ -292,7 +290,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _word(token: object) -> str:
-    """Return a special token's text: the file has it as a string, or as an object with ``content``."""
+    """Return a special token's text, which the file has as a string or as an object with ``content``."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else ""
 
@@ -327,7 +325,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Parser of ``{% generation %}``, which marks the text that a model is trained on. It is ignored."""
+    """Extension that ignores ``{% generation %}``, which marks the text that a model is trained on."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 

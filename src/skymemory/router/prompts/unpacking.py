@@ -13,7 +13,7 @@ MAX_MEMBERS = 256
 
 
 def is_packed(content_encoding: bytes) -> bool:
-    """Return True if a body with this Content-Encoding has to be decompressed to be read."""
+    """Return True if a body with this Content-Encoding must be decompressed."""
     return content_encoding.strip().lower() not in _NONE
 
 

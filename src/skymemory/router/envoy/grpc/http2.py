@@ -7,12 +7,12 @@ No I/O and no clock:
 2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's flow-control windows.
 3. ``data_to_send`` returns the output.
 
-Push, priorities (checked and ignored, as in RFC 9113) and the upgrade from HTTP/1.1 are not implemented, since gRPC
-servers do not use them. Headers are decoded by `hpack`.
+Push, priorities (checked and ignored) and the upgrade from HTTP/1.1 are not implemented, since gRPC servers do not use
+them. Headers are decoded by `hpack`.
 
 A stream error ends the stream (RST_STREAM); a connection error or a flood ends the connection (GOAWAY). Envoy resets
-each stream after its answers, so resets alone are not a flood. A flood consists of streams given up before anything was
-answered, or of frames without content. Each kind has a `Budget`.
+each stream after its answers, so resets alone are not a flood. Streams given up before anything was answered, and
+frames without content, are: each kind has a `Budget`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
 """Limit of a received frame: the minimum that RFC 9113 allows. Envoy sends no larger frames."""
 WINDOW_BYTES = 1 << 20
-"""Receive window of a stream; the connection's is sixteen times as large."""
+"""Receive window of a stream."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
 """Limit of a request's headers, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
 MAX_CONTINUATIONS = 16
 """Limit per request; a single frame has room for all bytes allowed."""
 MAX_SIZE_UPDATES = 2
-"""Limit of header table updates before a request (RFC 7541, 4.2: the least size it had, and the current size)."""
+"""Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
 """Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Refill rate for streams reset or refused before anything was answered. The burst is as many as may be open, since all
-clients may disconnect together. Beyond that it is a flood (CVE-2023-44487, CVE-2025-8671).
+"""Refill rate for streams that end unanswered. The burst is as many as may be open, since all clients may disconnect
+together. More is a flood (CVE-2023-44487, CVE-2025-8671).
 """
 IDLE_FRAMES = 5_000
 """Burst of frames without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an
@@ -50,13 +50,11 @@ answer earns another, since peers send WINDOW_UPDATEs for it. gRPC's clients sen
 """
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
-"""Number of closed streams whose end is remembered, to judge late frames for them."""
+"""Closed streams whose end is remembered, to judge late frames."""
 REASONABLE_BLOCK = 64
-"""Free units of work to decode a request's headers: 32 fields of 64 bytes. More work counts as empty frames."""
+"""Free units of work to decode a request's headers: 32 fields of 64 bytes. More counts as empty frames."""
 REMEMBERED_BLOCKS, REMEMBERED_BLOCK_BYTES, REMEMBERED_FIELDS = 16, 512, 32
-"""Limits of the cache of decoded headers. It is valid while the header table is unchanged: Envoy repeats the same
-bytes.
-"""
+"""Cache of decoded headers, valid while the header table is unchanged: Envoy repeats the same bytes."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -100,20 +98,18 @@ class Calls(Protocol):
         ...
 
     def ended(self, stream: int) -> None:
-        """Handle the end of the peer's side of the stream."""
+        """Handle the end of the peer's side."""
         ...
 
-    def aborted(self, stream: int) -> None:
-        """Handle the reset of the stream."""
-        ...
+    def aborted(self, stream: int) -> None: ...
 
     def refused(self, reason: str) -> None:
-        """Count a stream that was refused or reset because of an error of the peer."""
+        """Count a stream refused or reset because of an error of the peer."""
         ...
 
 
 class Budget:
-    """Token bucket: holds ``at_once``, refilled at ``per_s``."""
+    """Token bucket of ``at_once``, refilled at ``per_s``."""
 
     __slots__ = ("_at_once", "_left", "_per_s", "since_s")
 
@@ -126,7 +122,7 @@ class Budget:
             self._left += 1
 
     def spend(self, amount: float, now_s: float) -> bool:
-        """Take ``amount``; return False if the bucket is empty. It is refilled lazily."""
+        """Take ``amount``; False if the bucket is empty. It is refilled lazily."""
         self._left -= amount
         if self._left < 0:
             self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
@@ -135,8 +131,6 @@ class Budget:
 
 
 class _Block(NamedTuple):
-    """A decoded block of headers."""
-
     headers: Headers
     bad_request: str
     """Reason why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
@@ -147,8 +141,6 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Windows and unsent data of a stream."""
-
     sends: int
     """The peer's receive window; may be negative after a change of its settings."""
     receives: int = WINDOW_BYTES
@@ -159,7 +151,6 @@ class Stream:
     pending: deque[bytes] = field(default_factory=deque)
     pending_bytes: int = 0
     answered: bool = False
-    """True if the answer has begun."""
     finished: bool = False
     """True if the answer is complete; the stream closes when it is sent."""
     trailers: bytes | None = None
@@ -186,17 +177,17 @@ class Http2:
         self._last = self._highest = 0
         """The last stream processed, and the highest received."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, and if they are invalid already."""
+        """Headers that await CONTINUATION: stream, END_STREAM, and True if they are invalid already."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._blocks: dict[bytes, _Block] = {}
         self._over: dict[int, int] = {}
-        """How the last closed streams ended."""
+        """Kind of end of the last closed streams."""
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
-        """DATA frame at the end of ``_out``: stream, index of its head, bytes. Further data is appended to it."""
+        """DATA frame at the end of ``_out``, to which more data is appended: stream, index of its head, bytes."""
         self._open: dict[int, Stream] = {}
         self.pending_bytes = 0
         """Unsent data of all streams."""
@@ -209,12 +200,10 @@ class Http2:
         self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(CONNECTION_WINDOW_BYTES - FIRST_WINDOW))
 
     def __len__(self) -> int:
-        """Return the number of open streams."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Received bytes not yet handled."""
         return len(self._buffer) - self._at
 
     def data_to_send(self) -> bytes:
@@ -238,14 +227,14 @@ class Http2:
             self._at = 0
 
     def drop(self) -> None:
-        """Free the buffers of a closed connection, without waiting for the garbage collector: in a flood they are tens
-        of megabytes.
+        """Free the buffers of a closed connection before the garbage collector would: in a flood they are tens of
+        megabytes.
         """
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Process input, at most ``most`` units of work (at least one per frame). Return True if there may be more."""
+        """Process input, at most ``most`` units of work (at least 1 per frame). Return True if there may be more."""
         if self.fault is not None:
             return False
         self._now_s = now_s
@@ -553,7 +542,7 @@ class Http2:
         return cost
 
     def _awaits_input(self, stream: int) -> bool:
-        """Return True if the handler still awaits input: the stream is neither closed nor answered."""
+        """Return True if the stream is neither closed nor answered."""
         state = self._open.get(stream)
         return state is not None and not state.finished
 
@@ -562,7 +551,7 @@ class Http2:
             raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
-        """Reset a stream, open or not, because of an error of the peer (RFC 9113, 5.4.2)."""
+        """Reset a stream because of an error of the peer (RFC 9113, 5.4.2)."""
         state = self._open.get(stream)
         self._calls.refused(reason)
         self._close(stream, _RESET_HERE)
@@ -572,7 +561,7 @@ class Http2:
         self._waste(reason)
 
     def _waste(self, reason: str) -> None:
-        """Count a stream that ended before anything was answered."""
+        """Count a stream that ended unanswered."""
         if not self._unanswered.spend(1, self._now_s):
             raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
@@ -622,7 +611,6 @@ class Http2:
             self._send_pending(stream, state)
 
     def reset(self, stream: int, code: int) -> None:
-        """Reset a stream for a reason of the server."""
         if stream in self._open:
             self._close(stream, _RESET_HERE)
             self._frame(RST_STREAM, 0, stream, WORD.pack(code))
@@ -641,7 +629,6 @@ class Http2:
                 self._give_back(stream, state)
 
     def pending(self, stream: int) -> int:
-        """Return the size of a stream's unsent data."""
         state = self._open.get(stream)
         return 0 if state is None else state.pending_bytes
 
@@ -768,7 +755,7 @@ def _length(count: int) -> bytes:
 
 
 def _check_size_updates(block: bytes) -> None:
-    """Limit table size updates at the start of a block: `hpack` would process a frame full of them, at 1.5 µs each."""
+    """Limit table size updates at the start of a block, of which `hpack` would process a frame full, at 1.5 µs each."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1

@@ -5,14 +5,14 @@
 3. ``GrpcServer`` shares time and memory among the connections.
 
 The asyncio server of `grpcio` passes each message through three threads, which costs a request through Envoy more than
-reading its prompt and picking its server (`docs/decisions/router.md` has the figures).
+reading its prompt and picking its server (figures in `docs/decisions/router.md`).
 
 Messages are bytes. Deadlines (`grpc-timeout`) are left to the caller; compressed messages are refused.
 
-All connections share one thread, so each may use it only briefly: a read is at most ``READ_BYTES``, and a connection is
-served for ``SLICE_S``. Its remaining input waits, and meanwhile its socket is not read. Waiting connections take turns,
-for ``TURN_S`` per turn of the event loop. Memory is bounded per call, per connection and in total. Each refusal is
-reported to ``GrpcServer.refused`` with its reason.
+All connections share the thread, so each may use it only briefly: a read is at most ``READ_BYTES``, and a connection is
+served for ``SLICE_S``. If input remains, its socket is not read, and it waits for its next turn; turns take ``TURN_S``
+per turn of the event loop. Memory is bounded per call, per connection and in total. Each refusal is reported to
+``GrpcServer.refused`` with its reason.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from skymemory.router.envoy.grpc.http2 import ENHANCE_YOUR_CALM, REFUSED_STREAM,
 OK, UNKNOWN, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 0, 2, 5, 8, 12, 13, 14
 _HEAD = struct.Struct(">BL")
 HEAD_BYTES = _HEAD.size
-"""Size of the head of each message: a flag for compression, and the length."""
+"""Head of a message: a flag for compression, and the length."""
 KEEPALIVE_S = 30.0
-"""Silence after which a peer gets a PING. If it does not answer within the same time, it is disconnected."""
+"""Silence after which a peer gets a PING, and after the same time again is disconnected."""
 PREFACE_S = 10.0
-"""Time limit of a new connection's HTTP/2 preface."""
+"""Time limit of the HTTP/2 preface."""
 READ_BYTES = 64 << 10
 """Input of a connection per turn of the loop: eight requests of 8 KB."""
 SLICE_S, TURN_S = 0.001, 0.002
@@ -44,20 +44,18 @@ SLICE_S, TURN_S = 0.001, 0.002
 WORK_AT_ONCE = 8
 """Frames handled between two checks of the clock."""
 MESSAGES_AT_ONCE = 32
-"""Messages of a call between two checks of the clock: a frame has room for 3,000 empty messages."""
+"""Messages of a call between two checks: a frame has room for 3,000 empty messages."""
 ANSWERS_AT_ONCE = 4
-"""Pieces of a long answer between two checks of the clock: 62 KB each."""
+"""Pieces of a long answer, of 62 KB, between two checks."""
 MAX_UNSENT_BYTES = 1 << 20
 """Limit of a connection's write buffer; above it, the connection is not read."""
 MAX_BLOCKED = 32
-"""Limit of connections with a full write buffer; above it, the connection blocked for longest is aborted."""
+"""Limit of connections with a full write buffer; above it, the longest blocked connection is aborted."""
 MAX_CONNECTIONS = 1_000
-"""Limit of connections (a thousand workers of Envoy). Above it, the longest silent connection without calls is
-aborted.
-"""
+"""Limit, for a thousand workers of Envoy. Above it, the longest silent connection without calls is aborted."""
 MAX_HELD_BYTES = 32 << 20
 """Limit of incomplete messages and bodies of all calls; at least twice the longest message. It is enough for 4,000
-bodies of 8 KB. Above it, the calls that hold most are refused, and short calls go on.
+bodies of 8 KB. Above it, the calls that hold most are refused.
 """
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -67,8 +65,6 @@ log = logging.getLogger("skymemory.router")
 
 
 class Call(Protocol):
-    """Handler of a call."""
-
     def message(self, data: bytes) -> None: ...
 
     def ended(self) -> None:
@@ -76,7 +72,7 @@ class Call(Protocol):
         ...
 
     def gone(self) -> None:
-        """Clean up: the call is over. This is the last callback."""
+        """Clean up after the call. This is the last callback."""
         ...
 
     def held_bytes(self) -> int:
@@ -84,7 +80,7 @@ class Call(Protocol):
         return 0
 
     def too_much(self) -> None:
-        """Answer with an error, and free the memory. Called if all calls exceed the limit and this call holds most."""
+        """Answer with an error, and free the memory: this call holds most, and all calls exceed the limit."""
         return
 
 
@@ -96,9 +92,7 @@ class GrpcServer:
     """Handlers by path, such as ``/grpc.health.v1.Health/Check``."""
     most_message_bytes: int
     most_streams: int
-    """Limit per connection, and half the limit of all connections. Further streams are refused, and may be retried
-    elsewhere.
-    """
+    """Limit per connection, and half the limit of all connections. Refused streams may be retried elsewhere."""
     faults: Callable[[], None] = lambda: None
     """Called for each unexpected exception of a handler."""
     refused: Callable[[str], None] = lambda reason: None
@@ -126,7 +120,7 @@ class GrpcServer:
         return Connection(self)
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new calls, and give calls in flight ``grace_s`` to end. The listener must be closed first."""
+        """Refuse new calls, and give calls in flight ``grace_s`` to end. Close the listener first."""
         for connection in list(self.connections):
             connection.leave()
         try:
@@ -143,7 +137,7 @@ class GrpcServer:
     # So a flood on a connection delays the others by one slice per turn, and its own bytes back up in the kernel.
 
     def wait(self, connection: Connection) -> None:
-        """Queue a connection that has more work than one slice."""
+        """Queue a connection for its next slice."""
         self._waiting.append(connection)
         self._schedule_turn()
 
@@ -186,7 +180,7 @@ class GrpcServer:
         self.empty.set()
 
     def blocked(self, connection: Connection) -> None:
-        """Record that a connection's write buffer is full: the peer reads no answers."""
+        """Record that a write buffer is full: the peer reads no answers."""
         self._blocked[connection] = None
         if len(self._blocked) > MAX_BLOCKED:
             first = next(iter(self._blocked))
@@ -198,9 +192,7 @@ class GrpcServer:
         self._blocked.pop(connection, None)
 
     def holds(self, answers: Answers, size: int) -> None:
-        """Record that a call's memory has changed to ``size``. If all calls hold too much, refuse those that hold
-        most.
-        """
+        """Record a call's memory. If all calls hold too much, refuse those that hold most."""
         self._held_bytes += size - self._held.pop(answers, 0)
         if size:
             self._held[answers] = size
@@ -230,7 +222,7 @@ class Answers:
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
         self.call: Call | None = None
-        """None after the call's end."""
+        """None after the end."""
 
     def send(self, *messages: bytes) -> None:
         """Send messages in one write."""
@@ -246,7 +238,6 @@ class Answers:
         self._connection.flush()
 
     def finish(self, status: int = OK, why: str = "") -> None:
-        """End the call with a gRPC status."""
         block = b"" if self._begun else _BEGIN
         if status:
             block += literals([(b"grpc-status", b"%d" % status), (b"grpc-message", quote(why, safe=" ,:;").encode())])
@@ -305,7 +296,7 @@ class Answers:
             self._connection.guard(self, self.call.ended)
 
     def too_much(self) -> None:
-        """Free the memory: end the call, or let its handler end it if the handler holds most of the memory."""
+        """Free the memory: end the call, or let its handler end it if the handler holds most."""
         if self.call is None:
             return
         handler_bytes = self.call.held_bytes()
@@ -320,7 +311,6 @@ class Answers:
             self.account()
 
     def over(self) -> None:
-        """Free the call's memory."""
         self._buffer.clear()
         self._later = None
         if self._held_bytes:
@@ -348,7 +338,6 @@ class Answers:
         )
 
     def _write_some(self) -> bool:
-        """Send some of ``_later``; return True if there is more."""
         assert self._later is not None
         for _ in range(ANSWERS_AT_ONCE):
             message = next(self._later, None)
@@ -359,8 +348,8 @@ class Answers:
         return True
 
     def _dispatch(self, data: bytes) -> bool:
-        """Dispatch the complete messages of ``data`` if the buffer is empty; buffer the rest. Return True if there are
-        more.
+        """Dispatch the complete messages of ``data``, and buffer the rest. The buffer must be empty. Return True if
+        there are more.
         """
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
@@ -399,8 +388,6 @@ class Answers:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Connection of a `GrpcServer`."""
-
     def __init__(self, server: GrpcServer) -> None:
         self.server = server
         self.http2 = Http2(self, server.most_streams)
@@ -444,7 +431,7 @@ class Connection(asyncio.BufferedProtocol):
             self.server.wait(self)
 
     def work(self) -> bool:
-        """Work for one slice. Return True if there is more: the caller must call again."""
+        """Work for one slice. Return True if there is more, and the caller must call again."""
         if self._transport is None:
             return False
         end_s = time.perf_counter() + SLICE_S
@@ -524,9 +511,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _check_alive(self) -> None:
-        """Abort a connection that did not complete its preface or answer a PING. Otherwise calls of a dead peer would
-        never end.
-        """
+        """Abort a connection without a complete preface or an answer to a PING, whose calls would never end."""
         silent = self._pinged_s is not None and self.heard_s < self._pinged_s
         if not self.http2.begun or silent:
             self.server.refused("preface" if not self.http2.begun else "silence")
@@ -586,7 +571,7 @@ class Connection(asyncio.BufferedProtocol):
     # Interface of ``Answers``
 
     def guard(self, answers: Answers, callback: Callable[..., None], *arguments: bytes) -> None:
-        """Run a handler's callback: an exception ends its call, and no other."""
+        """Run a handler's callback. An exception ends only its own call."""
         try:
             callback(*arguments)
         except Exception:
