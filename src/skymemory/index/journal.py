@@ -143,7 +143,6 @@ def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
 def _add_body(
     hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None
 ) -> tuple[bytes, int]:
-    """Return the body of an ADD record, and its version."""
     if len(hashes) != len(infos):
         raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
     check_chain(hashes, start, parent)
@@ -278,7 +277,6 @@ def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
 
 
 def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
-    """Return the groups of an ADD record; none if they cannot be read."""
     try:
         groups, groups_bytes = unpack_groups(memoryview(packed), count, sized)
     except MalformedPacket:

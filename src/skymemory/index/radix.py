@@ -196,7 +196,6 @@ class RadixIndex:
         return self._table.replay(data, at, numbers_of)
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading hashes that are all present."""
         return self._table.leading(hashes)
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
@@ -204,7 +203,6 @@ class RadixIndex:
         return self.infos([block_hash])[0]
 
     def infos(self, hashes: Sequence[bytes]) -> list[BlockInfo | None]:
-        """Return ``get`` of each hash."""
         return [None if row is None else self._groups.unpack(row) for row in self._table.find(hashes)]
 
     def bytes_by_servers(self) -> dict[int, float]:
@@ -257,7 +255,6 @@ class RadixIndex:
         self._table.runs(visit_run)
 
     def _contradiction(self, hashes: Sequence[bytes], start: int, parent: bytes | None) -> InvalidInput:
-        """Return what contradicts entries in a well-formed chain."""
         previous = None
         for depth, key in enumerate(hashes if parent is None else [parent, *hashes], start - (parent is not None)):
             place, below = self._table.place(key), self._table.below(key)

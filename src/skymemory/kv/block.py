@@ -98,7 +98,6 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
 
 
 def _token_bytes(tokens: Tokens) -> bytes | memoryview:
-    """Pack tokens as u32 little-endian."""
     if (packed := native.pack_tokens(tokens)) is not None:
         return packed
     try:
@@ -119,7 +118,6 @@ def _token_bytes(tokens: Tokens) -> bytes | memoryview:
 
 
 def _fold(content: Mapping[int, bytes], count: int, block_tokens: int) -> dict[int, bytes]:
-    """Return the bytes folded into the hash of each block, by block index."""
     folded: dict[int, bytes] = {}
     for position in sorted(content):
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < count:

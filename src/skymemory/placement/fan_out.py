@@ -83,7 +83,7 @@ class FanOut:
         return cls(chosen, chunk_s, memory_bytes, replicas)
 
     def seconds(self, servers: int, chunks: int) -> float:
-        """Return the time to fetch this many chunks from this many servers."""
+        """Return the time to fetch ``chunks`` chunks."""
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
     def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:

@@ -80,7 +80,6 @@ class Layout:
 
     @property
     def worst_path_s(self) -> float:
-        """Delay of the links from the centre to its furthest server."""
         return max(abs(x) * self.slot_link_s + abs(y) * self.plane_link_s for x, y in self.cells)
 
 

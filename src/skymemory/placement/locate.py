@@ -55,7 +55,6 @@ class Placement:
         slot_link_s: float = 1.0,
         plane_link_s: float = 1.0,
     ) -> Placement:
-        """Return the placement of ``servers`` servers; only ``cost`` uses the link delays."""
         return cls(layout(strategy, servers, torus, slot_link_s, plane_link_s), centre)
 
     @classmethod
@@ -92,7 +91,6 @@ class Placement:
         return self.layout.strategy not in ("hop", "baseline")
 
     def centre_at(self, now_moves: Moves) -> SatelliteId:
-        """Return the satellite overhead after these moves."""
         return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
 
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
@@ -242,7 +240,6 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
 
 
 def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_moves: Moves) -> list[ServerHandover]:
-    """Return the handovers of what was set at ``set_moves``, by server."""
     before = placement.locate_all(set_moves, from_moves)
     after = placement.locate_all(set_moves, to_moves)
     return [

@@ -56,7 +56,6 @@ def error_body(
 
 
 def kind_of(status: int) -> str:
-    """Return the default ``type`` of OpenAI's error object."""
     if status == 429:
         return "requests"
     return "server_error" if status >= 500 else OF_CLIENT

@@ -145,7 +145,6 @@ def api_keys_from(source: str) -> KeyFile:
 
 
 def new_key(secret: bytes) -> str:
-    """Encode ``SECRET_BYTES`` random bytes as a key."""
     if len(secret) != SECRET_BYTES:
         raise InvalidInput(f"a key needs {SECRET_BYTES} random bytes, got {len(secret)}")
     return KEY_PREFIX + base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
@@ -186,7 +185,6 @@ class _Bucket:
         return max(0.0, amount - self.level) * MINUTE_S / self.limit
 
     def set_limit(self, limit: int) -> None:
-        """Change the limit. Amounts already taken stay taken."""
         self.level = max(min(self.level, 0.0), self.level + limit - self.limit)
         self.limit = limit
 
@@ -379,5 +377,4 @@ def _line(source: str, heading: str, at: int = 0) -> str:
 
 
 def _quoted(words: str) -> str:
-    """Format as a basic string of TOML."""
     return json.dumps(words, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -62,7 +62,6 @@ class KnownServer:
 
     @property
     def names(self) -> set[str]:
-        """Models and adapters it serves, by the settings or its own list."""
         return {*self.backend.models, *self.models} | set(self.backend.adapters)
 
 
@@ -347,7 +346,6 @@ class Backends:
         self._apply()
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
-        """Report that a request has ended with its last failure."""
         self.policy.on_end(attempts, now_s)
         self._apply()
 
@@ -363,7 +361,6 @@ class Backends:
         self._apply()
 
     def review(self, now_s: float) -> None:
-        """Check for silent servers and expired ejections."""
         self.policy.sweep(now_s)
         self._apply()
 
@@ -412,7 +409,6 @@ class Backends:
     # Models and adapters
 
     def lists(self, name: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record a server's /v1/models."""
         known = self.known.get(name)
         if known is not None and known.models != models:
             known.models = dict(models)

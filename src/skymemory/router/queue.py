@@ -547,7 +547,6 @@ class _Rate:
         self._since_s = 0.0
 
     def begins(self, now_s: float) -> None:
-        """Start measuring: the queue is no longer empty."""
         self._since_s = now_s
 
     def served(self, work: float, now_s: float) -> None:

@@ -228,7 +228,6 @@ def _mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
-    """Pack deltas into payloads of about ``_ENTRY_BYTES``, with their numbers of deltas."""
     payload, count = bytearray(), 0
     for delta in deltas:
         payload += pack_delta(delta)

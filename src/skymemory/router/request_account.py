@@ -105,7 +105,6 @@ class RequestAccount:
 
     @property
     def waits(self) -> bool:
-        """True if no byte of the response has arrived."""
         return self._open and not self._first
 
     @property
@@ -221,7 +220,6 @@ class PairAccount(RequestAccount):
         return refusal
 
     def prefill_lost(self, now_s: float) -> None:
-        """Record that the prefill server failed or is no longer waited for."""
         if self._prefilling and self._open:
             self._prefilling = False
             self._scheduler.prefill_lost(self._placement, now_s)
@@ -381,7 +379,6 @@ class UsageReader:
                 self._kept = None
 
     def usage(self) -> Usage | None:
-        """Return the usage of a finished response; None: it reports none."""
         if self._kept is None:
             return None
         if not self.streams:

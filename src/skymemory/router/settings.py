@@ -625,7 +625,6 @@ def _backend(value: object) -> Mapping[str, Any]:
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables; values of ``above`` take precedence."""
     merged = dict(below)
     for key, value in above.items():
         previous = merged.get(key)

@@ -51,7 +51,6 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_open_to(self, request: Request, among: frozenset[str] | None = None) -> bool:
-        """Return True if a request need not wait."""
         return not len(self.queue) and self._has_room(request, among)
 
     def wait(

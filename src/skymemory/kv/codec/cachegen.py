@@ -213,7 +213,7 @@ class CacheGen:
         self.name = "cachegen" if level == "medium" else f"cachegen-{level}"
 
     def check(self) -> None:
-        """Raise CodecUnavailable if the library is not installed."""
+        """Raise CodecUnavailable if the library is missing."""
         constriction()
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:

@@ -76,7 +76,6 @@ class Writer:
             self.bits(folded[widths == width] & (1 << width - 1) - 1, width - 1)
 
     def section(self) -> bytes:
-        """Return everything written so far."""
         coder = constriction().stream.stack.AnsCoder()
         for symbols, model in reversed(self._runs):
             coder.encode_reverse(np.ascontiguousarray(symbols, np.int32), model)
@@ -124,7 +123,6 @@ class Reader:
         return decoded
 
     def numbers(self, count: int) -> Ints:
-        """Return a run of ``count`` numbers of any size."""
         widths = self.symbols(count)
         if widths.max(initial=0) > MAX_BITS + 1:
             raise MalformedPacket(f"a cachegen number of {widths.max()} bits")
@@ -135,7 +133,6 @@ class Reader:
         return folded >> 1 ^ -(folded & 1)
 
     def end(self) -> None:
-        """Check that nothing is left."""
         if self._at != len(self._tables) or not self._coder.is_empty():
             raise MalformedPacket("a cachegen section with more in it than its block has")
 
@@ -312,7 +309,6 @@ def unsnap(snapped: Snapped) -> Floats:
 
 
 def packed_bytes(channels: int) -> int:
-    """Return the bytes of ``channels`` phases: three bits each."""
     return -(-3 * channels // 8)
 
 
@@ -322,7 +318,6 @@ def pack(phases: Bytes) -> bytes:
 
 
 def unpack(data: memoryview, channels: int) -> Bytes:
-    """Unpack the phases that ``pack`` packed into ``packed_bytes(channels)``."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=3 * channels).reshape(channels, 3)
     phases: Bytes = (bits[:, 0] << 2 | bits[:, 1] << 1 | bits[:, 2]).astype(np.uint8)
     return phases

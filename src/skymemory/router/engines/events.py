@@ -39,7 +39,6 @@ Followed = tuple[int, str, str, str, str]
 
 
 def event_index(scorer: Scorer) -> PreciseIndex | None:
-    """Return the strategy's index if events feed it."""
     index = getattr(scorer, "index", None)
     return index if isinstance(index, PreciseIndex) else None
 

@@ -103,7 +103,6 @@ class Feed:
 
     @property
     def busy(self) -> bool:
-        """True if messages in order are still to be applied."""
         return self._reading is not None or self.order.ready
 
     # Two numbers must agree before anything is applied: `order.next`, the next number of the publisher, and the index's
@@ -295,7 +294,6 @@ class Order:
         return Offer.TAKEN
 
     def take(self) -> tuple[int, bytes] | None:
-        """Remove and return the next message, if it has arrived."""
         if self.next is None or self.next not in self._held:
             return None
         number, payload = self.next, self._held.pop(self.next)

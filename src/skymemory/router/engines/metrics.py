@@ -94,7 +94,6 @@ class Dialect:
 
     @property
     def tokens(self) -> tuple[str, str]:
-        """Counters of prompt tokens and of generated tokens."""
         return f"{self.name}:prompt_tokens_total", f"{self.name}:generation_tokens_total"
 
 

@@ -503,7 +503,6 @@ class _Long:
         return decoder.decode(self._data[slice(*spans[name])]) if name in spans else default
 
     def _take(self, count: int, decoder: msgspec.msgpack.Decoder[_Value]) -> Generator[None, None, _Value]:
-        """Return the next ``count`` values as a list."""
         start = self._at
         yield from self._pass_over(count)
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])

@@ -79,7 +79,6 @@ def _check_fixed(backend: Backend) -> None:
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
-    """Return the backend with the picker's defaults for missing settings."""
     host = backend.name.rpartition(":")[0]
     if not backend.events and settings.events_port:
         replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""

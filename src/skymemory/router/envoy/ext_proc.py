@@ -570,7 +570,6 @@ class Exchange:
 
     @staticmethod
     def _fault_of(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:
-        """Return what went wrong; None: the server has answered."""
         if by_envoy:
             return Fault.UNCONNECTED if say.is_unconnected(message) else Fault.RESET
         status = headers.get(":status", "")

@@ -193,7 +193,6 @@ class _Stream(Call):
             self._answers.send_all(answers)
 
     async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
-        """Read a long prompt while the event loop serves other requests."""
         many = self._long_bodies is not None and exchange.may_be_longer_than(LONG_BODY_BYTES)
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():

@@ -208,7 +208,6 @@ def _varint(number: int) -> bytes:
 
 
 def _piece_tags(kind: str) -> tuple[bytes, ...]:
-    """Return the tags of the messages around a piece of a body, innermost first."""
     return (
         _tag(StreamedBodyResponse, "body"),
         _tag(BodyMutation, "streamed_response"),

@@ -176,7 +176,6 @@ class EndpointPicker:
                 pass
 
     async def _begin(self) -> None:
-        """Load what the last process had learned, and report readiness."""
         if self._prefix_state is not None:
             await self._prefix_state.start()
         self._begun = True

@@ -413,7 +413,6 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _compact(raw: bytes) -> bytes:
-    """Remove spaces outside of strings from JSON."""
     return _SPACES.sub(lambda found: found[1] or b"", raw) if len(raw) < 100 else raw
 
 

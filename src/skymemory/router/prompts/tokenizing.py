@@ -148,7 +148,6 @@ class Pieces:
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Return True if the file shows that this tokenizer's texts can be cut."""
     settings: Mapping[str, Any] = json.loads(tokenizer_json)
     model, normalizer = settings.get("model") or {}, settings.get("normalizer")
     return (

@@ -214,7 +214,6 @@ class Http2:
         return data
 
     def leave(self) -> None:
-        """Refuse new streams (GOAWAY); open streams continue."""
         if not self._leaving and self.fault is None:
             self._leaving = True
             self._frame(GOAWAY, 0, 0, WORD.pack(self._last) + WORD.pack(NO_ERROR))
@@ -272,7 +271,6 @@ class Http2:
         return len(buffer) > self._at
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
-        """Process a frame; return its cost, in frames."""
         if self._unfinished is not None and kind != CONTINUATION:
             raise Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
@@ -542,7 +540,6 @@ class Http2:
         return cost
 
     def _awaits_input(self, stream: int) -> bool:
-        """Return True if the stream is neither closed nor answered."""
         state = self._open.get(stream)
         return state is not None and not state.finished
 
@@ -561,12 +558,10 @@ class Http2:
         self._waste(reason)
 
     def _waste(self, reason: str) -> None:
-        """Count a stream that ended unanswered."""
         if not self._unanswered.spend(1, self._now_s):
             raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
-        """Count frames without content."""
         if not self._idle.spend(amount, self._now_s):
             raise Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
@@ -642,7 +637,6 @@ class Http2:
         self._tail = None
 
     def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
-        """Write a DATA frame, or extend the last one."""
         # Answers to a stream in one turn of the loop leave in one frame: Envoy then parses fewer heads and sends fewer
         # updates.
         size = len(data)

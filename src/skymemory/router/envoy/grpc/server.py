@@ -225,7 +225,6 @@ class Answers:
         """None after the end."""
 
     def send(self, *messages: bytes) -> None:
-        """Send messages in one write."""
         self._write(messages)
         self._connection.flush()
 
@@ -318,7 +317,6 @@ class Answers:
             self._connection.server.holds(self, 0)
 
     def account(self) -> None:
-        """Report this call's memory to the server."""
         held_bytes = 0
         if self.call is not None:
             held_bytes = len(self._buffer) + self.call.held_bytes()
@@ -368,7 +366,6 @@ class Answers:
         return self._dispatch_buffer()
 
     def _dispatch_buffer(self) -> bool:
-        """Dispatch the complete messages of the buffer; return True if there are more."""
         buffer, most = self._buffer, self._connection.server.most_message_bytes
         for _ in range(MESSAGES_AT_ONCE):
             if len(buffer) < HEAD_BYTES or self.call is None or self._held:
@@ -580,7 +577,6 @@ class Connection(asyncio.BufferedProtocol):
             answers.finish(UNKNOWN, "internal error of the endpoint picker; see its log")
 
     def has_more(self, answers: Answers) -> None:
-        """Record that a call has work left, in addition to new input."""
         self._more[answers] = None
         if not self._inside and not self._waits and self._transport is not None:
             self._waits = True
