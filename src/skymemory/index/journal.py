@@ -13,8 +13,8 @@ A record, little-endian::
     LOST            nothing
     PROBED          keys asked for 4 | values adopted 4
 
-The frame of 12 bytes is the same in all versions. A record of a later version, or of an unknown operation, is skipped.
-It may have added blocks, so blocks that the journal does not name may be present (``JournalState``).
+The frame of 12 bytes is the same in all versions. A record of a later version or an unknown operation is skipped. It
+may have added blocks that the journal then does not name (``JournalState``).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class RecordOp(enum.IntEnum):
     REMOVE_CONTEXT = 3
     CLEAR = 4
     BORN = 5
-    """The constellation is empty when this is written: blocks that the journal does not name are absent."""
+    """The constellation is empty: blocks that the journal does not name are absent."""
     LOST = 6
-    """Records before this record are lost: blocks that the journal does not name may be present."""
+    """Earlier records are lost: blocks that the journal does not name may be present."""
     UNKNOWN = 0
-    """Never written: a record of a later release is read as this."""
+    """Record of a later release; never written."""
     PROBED = 7
     """Satellites were probed, and values adopted that the journal did not name."""
 
@@ -62,8 +62,8 @@ _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A change. ``infos``, ``start`` and ``parent`` belong to ADD, ``context`` to REMOVE_CONTEXT, ``probed`` (keys
-    asked for, values adopted) to PROBED.
+    """A change. ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked
+    for, values adopted).
     """
 
     op: RecordOp
@@ -108,9 +108,9 @@ def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
 
 
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
-    """Return the records in ``data`` up to the first that is incomplete or damaged, and the bytes they take.
+    """Return the records in ``data`` up to the first that is incomplete or damaged, and their size in bytes.
 
-    A crash may tear the journal's tail: cut off what follows the returned count before appending. An intact record of a
+    A crash may tear the journal's tail: cut off what follows the returned size before appending. An intact record of a
     later release is UNKNOWN; a record that contradicts itself raises :class:`MalformedPacket`.
     """
     view = memoryview(data).cast("B")
@@ -161,7 +161,7 @@ def _joined_add(
 
 @lru_cache(maxsize=64)
 def _packed_groups(groups: tuple[Group, ...]) -> tuple[bytes, int]:
-    """Return groups as in an ADD record, and the oldest version that has room for them."""
+    """Return packed groups, and the oldest version that has room for them."""
     return pack_groups(groups), _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
 
 
@@ -225,7 +225,9 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups from the start of ``view``, and their bytes. ``with_sizes``: they are ``sized``."""
+    """Return ``count`` groups from the start of ``view``, and their size in bytes. ``with_sizes``: they are
+    ``sized``.
+    """
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -259,7 +261,7 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
-    """Replay the records of ``decode_records``, and apply them to ``state``; return the bytes they take.
+    """Replay the records of ``decode_records``, and apply them to ``state``; return their size in bytes.
 
     Records that add or remove blocks, nearly all, never become objects. A contradiction to the index raises
     :class:`InvalidInput`.
@@ -295,10 +297,10 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 
 
 class JournalState:
-    """State of a journal. ``complete`` is True if blocks that the journal does not name are absent: it began with its
-    constellation, and no record was lost since.
+    """State of a journal. ``complete``: blocks that it does not name are absent, since it began with its constellation
+    and lost no record.
 
-    A journal that begins without BORN was created for a constellation that may have held values already: its index was
+    A journal without BORN at its start was created for a constellation that may have held values: its index was
     deleted, or clients on another computer write there. Nothing makes it complete again: even after probing, such a
     client may have stored more.
     """

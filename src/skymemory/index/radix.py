@@ -1,7 +1,5 @@
 """RadixIndex: block hash → BlockInfo, and the longest prefix of a prompt that is present (paper §3.10).
 
-The module has, in order: entries (``BlockInfo``), the groups of what they share, and the index.
-
 Hashes are chained, so a hash names its complete prefix and no edge labels are compared: a block is found by one lookup
 and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first that is
 absent: a hole stops it, even if later blocks are present.
@@ -36,25 +34,25 @@ class BlockInfo:
     value_crc: int
     """CRC-32 of the complete stored value."""
     set_at_s: float
-    """Time when it was set, in seconds since the Unix epoch."""
+    """Time of setting, in seconds since the Unix epoch."""
     slot_moves: int
-    """Slot moves of the anchor between the epoch and the setting. The current places of the chunks follow from it."""
+    """Slot moves of the anchor from the epoch to the setting, which determine the chunks' current places."""
     plane_moves: int
     strategy: str
-    """Name of the placement strategy, such as ``rotation_hop``."""
+    """Placement strategy, such as ``rotation_hop``."""
     servers: int
     context: bytes = b""
-    """Digest of the cache context, so that a complete context can be cleared."""
+    """Digest of the cache context, by which a context can be cleared."""
     chunk_bytes: int = 0
-    """Size of its chunks if that is not the default; 0: the default, or unknown."""
+    """Size of its chunks; 0: the default, or unknown."""
 
 
 Group = tuple[str, int, bytes, int]
-"""Fields that blocks set together share: (strategy, servers, context, size of chunks or 0)."""
+"""Fields that blocks set together share: (strategy, servers, context, chunk_bytes)."""
 
 
 class Groups:
-    """Groups by number. It packs entries into rows that name a group, little-endian."""
+    """Groups by number, which packs entries into rows that name a group, little-endian."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -63,7 +61,7 @@ class Groups:
         self._numbers = {group: number for number, group in enumerate(self.listed)}
 
     def number(self, group: Group) -> int:
-        """Return a group's number, a new number if it has none. Raises InvalidInput if it cannot be recorded."""
+        """Return a group's number, possibly new. Raises InvalidInput if it cannot be recorded."""
         number = self._numbers.get(group)
         if number is None:
             _check_group(group)
@@ -104,7 +102,7 @@ def _check_group(group: Group) -> None:
 
 
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Check that ``hashes`` can be at depths ``start``, … after ``parent``, which is None exactly if ``start`` is 0.
+    """Check that ``hashes`` can be at depths ``start``, … after ``parent``, which is None exactly at depth 0.
 
     Raises :class:`InvalidInput` otherwise. No block may occur twice: its hash names all before it.
     """
@@ -122,10 +120,11 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
 
 
 class RadixIndex:
-    """Index of the present blocks, with an entry for each. Not thread-safe; no I/O.
+    """Entries of the present blocks. Not thread-safe; no I/O.
 
     Depth is the number of blocks before a block in its prompt. A block may be present while a block before it is not (a
     hole): it is kept, but no prefix reaches it until the hole is filled.
+    Numbers of replayed records' groups, by their bytes.
     """
 
     def __init__(self) -> None:
@@ -155,7 +154,7 @@ class RadixIndex:
         return self._table.place(block_hash) is not None
 
     def __iter__(self) -> Iterator[bytes]:
-        """Return every block hash present, prefix-closed or not, in no order."""
+        """Iterate over all block hashes present, in no order."""
         return (key for key, _, _ in self._table.items())
 
     def add(
@@ -164,8 +163,8 @@ class RadixIndex:
         """Add a chain (``hashes[i]`` follows ``hashes[i-1]``) and return the number of new blocks.
 
         A block that is present gets the new info. ``start`` is the depth of ``hashes[0]`` and ``parent`` the hash
-        before it (None exactly if ``start`` is 0); the parent need not be present. Raises :class:`InvalidInput` and
-        changes nothing if the chain contradicts itself or known entries.
+        before it (None exactly at depth 0), which need not be present. Raises :class:`InvalidInput` and changes nothing
+        if the chain contradicts itself or known entries.
         """
         if len(hashes) != len(infos):
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
@@ -180,8 +179,8 @@ class RadixIndex:
         """Apply the records in ``data`` from ``at`` on that add or remove blocks.
 
         It stops at the first record that is incomplete, damaged, of another kind, or a contradiction, and returns its
-        position. ``groups_of`` reads the groups of a record (their bytes, their number, True if they have the size of
-        chunks); if it returns none, the record is a contradiction.
+        position. ``groups_of`` parses a record's groups (bytes, number, True if they have the size of chunks); if there
+        are none, the record is a contradiction.
         """
 
         def numbers_of(packed: bytes, count: int, sized: bool) -> Sequence[int]:
@@ -221,16 +220,16 @@ class RadixIndex:
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """Return a place, which contradicts no entry, for an absent block whose writer gave none.
+        """Return a place that contradicts no entry, for an absent block whose writer gave none.
 
-        It is depth 0. If blocks are known to follow the block, it is the depth before those, after a made-up hash, so
-        that no prefix reaches the block by the index alone.
+        It is depth 0 or, if blocks are known to follow, the depth before those, after a made-up hash, so that no prefix
+        reaches the block by the index alone.
         """
         below = self._table.below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; blocks after it stay, unreachable until it is added again. Return False if it was absent."""
+        """Remove a block; False if it was absent. Blocks after it stay, unreachable until it is added again."""
         return self._table.remove(key)
 
     def remove_context(self, context: bytes) -> list[bytes]:
@@ -243,10 +242,10 @@ class RadixIndex:
         return [key for _, key in blocks]
 
     def runs(self, visit: Callable[[int, bytes | None, bytes, bytes, Sequence[Group]], object]) -> None:
-        """Call ``visit`` with every run, a chain that is as long as possible.
+        """Call ``visit`` with every run, a chain that is as long as possible. It must not change the index.
 
-        Its arguments are the depth of the first block, the hash before it, the hashes, their rows, and the groups,
-        which the rows name by position. It must not change the index.
+        Its arguments are the first block's depth, the hash before it, the hashes, their rows, and the groups, which the
+        rows name by position.
         """
 
         def visit_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, numbers: list[int]) -> None:

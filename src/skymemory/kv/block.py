@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput, not_utf8
 
 Buffer = bytes | bytearray | memoryview
 BlockHash = bytes
-"""SHA-256 of 32 bytes. Hashes are chained, so a hash names its complete prefix."""
+"""SHA-256 (32 bytes). Hashes are chained, so a hash names its complete prefix."""
 HASH_BYTES = 32
 MAX_DEPTH = 2**32 - 1
 TOKEN_BYTES = 4
@@ -48,7 +48,7 @@ class Place:
 
 
 def places_in(hashes: Sequence[BlockHash], indices: Sequence[int]) -> list[Place]:
-    """Return the places of the blocks ``indices`` of a prompt whose blocks are ``hashes``, in order from the first."""
+    """Return the places of the blocks ``indices`` of a prompt with these ``hashes``."""
     return [Place(index, hashes[index - 1] if index else None) for index in indices]
 
 
@@ -60,10 +60,9 @@ def hash_blocks(
     ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context digest (the
     paper's §3.1 starts from a null hash).
 
-    ``content`` is for prompts with images or audio, whose placeholders share token ids. It maps the position of the
-    first placeholder (0-based token) to the 32-byte digest of the medium. Each digest is folded into the block of its
-    position, as ``|| offset in the block as u32 || digest``, in order of position; later blocks inherit it by the
-    chain.
+    ``content`` is for images and audio, whose placeholders share token ids: position of the first placeholder (0-based
+    token) → 32-byte digest of the medium. Each digest is folded into the block of its position, as ``|| offset in the
+    block as u32 || digest``, in order of position; later blocks inherit it by the chain.
 
     Raises :class:`InvalidInput` for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
     """
@@ -84,7 +83,7 @@ def hash_blocks(
 
 
 def key_hash(namespace_digest: bytes, key: str) -> bytes:
-    """Return the 32-byte name of a text key of the general key-value store, in the namespace of ``namespace_digest``.
+    """Return the 32-byte name of a text key of the general key-value store.
 
     It is ``SHA-256(tag || namespace || UTF-8 key)``; the tag distinguishes it from every block hash.
     """
@@ -176,9 +175,7 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of the array. Raises InvalidInput if keys and values differ in width: such a block is not a single
-        array.
-        """
+        """Shape as a single array. Raises InvalidInput if keys and values differ in width."""
         if self.value_dim:
             raise InvalidInput(f"a block of {self} is not a single array: its keys and values differ in width")
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
@@ -198,7 +195,7 @@ class KVLayout:
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
-        """Return a stable text for :attr:`CacheContext.layout`. It changes exactly when the bytes of a block would."""
+        """Return a stable text for :attr:`CacheContext.layout`. It changes exactly when a block's bytes would."""
         if self.value_dim:
             return (
                 f"kv2[layers={self.layers},kv_heads={self.kv_heads},tokens={self.block_tokens},"
@@ -212,9 +209,9 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """Layout of a block that only engines of the same kind can read, since they pack keys and values in their own way.
+    """Layout of a block that only engines of the same kind can read. No codec can: such blocks are stored raw.
 
-    ``packing`` names all that the bytes depend on. Such blocks are stored raw: no codec can read them.
+    ``packing`` names all that the bytes depend on.
     """
 
     packing: str

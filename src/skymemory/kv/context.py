@@ -21,22 +21,21 @@ class CacheContext:
     """Identity of a KV cache. Two contexts that differ in any field never share a block.
 
     The digest seeds the chain of block hashes (instead of the paper's null hash, §3.1), so a changed model, tokenizer,
-    dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included: a value's header
-    names it, so a block may be re-encoded without changing its hash. Only the permission of loss is part of the
-    identity.
+    dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included, only the permission
+    of loss: a value's header names the codec, so a block may be re-encoded without changing its hash.
     """
 
     model: str
-    """Name of the model, such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
+    """Name such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
     weights: str
-    """Revision or digest of the weights."""
+    """Revision or digest."""
     tokenizer: str
-    """Revision or digest of the tokenizer."""
+    """Revision or digest."""
     kv_dtype: str
     layout: str
-    """Result of :meth:`skymemory.kv.block.KVLayout.describe`."""
+    """Text of :meth:`skymemory.kv.block.KVLayout.describe`."""
     lossless: bool = True
-    """False permits lossy codecs under this context."""
+    """False permits lossy codecs."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     adapter: str = ""
     """Name and revision of a LoRA adapter, or empty."""
@@ -72,11 +71,11 @@ class CacheContext:
         return b"".join(parts)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of :meth:`encode`. Every chain of block hashes under this context starts here."""
+        """Return the SHA-256 of :meth:`encode`, the start of every chain of block hashes under this context."""
         return hashlib.sha256(self.encode()).digest()
 
     def describe(self) -> dict[str, str | int | bool]:
-        """Return the digest and every field for users and logs, but of the salt only if there is one."""
+        """Return the digest and every field for users and logs, but not the salt."""
         return {
             "model": self.model,
             "weights": self.weights,

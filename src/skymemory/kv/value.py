@@ -23,8 +23,8 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueT
 from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
-"""Size of the chunks of a stored value (the last may be shorter). Chunk ``index`` goes to server ``index % servers``;
-if a chunk is missing, the value is missing (paper §3.2). See ``protocol.client.transfer``.
+"""Size of the chunks of a stored value (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; a
+missing chunk means a missing value (paper §3.2). See ``protocol.client.transfer``.
 """
 HEADER_BYTES = 64
 HEADER_VERSION = 1
@@ -32,9 +32,9 @@ MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """Limit of decoded values, checked before anything is allocated."""
 LATER_VERSION = "later version"
-"""Miss reason of a stored value that only a later release can read. The value is kept."""
+"""Miss reason of a value that only a later release can read. The value is kept."""
 BYTES_DTYPE = "bytes"
-"""dtype of a value of the general key-value store: any bytes, no layout."""
+"""Dtype of values of the general key-value store: any bytes, no layout."""
 
 _MAGIC = b"SKYV"
 _HEADER = struct.Struct("<4sBBBxQQIIIIHI14xI")
@@ -44,11 +44,11 @@ _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
-    """Header of a value of ``raw_bytes`` decoded bytes, stored as ``payload_bytes`` by codec ``codec_id``.
+    """Header of a value of ``raw_bytes`` decoded bytes, stored as ``payload_bytes``.
 
     ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain bytes and
-    for blocks of an opaque layout. ``name`` is a block's name (``block_name``), or the key of a value of the general
-    key-value store. The key is checked when the value is read, and used to rebuild a lost index.
+    opaque layouts. ``name`` is a block's name (``block_name``), or a key of the general key-value store, which is
+    checked when the value is read and rebuilds a lost index.
     """
 
     codec_id: int
@@ -75,7 +75,7 @@ class ValueHeader:
 
     @property
     def dtype(self) -> str:
-        """Dtype: ``float32``, ``float16``, ``bfloat16``, or ``bytes`` if there is no layout."""
+        """Dtype of the layout, or ``bytes``."""
         return BYTES_DTYPE if self.layout is None else self.layout.dtype
 
     @property
@@ -113,9 +113,9 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
 
 
 def unpack_header(start_of_value: Buffer) -> ValueHeader:
-    """Return the header alone, from the first bytes of a stored value (such as its first chunk).
+    """Return the header from the first bytes of a stored value (such as its first chunk).
 
-    Raises :class:`MalformedPacket` as ``unpack_value`` does, except for the payload, which is not checked.
+    Raises :class:`MalformedPacket` as ``unpack_value`` does. The payload is not checked.
     """
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
@@ -150,12 +150,12 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
 # --- a block of a KV cache as a stored value: the name has the block's hash and the payload's CRC ---
 
 PAYLOAD_AT = HEADER_BYTES + 64
-"""Offset of a block's payload: its name has 64 characters, so the payload is aligned for any engine's copy."""
+"""Offset of a block's payload: its name has 64 characters, so that the payload is aligned for any copy."""
 _BLOCK_NAME = "block {} crc32 {:08x}"
 
 
 class ForeignBlock(MalformedPacket):
-    """The value is intact, but of another block or layout than the requested one."""
+    """An intact value, but of another block or layout than the requested one."""
 
 
 def block_name(block_hash: bytes, payload_crc: int) -> str:
@@ -170,13 +170,13 @@ def block_header(block_hash: bytes, layout: KVLayout | OpaqueLayout, codec_id: i
 
 
 def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
-    """Return the layout in the header. An opaque layout is only in the block's hash."""
+    """Return the layout in the header; an opaque layout is only in the block's hash."""
     return layout if isinstance(layout, KVLayout) else None
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Return True if ``value`` is an undamaged block of this hash, in any layout. Values of a later release pass: they
-    are kept and moved unread.
+    """Return True for an undamaged block of this hash, in any layout. Values of a later release pass: they are kept and
+    moved unread.
     """
     try:
         header, payload = unpack_value(value)
@@ -188,10 +188,10 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
 
 
 def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
-    """Return the CRC-32 of an undamaged stored block, continued from ``crc``, or None if it is no block of this hash.
+    """Return the CRC-32 of a stored block, continued from ``crc``, or None if it is no block of this hash.
 
-    The payload is not read, since its CRC is in the header. If the payload is damaged, the result is wrong: comparing
-    it with the bytes reveals the damage.
+    The payload's CRC is taken from the header, not computed. So for a damaged payload the result is wrong, which a
+    comparison with the bytes reveals.
     """
     if len(value) < PAYLOAD_AT:
         return None
@@ -220,9 +220,8 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
 def check_placed_block(
     head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
 ) -> int:
-    """Return the codec id of a stored block, after the checks of ``open_block``, from its header alone.
-
-    ``value_crc`` is the actual CRC-32 of all its ``value_bytes``.
+    """Return the codec id of a stored block after the checks of ``open_block``, given only its header and
+    ``value_crc``, the actual CRC-32 of all its ``value_bytes``.
     """
     header = unpack_header(head)
     if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:

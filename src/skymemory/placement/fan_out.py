@@ -6,14 +6,14 @@ a chunk takes less than transmitting it):
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
-A satellite gets at most ``_MOST_BYTES`` of a value, even if links could carry more: it accepts that many at once, and
-packets of several writers would otherwise overrun it.
+A satellite gets at most ``_MOST_BYTES`` of a value, even if links could carry more: packets of several writers would
+otherwise overrun it.
 
 Small boxes lie inside large boxes, so the nearest satellite has a share of every value. A small box is handed over
 completely at every move of the overhead point. If a satellite is full, it evicts a share of a value, which is then lost
 on all others. So values on s servers or fewer may take a fifth of a satellite's memory, and only what values on more
-servers leave free, but always at least a little. Otherwise the next best number is used. Values set long ago have been
-evicted, or soon will be: their weight decays (``held``).
+servers leave free, but always a little. Otherwise the next best number is used. Values set long ago have been evicted,
+or soon will be: their weight decays (``held``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEAM_BYTES_PER_S = 150e6
 in ``sim.loading.LinkBudget``).
 """
 _SERVER_S = 25e-6
-"""Time to pack, send and answer an additional request, as measured on one computer."""
+"""Time to pack, send and answer another request, measured on one computer."""
 _MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
 """Shares of a satellite's memory. The larger is below what a satellite leases (a quarter), so that loads of such values
@@ -42,9 +42,9 @@ can be leased.
 class FanOut:
     """Choice of the number of servers.
 
-    ``round_trips_s``: round trip to the farthest satellite of the box, for each number of servers to choose from; any
-    value may have the largest number. ``chunk_s``: transmission of a chunk over a beam. ``memory_bytes``: memory of a
-    satellite; 0: unknown, and no satellite is too full. ``replicas``: copies of each value.
+    ``round_trips_s``: to the farthest satellite of the box, by the possible numbers of servers; any value may have the
+    largest. ``chunk_s``: transmission of a chunk over a beam. ``memory_bytes``: of a satellite; 0: unknown, and none is
+    too full. ``replicas``: copies of each value.
     """
 
     round_trips_s: Mapping[int, float]
@@ -66,7 +66,7 @@ class FanOut:
     ) -> FanOut:
         """Choose among full boxes of at most ``most`` servers, and ``most`` itself.
 
-        A box must hold all ``replicas`` of a chunk, on as many planes as the largest box does, with an additional
+        A box must hold all ``replicas`` of a chunk, on as many planes as the largest box does, and have an additional
         plane. Then, if a plane is dead, other satellites still know of some chunk that all its copies are gone (so a
         delete is certain). ``round_trip_s`` gives the round trip to each satellite of the boxes at ``moves``.
         """
@@ -87,7 +87,7 @@ class FanOut:
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
     def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:
-        """Return the number of servers for a value. ``held``: bytes in the sky by number of servers
+        """Return the number of servers for a value. ``held``: bytes by number of servers
         (``RadixIndex.bytes_by_servers``).
         """
         ranked = self._ranked.get(chunks)

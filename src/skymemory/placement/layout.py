@@ -84,7 +84,7 @@ class Layout:
 
 
 def parse_strategy(name: str) -> Strategy:
-    """Return a strategy by name; ``rotation-hop`` is accepted for ``rotation_hop``."""
+    """Return a strategy by name; ``-`` is accepted for ``_``."""
     wanted = name.lower().replace("-", "_")
     for strategy in STRATEGIES:
         if strategy == wanted:
@@ -93,7 +93,7 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """Return ``(width, height)`` of the nearly square box for ``servers``: columns of slots, rows of planes."""
+    """Return ``(width, height)`` of the nearly square box: columns of slots, rows of planes."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -112,7 +112,7 @@ def check_servers(servers: int, torus: Torus) -> None:
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """Return the layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays.
+    """Return a layout. Only ``cost`` (and ``worst_path_s``) use the link delays.
 
     Raises:
         InvalidInput: more servers than satellites, or no delay.
@@ -176,8 +176,7 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
     """Return every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
 
-    Delays are in whole picoseconds, so that every machine breaks ties alike; equal delays keep the order of the
-    breadth-first walk.
+    Whole picoseconds make every machine break ties alike; equal delays keep the order of the breadth-first walk.
     """
     priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))

@@ -96,8 +96,8 @@ class Placement:
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
         """Return the centre of the box that currently holds what was set at ``set_moves``.
 
-        It is the overhead satellite for the strategies that migrate, the satellite overhead at ``set_moves`` for
-        ``hop``, and the first centre for ``baseline``.
+        It is the overhead satellite for strategies that migrate, that at ``set_moves`` for ``hop``, the first for
+        ``baseline``.
         """
         if self.migrates:
             return self.centre_at(now_moves)
@@ -182,8 +182,8 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """Return the full box around the overhead satellite, including empty cells, row by row from its north-west
-        corner. Gaps are replaced by their stand-ins.
+        """Return the full box around the overhead satellite, row by row from its north-west corner; stand-ins for
+        gaps.
         """
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
@@ -204,7 +204,7 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
 
 
 class Handover(NamedTuple):
-    """Transfer of everything that ``source`` holds in ``cell`` (a cell of the box before the move) to ``target``."""
+    """Transfer of everything that ``source`` holds in ``cell`` (of the box before the move) to ``target``."""
 
     cell: Cell
     source: SatelliteId
@@ -220,8 +220,7 @@ class ServerHandover(NamedTuple):
 
 
 def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """Return the handovers of the full box, row by row, independent of when its chunks were set; none if nothing
-    migrates.
+    """Return the handovers of the full box, row by row; none if nothing migrates.
 
     Empty cells are included: what was set before earlier moves may be in any of them.
     """

@@ -15,7 +15,7 @@ class Codec(Protocol):
     """Codec of a block (raw bytes of ``KVLayout.shape``) to a payload and back.
 
     ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``, else within the errors that
-    :func:`measure` reports. ``codec_id`` is stored in a value's header: its meaning never changes.
+    :func:`measure` reports. ``codec_id`` is stored with values: its meaning never changes.
     """
 
     @property
@@ -46,7 +46,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodecReport:
-    """Effect of a codec on a block. Errors are absolute, in the units of the keys and values."""
+    """Effect of a codec on a block. Errors are absolute, in the units of the numbers."""
 
     size_bytes: int
     raw_bytes: int
@@ -60,7 +60,7 @@ class CodecReport:
 
 
 def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
-    """Encode and decode ``block`` once and compare. Equal bits count as no error, even infinities."""
+    """Encode and decode ``block``, and compare. Equal bits count as no error, even infinities."""
     view = memoryview(block).cast("B")
     payload = codec.encode(view, layout)
     decoded = bytearray(layout.block_bytes)

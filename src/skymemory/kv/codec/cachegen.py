@@ -59,11 +59,9 @@ from skymemory.kv.codec.entropy import (
 Floats = npt.NDArray[np.float32]
 
 BASES = (0.0, 1e4, 5e5, 1e6)
-"""Rotation bases by number in the payload. 0: not rotated; 1e4: Llama, Llama 2, Mistral 7B v0.1; 5e5: Llama 3; 1e6:
-Qwen 2, Mistral.
-"""
+"""Rotation bases by number in the payload: none; Llama, Llama 2, Mistral 7B v0.1; Llama 3; Qwen 2, Mistral."""
 _WORTH = 0.95
-"""Factor below which a base must bring the sum of the channels' variances to be used."""
+"""Factor by which a base must at least reduce the sum of the channels' variances."""
 
 
 def best_base(keys: Floats) -> int:
@@ -92,7 +90,7 @@ def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np
 
 
 def turn(keys: Floats, base: int, direction: int) -> Floats:
-    """Rotate ``keys`` forward (direction 1) or back (-1) by the angles of their tokens' positions in the block."""
+    """Rotate ``keys`` forward (direction 1) or back (-1) by their tokens' positions in the block."""
     if not base:
         return keys
     _, tokens, head_dim = keys.shape
@@ -128,11 +126,7 @@ MAX_QUOTIENT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Named level of rounding.
-
-    ``keys`` and ``values`` are the steps in the first, middle and last third of the layers, in standard deviations of a
-    channel over the tokens.
-    """
+    """Steps in the first, middle and last third of the layers, in standard deviations of a channel over the tokens."""
 
     name: str
     number: int
@@ -140,7 +134,7 @@ class Level:
     values: tuple[float, float, float]
 
     def relative_step(self, layer: int, layers: int, part: int) -> float:
-        """Return the step of keys (part 0) or values (1) of layer ``layer`` of ``layers``, in standard deviations."""
+        """Return the step of keys (part 0) or values (1) of a layer, in standard deviations."""
         return (self.keys, self.values)[part][3 * layer // layers]
 
 
@@ -156,7 +150,7 @@ LEVELS = {
 
 
 def level_of(name: str) -> Level:
-    """Return the level called ``name``. Raises InvalidInput if there is none."""
+    """Return a level by name. Raises InvalidInput if there is none."""
     if name not in LEVELS:
         raise InvalidInput(f"no cachegen level {name!r}: choose one of {', '.join(LEVELS)}")
     return LEVELS[name]
@@ -194,18 +188,17 @@ _LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.
 
 
 class CacheGen:
-    """Codec of a named level; any level decodes the payloads of all levels.
+    """Codec of a named level; any level decodes the payloads of all.
 
-    Encoding raises InvalidInput for NaN and infinity. Encoding and decoding raise CodecUnavailable without
-    ``constriction``.
+    Encoding raises InvalidInput for NaN and infinity. Both directions raise CodecUnavailable without ``constriction``.
     """
 
     codec_id = 10
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """Create a codec. ``layers`` are the numbers of the block's layers if it has only some of the model's ``of``
-        layers: steps depend on the numbers. Decoding needs neither.
+        """Create a codec. If a block has only some of a model's ``of`` layers, ``layers`` are their numbers, on which
+        steps depend. Decoding needs neither.
         """
         self.level: Level = level_of(level)
         self._layers = tuple(layers)
@@ -256,7 +249,7 @@ def _front(layout: KVLayout, level: int, table: bytes) -> bytes:
 
 
 def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
-    """Return the sections of a payload of this ``layout``, after checking their checksums."""
+    """Return the checked sections of a payload of this ``layout``."""
     begin = _HEADER.size + 2 * layout.layers * _ENTRY.size
     if len(view) < begin:
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes, its table alone ends at {begin}")
@@ -291,9 +284,7 @@ def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
 
 
 def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: int) -> bytes:
-    """Encode a layer's keys or values (kv_heads, block_tokens, head_dim), which are already rotated back by
-    ``base``.
-    """
+    """Encode a layer's keys or values (kv_heads, block_tokens, head_dim), already rotated back by ``base``."""
     heads, tokens, head_dim = numbers.shape
     codes = step_codes(numbers, relative_step)
     scaled = (numbers / steps_of(codes)[:, None, None]).transpose(0, 2, 1)
@@ -324,7 +315,7 @@ def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float3
 
 
 def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Round to nearest, ties to even. It is the inverse of ``to_float32`` for finite numbers."""
+    """Round to nearest, ties to even: the inverse of ``to_float32`` for finite numbers."""
     if dtype != "bfloat16":
         return numbers.astype("<f4" if dtype == "float32" else "<f2").tobytes()
     wide = np.ascontiguousarray(numbers).view(np.uint32)

@@ -1,11 +1,10 @@
 """Rounding, prediction and entropy coding of ``cachegen``: ANS (library ``constriction``) with empirical tables.
 
-``Writer`` collects runs of symbols, each with its table of frequencies, and encodes them all at once. ``Reader``
-returns the runs in the order they were written. Tables precede the coded words::
+``Writer`` collects runs of symbols, each with its table of frequencies; ``Reader`` returns the runs in the same order.
+Tables precede the coded words::
 
     section:  u32 bytes of the tables · tables · u32 words of the ANS coder, little-endian
-    table:    u8 first symbol · u8 symbols − 1 · per symbol its frequency in 4096, LEB128   (a single symbol: no
-    frequency)
+    table:    u8 first symbol · u8 symbols − 1 · per symbol its frequency in 4096, LEB128 (none for a single symbol)
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from skymemory.installation import install_command
 Ints = npt.NDArray[np.int32]
 
 TOTAL = 4096
-"""Sum of a table's frequencies: few enough for two bytes each, enough for symbols of 12 bits."""
+"""Sum of a table's frequencies: they fit two bytes each, and represent symbols of 12 bits."""
 MAX_BITS = 24
-"""Limit of numbers written individually: their absolute value is below 2 ** 24."""
+"""Numbers written individually are below 2 ** 24 on either side of 0."""
 
 
 @functools.cache
@@ -48,7 +47,7 @@ class Writer:
         self._tables = bytearray()
 
     def symbols(self, symbols: Ints) -> None:
-        """Write a run of symbols 0..255, with their own table. An empty run has no table."""
+        """Write a run of symbols 0..255, with their table. An empty run has no table."""
         if not len(symbols):
             return
         first = int(symbols.min())
@@ -68,7 +67,7 @@ class Writer:
             self._runs.append((numbers, constriction().stream.model.Uniform(1 << width)))
 
     def numbers(self, numbers: Ints) -> None:
-        """Write a run of numbers of up to MAX_BITS bits and sign: the number of bits of each, and then those bits."""
+        """Write a run of numbers of up to MAX_BITS bits and sign: the number of bits of each, then the bits."""
         folded = numbers << 1 ^ numbers >> 31
         widths = np.frexp(folded.astype(np.float64))[1].astype(np.int32)
         self.symbols(widths)
@@ -84,9 +83,7 @@ class Writer:
 
 
 class Reader:
-    """Decoder of the runs of a section. Any invalid bytes raise MalformedPacket; nothing larger than requested is
-    allocated.
-    """
+    """Decoder of a section. Invalid bytes raise MalformedPacket; nothing larger than requested is allocated."""
 
     def __init__(self, section: memoryview) -> None:
         if len(section) < 4:
@@ -152,9 +149,7 @@ def _model(frequencies: npt.NDArray[np.int64]) -> Any:
 
 
 def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Scale ``counts`` to a sum of TOTAL, at least 1 for what occurs. The most frequent symbol gets the rounding
-    difference.
-    """
+    """Scale ``counts`` to a sum of TOTAL, at least 1 for what occurs. The largest gets the rounding difference."""
     scaled: npt.NDArray[np.int64] = counts * (TOTAL - len(counts)) // counts.sum() + (counts > 0)
     scaled[np.argmax(scaled)] += TOTAL - scaled.sum()
     return scaled
@@ -171,12 +166,10 @@ def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 _CLASSES = 48
-"""Number of classes. Class 0: all differences are 0. Class c from 1 on: differences are on average below 2 ** ((c − 5)
-/ 2).
-"""
+"""Class 0: all differences are 0. Class c from 1 on: on average below 2 ** ((c − 5) / 2)."""
 _LIMITS = 2.0 ** ((np.arange(1, _CLASSES) - 5) / 2)
 _LEAST_NUMBERS = 1024
-"""Numbers below which a class is merged with the next: a table costs about 20 bytes."""
+"""Numbers below which a class is merged with the next, since a table costs about 20 bytes."""
 _FAR = 31
 _ESCAPE = 2 * _FAR + 1
 
@@ -204,7 +197,7 @@ def encode_section(quotients: Ints) -> bytes:
 
 
 def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
-    """Return the quotients (channels, tokens) of a section. Raises MalformedPacket if the section is invalid."""
+    """Return the quotients (channels, tokens). Raises MalformedPacket for an invalid section."""
     reader = Reader(section)
     classes, ways = np.divmod(reader.symbols(channels), len(GROUPS))
     if classes.max() >= _CLASSES:
@@ -234,7 +227,7 @@ def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
 
 
 def _classes(differences: Ints) -> Ints:
-    """Return the class of each channel, with small classes merged with the next larger class that is present."""
+    """Return the class of each channel; small classes are merged with the next larger class present."""
     tokens = differences.shape[1]
     sizes = np.abs(differences).sum(axis=1, dtype=np.int64)
     classes = np.searchsorted(_LIMITS * tokens, sizes, side="right").astype(np.int32) + 1
@@ -249,7 +242,7 @@ def _classes(differences: Ints) -> Ints:
 
 
 def _low_bits(number: int) -> int:
-    """Return the low bits to cut off the numbers of a class: as many as leave an average of about 4."""
+    """Return how many low bits to cut off: as many as leave an average of about 4."""
     return max(0, (number - 5) // 2 - 2)
 
 
@@ -275,7 +268,7 @@ PHASES = 8
 """Fractions of a step by which a grid can be moved."""
 _PULL_PARTS = 64
 MAX_PULL = 16
-"""Limit of the pull, a quarter of a step: it moves no number further than that, in addition to the half of rounding."""
+"""Limit of the pull: a quarter of a step, in addition to the half of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +293,7 @@ def snap(scaled: Floats) -> Snapped:
 
 
 def unsnap(snapped: Snapped) -> Floats:
-    """Return the numbers in steps (channels, tokens) that ``snapped`` represents."""
+    """Return the numbers in steps (channels, tokens)."""
     shifts = (snapped.phases / np.float32(PHASES)).astype(np.float32)[:, None]
     scaled = snapped.quotients + shifts
     if snapped.pull:
@@ -348,9 +341,7 @@ GROUPS = (0, 1, 10)
 
 
 def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
-    """Return ways (channels,), bases (channels,) and differences (channels, tokens) of ``quotients`` (channels,
-    tokens).
-    """
+    """Return ways (channels,), bases (channels,) and differences (channels, tokens)."""
     channels = len(quotients)
     ways = np.zeros(channels, np.uint8)
     bases, differences = _apart(quotients, GROUPS[0])
@@ -366,7 +357,7 @@ def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
 
 
 def join(ways: npt.NDArray[np.uint8], bases: Ints, differences: Ints) -> Ints:
-    """Invert ``split``: return quotients (channels, tokens). Numbers beyond 32 bits wrap around."""
+    """Invert ``split``. Numbers beyond 32 bits wrap around."""
     quotients = np.empty_like(differences)
     for way, group in enumerate(GROUPS):
         rows = np.flatnonzero(ways == way)
