@@ -124,7 +124,6 @@ class RadixIndex:
 
     Depth is the number of blocks before a block in its prompt. A block may be present while a block before it is not (a
     hole): it is kept, but no prefix reaches it until the hole is filled.
-    Numbers of replayed records' groups, by their bytes.
     """
 
     def __init__(self) -> None:

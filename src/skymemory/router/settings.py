@@ -422,7 +422,7 @@ class SidecarSettings:
     def __post_init__(self) -> None:
         if self.engine:
             address(self.engine)
-        Prefillers(self.prefillers)  # checks them
+        Prefillers(self.prefillers)  # check the entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -427,7 +427,7 @@ class _Long:
             keys = self._enter(spans["extra_keys"])
         keys_at = self._at
         # Hashes without tokens cannot be matched with a prompt, but they show that a slower tier has blocks that the
-        # index already knows by hash (`named`).
+        # index already knows by hash (`is_by_hash`).
         remaining = blocks = self._enter(spans["block_hashes"])
         is_by_hash = not tokens and medium_of(medium) != GPU
         if not is_by_hash and (

@@ -265,7 +265,7 @@ class PromptTokenizer:
     ) -> str | None:
         """Render a chat with the template, with special tokens, up to the assistant's turn.
 
-        None: there is no template, or it rejects these messages (as the engine will, which reports why).
+        The result is None if there is no template or it rejects these messages (as the engine will, which reports why).
         """
         if self._template is None:
             return None

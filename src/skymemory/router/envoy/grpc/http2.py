@@ -664,9 +664,7 @@ class Http2:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
                 if self._sends <= 0:
-                    self._blocked[stream] = (
-                        None  # continued by `_grow`, or by `_on_window` if the stream's own window is empty
-                    )
+                    self._blocked[stream] = None  # continued by `_grow`; for the stream's own window, by `_on_window`
                 return
             first = state.pending.popleft()
             if len(first) > most:

@@ -200,9 +200,7 @@ class GrpcServer:
             return
         self._frees = True
         for largest in sorted(self._held, key=lambda one: self._held[one], reverse=True):
-            if (
-                self._held_bytes <= self.most_held_bytes * 7 // 8
-            ):  # leave some margin, or the next byte would exceed the limit again
+            if self._held_bytes <= self.most_held_bytes * 7 // 8:  # a margin, or the next byte would exceed it again
                 break
             before = self._held.get(largest, 0)
             largest.account()  # some of it may have been sent in the meantime
