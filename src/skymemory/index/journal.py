@@ -62,8 +62,10 @@ _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A change. ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked
-    for, values adopted).
+    """A change.
+
+    ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked for, values
+    adopted).
     """
 
     op: RecordOp
@@ -225,9 +227,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """Return ``count`` groups from the start of ``view``, and their size in bytes. ``with_sizes``: they are
-    ``sized``.
-    """
+    """Return ``count`` groups from the start of ``view``, which may be ``sized``, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -297,12 +297,11 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 
 
 class JournalState:
-    """State of a journal. ``complete``: blocks that it does not name are absent, since it began with its constellation
-    and lost no record.
+    """State of a journal. ``complete``: blocks that it does not name are absent.
 
-    A journal without BORN at its start was created for a constellation that may have held values: its index was
-    deleted, or clients on another computer write there. Nothing makes it complete again: even after probing, such a
-    client may have stored more.
+    Such a journal began with its constellation and lost no record. A journal without BORN at its start was
+    created for a constellation that may have held values: its index was deleted, or clients on another computer write
+    there. Nothing makes it complete again: even after probing, such a client may have stored more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")

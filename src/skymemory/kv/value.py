@@ -175,8 +175,9 @@ def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Return True for an undamaged block of this hash, in any layout. Values of a later release pass: they are kept and
-    moved unread.
+    """Return True for an undamaged block of this hash, in any layout.
+
+    Values of a later release pass: they are kept and moved unread.
     """
     try:
         header, payload = unpack_value(value)

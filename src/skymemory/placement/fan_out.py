@@ -1,5 +1,4 @@
-"""Number of satellites for a value: a small value goes to the nearest alone, a large value to as many as its bytes pay
-for.
+"""Number of satellites for a value: a small value goes to the nearest, a large value to as many as pay off.
 
 The time to fetch a value of n chunks from s servers is bounded by its slowest server (spec §4, bound (i), if processing
 a chunk takes less than transmitting it):
@@ -87,9 +86,7 @@ class FanOut:
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
     def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:
-        """Return the number of servers for a value. ``held``: bytes by number of servers
-        (``RadixIndex.bytes_by_servers``).
-        """
+        """Return the number of servers for a value. ``held``: see ``RadixIndex.bytes_by_servers``."""
         ranked = self._ranked.get(chunks)
         if ranked is None:
             if len(self._ranked) > 1024:
@@ -100,7 +97,7 @@ class FanOut:
         return next((count for count in ranked if count == most or self._has_room(count, value_bytes, held)), most)
 
     def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
-        """Return True if the satellites may have this much of a value, and the nearest, with a share of each value, has
+        """Return True if the satellites may have so much of a value, and the nearest, with a share of each, has
         room.
         """
         if value_bytes > servers * _MOST_BYTES:

@@ -153,8 +153,9 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Return every cell of the box, breadth-first over the links from the centre (a box as wide as a ring closes with
-    it).
+    """Return every cell of the box, breadth-first over the links from the centre.
+
+    A box as wide as a ring closes with it.
     """
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []

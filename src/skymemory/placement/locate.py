@@ -164,9 +164,7 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """Return the server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``; None if
-        none.
-        """
+        """Return the server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``, if any."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None
@@ -182,8 +180,9 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """Return the full box around the overhead satellite, row by row from its north-west corner; stand-ins for
-        gaps.
+        """Return the full box around the overhead satellite, row by row from its north-west corner.
+
+        Gaps are replaced by their stand-ins.
         """
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]

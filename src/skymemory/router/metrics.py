@@ -111,9 +111,7 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """Create the metrics. ``decode``: servers that decode, if prefill and decode are separate; gauges then have a
-        role label.
-        """
+        """Create the metrics. ``decode``: servers that decode, if these are separate; gauges then have a role label."""
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}

@@ -239,9 +239,7 @@ class RequestQueue:
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """Return metrics by priority and class of tenants: those with a weight, ``other``, and ``unknown`` (no
-        name).
-        """
+        """Return metrics by priority and class of tenants: those with a weight, ``other``, ``unknown`` (no name)."""
         return MappingProxyType(self._figures)
 
     # Service

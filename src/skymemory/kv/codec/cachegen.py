@@ -65,9 +65,7 @@ _WORTH = 0.95
 
 
 def best_base(keys: Floats) -> int:
-    """Return the number of the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once rotated
-    back.
-    """
+    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once rotated back."""
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
@@ -197,8 +195,10 @@ class CacheGen:
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """Create a codec. If a block has only some of a model's ``of`` layers, ``layers`` are their numbers, on which
-        steps depend. Decoding needs neither.
+        """Create a codec.
+
+        If a block has only some of a model's ``of`` layers, ``layers`` are their numbers, on which steps depend.
+        Decoding needs neither.
         """
         self.level: Level = level_of(level)
         self._layers = tuple(layers)

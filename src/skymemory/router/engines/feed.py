@@ -110,8 +110,9 @@ class Feed:
     # then continues from the next message (`resume_empty`).
 
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
-        """Take a message, and apply what is in order until ``until_s`` (by `time.perf_counter`); ``go_on`` applies the
-        rest.
+        """Take a message, and apply what is in order until ``until_s`` (by `time.perf_counter`).
+
+        ``go_on`` applies the rest.
         """
         offer = self.order.offer(number, payload)
         if offer is Offer.RESTARTED:

@@ -508,9 +508,7 @@ class _Long:
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
 
     def _pass_over(self, values: int) -> Iterator[None]:
-        """Skip values. The entries of a container count as values that follow it, so nested input cannot overflow a
-        stack.
-        """
+        """Skip values. A container's entries count as values that follow it, so nesting cannot overflow a stack."""
         data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
         steps = 0
         while values:

@@ -208,9 +208,7 @@ class PickerService:
         return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
 
     def has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        """Return True if a server that could serve the request is not full, or if none is up, which is an error at
-        once.
-        """
+        """Return True if a server for the request is not full, or if none is up, which is an error at once."""
         serving, now_s = self.backends.serving(request), time.monotonic()
         if serving is not None:
             among = serving if among is None else among & serving

@@ -127,8 +127,9 @@ class StreamContinuation:
         self._fields: Fields | None = None
         """Fields of the request; None: not read yet."""
         self.failure = ""
-        """Error in an event that reports a failure of the server (its engine has died). The event and what follows are
-        withheld.
+        """Error of an event by which the server reports its failure (its engine has died).
+
+        The event and what follows are withheld.
         """
         self.withheld = b""
         # State of what was sent:
@@ -363,9 +364,7 @@ class StreamContinuation:
         return text
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Compute the usage of the complete answer from the usage of the rest, whose prompt contains the text sent
-        before.
-        """
+        """Compute the complete answer's usage from that of the rest, whose prompt contains the text sent before."""
         before, prompt = self._tokens_before, usage["prompt_tokens"]
         if self._prompt_tokens is not None and self._prompt_tokens <= prompt:
             before = prompt - self._prompt_tokens

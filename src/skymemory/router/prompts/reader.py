@@ -170,8 +170,9 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int, int]:
-        """Return bytes of the first prompt, which alone is matched, the tokens of all prompts, estimated if they are
-        long, and the number of prompts.
+        """Return bytes of the first prompt, which alone is matched; the tokens of all prompts; and their number.
+
+        The tokens of long prompts are estimated.
         """
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
@@ -332,8 +333,9 @@ class Clients:
         return user[:MAX_NAME_LETTERS]
 
     def priority(self, headers: Mapping[str, str], field: bytes) -> int:
-        """Return the priority by its header or objective (higher goes first), or else by the body's ``priority``
-        (vLLM's: lower goes first).
+        """Return the priority by its header or objective (higher goes first).
+
+        Otherwise it is the body's ``priority`` (vLLM's: lower goes first).
 
         Raises:
             ApiError: 400, it is not an integer of 64 bits.
@@ -598,9 +600,7 @@ def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes 
 
 
 def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
-    """Decode the beginning of a text, at least ``most_bytes`` of UTF-8; also return how many bytes of ``raw`` are
-    left.
-    """
+    """Decode at least ``most_bytes`` of a text (UTF-8); return also how many bytes of ``raw`` are not decoded."""
     end = most_bytes * _ESCAPE_BYTES
     if len(raw) <= end:
         return text_bytes(_decoded(_text, raw, "messages.content")), 0

@@ -113,8 +113,9 @@ def read_prefilled(body: bytes) -> Prefilled | None:
 
 
 def refuses_params(error: bytes) -> bool:
-    """Return True if an error concerns ``kv_transfer_params``, which the router added: by its ``param``, since messages
-    may repeat the complete request.
+    """Return True if an error's ``param`` is ``kv_transfer_params``, which the router added.
+
+    Its message does not count: it may repeat the complete request.
     """
     try:
         return _error.decode(error).error.param == PARAMS

@@ -226,9 +226,7 @@ class Http2:
             self._at = 0
 
     def drop(self) -> None:
-        """Free the buffers of a closed connection before the garbage collector would: in a flood they are tens of
-        megabytes.
-        """
+        """Free the buffers of a closed connection before the garbage collector would: a flood has tens of megabytes."""
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 

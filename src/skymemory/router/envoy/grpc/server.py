@@ -344,8 +344,9 @@ class Answers:
         return True
 
     def _dispatch(self, data: bytes) -> bool:
-        """Dispatch the complete messages of ``data``, and buffer the rest. The buffer must be empty. Return True if
-        there are more.
+        """Dispatch the complete messages of ``data`` and buffer the rest. Return True if there are more.
+
+        The buffer must be empty.
         """
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
