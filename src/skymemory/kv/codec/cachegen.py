@@ -61,7 +61,7 @@ Floats = npt.NDArray[np.float32]
 BASES = (0.0, 1e4, 5e5, 1e6)
 """Rotation bases by number in the payload: none; Llama, Llama 2, Mistral 7B v0.1; Llama 3; Qwen 2, Mistral."""
 _WORTH = 0.95
-"""Factor by which a base must at least reduce the sum of the channels' variances."""
+"""Fraction of the unrotated sum of variances below which a base must bring it to be used."""
 
 
 def best_base(keys: Floats) -> int:
