@@ -123,7 +123,6 @@ class RoomPool:
             return torch.from_numpy(array)
 
     def warm(self, size_bytes: int) -> None:
-        """Touch memory for one cache of ``size_bytes`` in advance."""
         self.take(size_bytes).zero_()
 
 
@@ -172,7 +171,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new keys and values, in place if the room suffices (see DynamicLayer)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         room = self._room
@@ -216,7 +214,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return 0 if keys is None or not keys.numel() else int(keys.shape[-2])
 
     def leave_room(self) -> None:
-        """Leave the room: later tokens are written to other memory."""
         self._room = self._in_place = None
 
     def reset(self) -> None:
@@ -303,8 +300,6 @@ class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type: ignore[misc]
-    """Layer with ``states`` recurrent states in addition to keys and values."""
-
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor], states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
         GrowingLayer.__init__(self, room)
@@ -325,11 +320,9 @@ class LayerKind:
     """Contents of a layer of a model."""
 
     attention: bool = True
-    """True if the layer has keys and values of tokens."""
     window: int | None = None
     """Sliding window in tokens; None for full attention."""
     states: int = 0
-    """Number of recurrent states."""
 
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         if not self.attention:
@@ -484,7 +477,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Position of the latest state kept while decoding."""
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
-        """Guard of the model that this cache belongs to; only the guard calls ``advance`` and ``note``."""
         self.context: CacheContext | None = None
         """Context of the contents; None if they must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
@@ -516,7 +508,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Number of tokens held before that pass."""
         self._handed_to_generate = False
         self.used_before = False
-        """True if the cache had contents when ``generate`` took it: ``generate`` then prepared its inputs for them."""
+        """True if the cache had contents when ``generate`` took it and prepared its inputs."""
 
     def fill(self, tokens: Tokens) -> None:
         """Make ``tokens``, whose blocks are placed, the contents.
@@ -574,7 +566,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """Number of sequences."""
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
@@ -592,7 +583,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def usable(self, tokens: int) -> int:
         """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position with all tokens of
-        its window and, if the model has recurrent states, with kept states.
+        its window and with kept states, if the model has any.
         """
         length = self.held
         if not all(layer.in_place for layer in self._attention):
@@ -634,7 +625,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._latest_stop = length
 
     def advance(self, tokens: int) -> None:
-        """Make the next ``tokens`` loaded tokens contents: the model's input begins with them."""
+        """Make the next ``tokens`` loaded tokens contents."""
         start = self.held
         self.fill(self.loaded[: start + tokens])
         self.skipping = (start, start + tokens) if tokens else None
@@ -774,9 +765,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row's contents right by so many columns, after left padding that the caller's mask hides; as many
-        columns at the end of the row are dropped. A column then belongs to different tokens in each row, so nothing is
-        stored from it.
+        """Move each row's contents right by so many columns; as many at the end are dropped. The caller's mask hides
+        the new left padding. Columns then hold different tokens in each row, so nothing is stored from them.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
@@ -850,8 +840,8 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Return views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy divides the work among threads and waits 15
-    ms for a thread that another program keeps from running.
+    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a
+    thread that another program keeps from running.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _apart(block.reshape(layout.layers, -1), layout, of_keys, of_values)
@@ -980,14 +970,12 @@ class _Batch:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all copies to a device; a single stream, as each copy reuses the memory of the last."""
+    """Return the only stream of copies to a device: each copy reuses the memory of the last."""
     return torch.cuda.Stream(device)
 
 
 class Gathered:
-    """Reader of blocks from ``layers`` on one device: keys and values of one sequence, each (kv_heads, tokens,
-    width).
-    """
+    """Reader of blocks from ``layers`` on one device: keys and values of a sequence, each (kv_heads, tokens, width)."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers
@@ -996,7 +984,7 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Copy out block ``index``; also fetches the blocks after it, for the next calls."""
+        """Copy out block ``index``, and fetch the blocks after it for the next calls."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data
