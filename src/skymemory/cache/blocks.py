@@ -69,8 +69,6 @@ STORE_BATCH_BYTES = 64 << 20
 
 
 class BlockSink(Protocol):
-    """Destination of loaded blocks in an engine."""
-
     def place(self, index: int, block: memoryview) -> None:
         """Copy the raw bytes of block ``index`` (``KVLayout.shape``, C order) out of ``block`` before returning.
 
@@ -92,8 +90,6 @@ class RowSink(BlockSink, Protocol):
 
 
 class BlockSource(Protocol):
-    """Source of an engine's blocks for a save."""
-
     def read(self, index: int, out: memoryview) -> None:
         """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
 
@@ -167,7 +163,7 @@ class LoadResult:
     found_blocks: int = 0
     """Leading blocks that the lookup found."""
     loaded_blocks: int = 0
-    """Leading blocks that were loaded and valid; for windowed layers, only blocks in the window of the prefix's end."""
+    """Leading blocks that were loaded and valid; for windowed layers, only those in the window of the prefix's end."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
     not_found: str = ""
@@ -191,12 +187,10 @@ class LoadResult:
 
     @property
     def used_tokens(self) -> int:
-        """Loaded tokens that forward passes have skipped so far."""
         return self.usage.used_tokens
 
     @property
     def unused_tokens(self) -> Mapping[str, int]:
-        """Loaded tokens that turned out to be of no use, by reason."""
         return self.usage.unused_tokens
 
     @property
@@ -279,7 +273,7 @@ class LoaderResult:
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the chunk where both sides met; None if one side did all, or a side stopped early."""
+    """First token of the chunk where both sides met; None if one side did all, or while unfinished."""
     wasted_bytes: int
     """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
@@ -317,8 +311,6 @@ class LeasedBatch:
 
 @dataclass(slots=True)
 class LoadTally:
-    """Progress of a load."""
-
     tiers: list[str] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     size_bytes: int = 0
@@ -458,7 +450,6 @@ class BlockCache:
         return stored, size_bytes
 
     def prefix(self, hashes: list[BlockHash]) -> int:
-        """Return the number of leading blocks that the store has."""
         if not hashes:
             return 0
         try:
@@ -485,7 +476,6 @@ class BlockCache:
         return reason
 
     def _log_state(self, answering: bool) -> None:
-        """Log one line each time the store stops or resumes answering."""
         if answering is not self._logged_answering:
             self._logged_answering = answering
             if answering:
@@ -551,7 +541,7 @@ class BlockCache:
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
     ) -> Iterator[list[Future[str]]]:
-        """Run ``place`` of all values in ``sink.threads`` threads; yields no futures if a single thread suffices."""
+        """Run ``place`` of all values in ``sink.threads`` threads; yields no futures if a thread suffices."""
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
@@ -645,9 +635,7 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block whose bytes are wrong, so that it is stored again; a block unreadable only to this reader
-        stays.
-        """
+        """Delete a block whose bytes are wrong, so that it is stored again; a block of a newer format stays."""
         if failure in _INVALID:
             self._delete(block_hash)
 
@@ -806,9 +794,7 @@ class Parts:
         return result
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place the ``wanted`` blocks (ascending) of each part that can be loaded; none in a forked child, which does
-        not own the store.
-        """
+        """Place the ``wanted`` blocks (ascending) of each part that can be loaded; none in a forked child."""
         if self.first.owner.elsewhere:
             return
         computing_s = self.first.compute.seconds(len(tokens))
@@ -977,7 +963,6 @@ class _Loading(PrefixSearch):
         return dict(tokens)
 
     def failures(self, blocks: int) -> dict[str, int]:
-        """Return the reasons for ``blocks`` blocks that were found and are not used."""
         if not blocks:
             return {}
         reason = next(iter(self._failed))

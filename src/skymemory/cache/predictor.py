@@ -73,7 +73,6 @@ class Predictor:
 
     @property
     def blocks(self) -> int:
-        """Number of remembered block keys, at most ``capacity_blocks``."""
         return self._once_blocks + self._recurring_blocks
 
     def saw(self, keys: Sequence[bytes], at_s: float) -> None:
@@ -122,7 +121,6 @@ class Predictor:
         return [*self._once, *self._recurring]
 
     def restore(self, habits: Iterable[Habit]) -> None:
-        """Add habits from another predictor's ``habits``."""
         for habit in habits:
             self._put_in(habit)
         self._make_room()
@@ -225,7 +223,6 @@ class Habit:
         return self.seen != 1
 
     def saw(self, day: int) -> None:
-        """Record a sighting on this day, later than the last."""
         self.seen = (self.seen << min(day - self.day, KEPT_DAYS) | 1) & (1 << KEPT_DAYS) - 1
         self.day = day
 

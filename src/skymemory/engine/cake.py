@@ -39,8 +39,6 @@ class Beside(Protocol):
 
 
 class CakePrefill:
-    """Prefill of ``model``'s caches from both ends."""
-
     def __init__(self, model: PreTrainedModel, cake: Cake, options: dict[str, Any]) -> None:
         self.cake = cake
         self.beside: Beside | None = None

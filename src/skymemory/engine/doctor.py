@@ -38,8 +38,6 @@ _MOST_PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check, with an explanation."""
-
     what: str
     well: bool
     words: str
@@ -192,8 +190,8 @@ def _compared(
 
 
 def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
-    """Return the differing parts of two layout descriptions, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, 4
-    layers …, tp 1``.
+    """Return the differing parts of two layout descriptions, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, tp
+    1``.
     """
     own_parts, other_parts = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
     if len(own_parts) == 1 or len(own_parts) != len(other_parts):
@@ -265,9 +263,7 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
-    """Open a store with deadlines; returns it and a description of its server. Raises SkyMemoryError if it does not
-    answer.
-    """
+    """Open a store; returns it with a description of its server. Raises SkyMemoryError if it does not answer."""
     if ":***@" in address:
         raise InvalidInput("its password is not in the log: give the whole address by --store")
     store = open_store(address)
@@ -308,7 +304,6 @@ def _save(probe: PluginStore, name: str, value: bytes) -> None:
 
 
 def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
-    """Load and compare the value; returns the seconds."""
     started_s = time.perf_counter()
     (loaded,) = probe.load([name], lambda at, read: read == value)
     took_s = time.perf_counter() - started_s
@@ -330,7 +325,6 @@ class LogitDistance:
     spread: float
     """Standard deviation of the logits, for comparison with ``rms``."""
     same_choice: bool
-    """True if greedy decoding would choose the same next token."""
     choice_margin: float
     """Lead of the best token over the second without the cache."""
 
@@ -343,7 +337,6 @@ class LogitDistance:
 
 
 def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDistance:
-    """Return the distance between two rows of logits of the same vocabulary."""
     reference, other = without.detach().float().flatten(), with_cache.detach().float().flatten()
     difference = (reference - other).abs()
     best = reference.topk(2).values

@@ -27,12 +27,10 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cache_option(model: torch.nn.Module, cache: object) -> dict[str, Any]:
-    """Return ``cache`` as a keyword argument of ``model``."""
     return {cache_argument(model): cache}
 
 
 def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> SkyCache | None:
-    """Return the first SkyCache among a call's arguments."""
     for value in kwargs.values():
         if isinstance(value, SkyCache):
             return value

@@ -152,8 +152,8 @@ class Guard:
             )
 
     def look(self, cache: SkyCache, care: Care = Care.USE) -> bool:
-        """Check that the model is unchanged since the cache was made. If not, drop the loaded tokens and store nothing
-        from it.
+        """Check that the model is unchanged since the cache was made; if not, drop the loaded tokens and store
+        nothing.
         """
         if cache.context is not None and self._same(cache.context, care):
             return True
@@ -200,7 +200,6 @@ class Guard:
             self._counters.add(name, tokens, reason)
 
     def _warn(self, cache: SkyCache, words: str) -> None:
-        """Log ``words`` as a warning, once per cache (then at DEBUG)."""
         level = logging.DEBUG if cache.result.usage.has_warned else logging.WARNING
         cache.result.usage.has_warned = True
         _log.log(level, "%s", words)
@@ -348,7 +347,7 @@ class Guard:
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-        """Return True if rows are equal tokens at consecutive positions from ``start`` on, unmasked, without other
+        """Return True if rows are equal tokens at consecutive positions from ``start`` on, without mask and other
         inputs.
         """
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
@@ -372,7 +371,6 @@ class Guard:
         )
 
     def _is_other_input(self, name: str, value: object) -> bool:
-        """Return True if this argument is an input other than tokens, mask and positions."""
         if name in _ALONG_THE_PROMPT or name == "attention_mask" or not _has_tensors(value):
             return False
         return not (name in self._ignored_types and isinstance(value, torch.Tensor) and not bool(value.any()))
@@ -437,7 +435,6 @@ class _Call:
         return int(self.ids.shape[1])
 
     def same_in_all_rows(self) -> int:
-        """Return the number of leading tokens that all rows share."""
         differing = (self.ids != self.ids[:1]).any(dim=0).nonzero()
         return int(differing[0]) if len(differing) else self.tokens
 
@@ -461,7 +458,6 @@ def _zeros_are_ignored(model: torch.nn.Module, name: str) -> bool:
 
 
 def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
-    """Return True if each row is ``start`` .. ``end - 1``."""
     if positions.shape[-1] != end - start:
         return False
     if positions.numel() == 1:  # a decoding step waits for this
@@ -492,7 +488,6 @@ def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]
 
 
 def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
-    """Return the input as if the prompt had not been padded."""
     inputs = dict(given)
     if padding and (mask := inputs.get("attention_mask")) is not None:
         inputs["attention_mask"] = mask[:, padding:]

@@ -209,7 +209,6 @@ class KVCManager:
         return self._get(self._tokenize(prompt, template, seconds), seconds)
 
     def get_cache_ids(self, ids: TokenIds) -> SkyCache:
-        """Return ``get_cache`` for token ids."""
         return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
@@ -313,9 +312,7 @@ class KVCManager:
         )
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
-        """Return a cache with the longest stored prefix, at most ``limit_tokens``; with ``account`` as ``loading``
-        asks.
-        """
+        """Return a cache with the longest stored prefix, at most ``limit_tokens``; ``account`` enables ``loading``."""
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -402,9 +399,7 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """Return ``ids`` followed by the answer generated into one of the caches, without its last, uncomputed
-        token.
-        """
+        """Return ``ids`` with the answer generated into one of the caches, without its last, uncomputed token."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
         least = max(1, len(ids) - 1)
         fitting = [tokens for tokens in known if shared_prefix(tokens, ids) == min(len(tokens), len(ids)) >= least]

@@ -52,12 +52,9 @@ _NOT_IDENTITY = (
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 """Implementations that compute the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
-"""Implementations that compute the same experts."""
 
 
 class Care(IntEnum):
-    """Level of a check for changes of a model."""
-
     STEP = 0
     """Check for a decoding step: settings, such as active adapters."""
     CALL = 1
@@ -143,7 +140,6 @@ class Identity:
         return dataclasses.replace(self.context, layout=group.describe(self.layout))
 
     def states_context(self, states: States) -> CacheContext:
-        """Return the context of the recurrent states, which are stored as blocks of another layout."""
         return dataclasses.replace(self.context, layout=states.describe(), kv_dtype="states", lossless=True)
 
     def _check_hooks(self) -> None:
@@ -241,8 +237,6 @@ _Look = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Digested:
-    """State of a tensor when it was hashed."""
-
     tensor: weakref.ref[torch.Tensor]
     look: _Look
     pieces: list[bytes]
@@ -283,8 +277,6 @@ class _Rows:
 
 
 class _Snapshot:
-    """State of a model when it was hashed."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         modules = _modules(model)
         parts = [part for module in modules for part in (module._modules, module._parameters, module._buffers)]
@@ -302,8 +294,8 @@ class _Snapshot:
         ]
         tensors += [(holder, key, tensor) for module in modules for _, holder, key, tensor in _loose(module)]
         self._tensors = _Rows(tensors)
-        counted = [_is_counted(tensor) for *_, tensor in tensors]
-        self._counted = counted if not all(counted) else []
+        is_counted = [_is_counted(tensor) for *_, tensor in tensors]
+        self._counted = is_counted if not all(is_counted) else []
         """Flags by tensor, True if torch counts its writes; empty if it counts all."""
         self._looks = self._look(tensor for *_, tensor in tensors)
         settings = [
@@ -323,7 +315,6 @@ class _Snapshot:
             (module.__dict__, name, module.__dict__.get(name)) for module in modules for name in ("training", "forward")
         )
         self._code = [(kind, kind.forward) for kind in _classes(model)]
-        """Pairs of class and its ``forward``."""
         views: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for *_, tensor in tensors:
             for view in _sampled(tensor):
@@ -350,7 +341,6 @@ class _Snapshot:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
 
     def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
-        """Return addresses and version counters of the counted tensors."""
         if self._counted:
             tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
         tensors = list(tensors)
@@ -369,11 +359,9 @@ class Fingerprint:
         self._model = model
         self._known: dict[str, _Digested] = {}
         self.name = ""
-        """Last result of ``digest`` or ``watch``."""
         self._snapshot: _Snapshot | None = None
 
     def changed(self, care: Care = Care.USE) -> bool:
-        """Return True if the model has changed since the last ``digest`` or ``watch``."""
         return self._snapshot is None or not self._snapshot.same(care)
 
     def watch(self, name: str) -> str:
@@ -530,7 +518,6 @@ def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
 
 
 def _computes_experts(name: str, value: object) -> bool:
-    """Return True for an experts setting with an equivalent implementation."""
     return name.startswith("_experts_implementation") and isinstance(value, str) and value in _SAME_EXPERTS
 
 
@@ -595,7 +582,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensor's bytes in pieces."""
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()

@@ -206,7 +206,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def in_place(self) -> bool:
-        """True if the contents, if any, are still in the room."""
         return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
 
     def get_seq_length(self, *args: Any) -> int:
@@ -317,8 +316,6 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Contents of a layer of a model."""
-
     attention: bool = True
     window: int | None = None
     """Sliding window in tokens; None for full attention."""
@@ -420,8 +417,6 @@ class Guarding(Protocol):
 
 
 class Bringing(Protocol):
-    """Loader of further blocks of a cache's prompt (``cache.blocks.Parts``)."""
-
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 
 
@@ -474,7 +469,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.stops: dict[int, bytes] = {}
         """Recurrent states, by the number of tokens before them."""
         self._latest_stop = 0
-        """Position of the latest state kept while decoding."""
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
         self.context: CacheContext | None = None
@@ -485,7 +479,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.source: Bringing | None = None
         """Loader of further blocks: the window of a shorter prefix may include tokens that were not loaded."""
         self._accounted = 0
-        """Number of tokens whose presence has been recorded."""
         self.padding = 0
         """Left padding of the caller's prompt that is cut from the model's input."""
         self.taken = 0
@@ -503,7 +496,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.begun = 0
         """Sequence lock for readers in other threads: odd during a reset."""
         self._in_a_pass = False
-        """True from the beginning of a forward pass to its end."""
         self.pass_start = 0
         """Number of tokens held before that pass."""
         self._handed_to_generate = False
@@ -653,7 +645,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._readers -= 1
 
     def enter(self) -> None:
-        """Record that a forward pass begins: from now on contents change."""
         self._in_a_pass, self.pass_start = True, self.held
 
     @property
@@ -668,7 +659,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._empty(self.loaded)
 
     def passed(self) -> None:
-        """Record that the forward pass has ended."""
         self._in_a_pass = False
 
     @property
@@ -892,7 +882,6 @@ class Staging:
         self._batch: _Batch | None = None
         """Batch that blocks are copied into now; None: the next block begins another batch."""
         self._copying = 0
-        """Number of blocks that are being copied into host memory."""
         self._sent: list[tuple[torch.Tensor, Any]] = []
         """Host memory that a running copy reads, with the event of its end."""
         self._ends: list[Any] = []
@@ -965,7 +954,6 @@ class _Batch:
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)
-    """Slots that nothing was copied into."""
 
 
 @functools.cache

@@ -190,8 +190,6 @@ def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) ->
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """Model in eval mode, its tokenizer, and a description."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     words: str
@@ -220,7 +218,6 @@ def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Re
 
 
 def ready_tinyllama(layers: int, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
-    """Return a model of TinyLlama-1.1B's shape with ``layers`` of its layers and random weights."""
     most = TINYLLAMA_SHAPE["num_hidden_layers"]
     words = f"a model of TinyLlama-1.1B's shape{f' but {layers} of its {most} layers' if layers != most else ''}"
     model = build_tinyllama(seed, dtype=dtype, layers=layers, report=report)

@@ -40,8 +40,6 @@ _LOG_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """Settings of a plug-in's own table in the engine's configuration."""
-
     store: str = setting("store", text, "", "the address of a store")
     weights: str = setting("weights", text, "", "any words that name the weights and how they are quantized")
     kv_dtype: str = setting(
@@ -146,7 +144,6 @@ class PluginStore:
             return [False] * len(names)
 
     def prefix(self, names: Sequence[str]) -> int:
-        """Return the number of leading values that the store has."""
         return next((at for at, is_present in enumerate(self.present(names)) if not is_present), len(names))
 
     def load(
@@ -280,7 +277,6 @@ class PluginStore:
             self._logger.exception("a fault of the plug-in, which is a miss")
 
     def _log(self, last: bool = False) -> None:
-        """Log the counters, at most once a minute."""
         now_s = time.monotonic()
         with self._lock:
             if not last and now_s - self._logged_s < _LOG_EVERY_S:
@@ -303,7 +299,6 @@ def warn_untested(engine: str, version: str, tested: str) -> None:
 
 
 def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
-    """Return header and payload, copied once."""
     crc = size_bytes = 0
     for piece in pieces:
         crc = native.crc32(piece, crc)

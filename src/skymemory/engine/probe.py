@@ -70,7 +70,6 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def _rope_types(parameters: object) -> list[str]:
-    """Return the rope types of the model, or of each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     own = str(parameters.get("rope_type", parameters.get("type", "default")))

@@ -26,7 +26,6 @@ from skymemory.kv.context import CacheContext
 
 _log = logging.getLogger(__name__)
 _KV = "kv"
-"""Name of SGLang's pool of keys and values."""
 _BY_RANK = ("mamba", "draft", "draft_swa")
 """Pools that are cut by rank although the model's keys and values are not: states, and pools of a draft model, which a
 single rank stores.
@@ -57,10 +56,8 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._values: PluginStore | None = None
         self._pools: dict[str, _Pool] = {}
-        """Pools other than keys and values, by name."""
         self._counting = Lock()
         self._metrics = StorageMetrics()
-        """Metrics since the last ``get_stats``."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the store: the pages are known now, and all that they depend on."""
@@ -275,7 +272,6 @@ def _of_pool(key: str) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous tensor's memory."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 

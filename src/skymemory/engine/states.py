@@ -53,7 +53,6 @@ class States:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of states that the model has: ``conv``, ``recurrent`` or both."""
         return sorted({state.kind for state in self._states})
 
     def of(self, layers: Sequence[Any], kind: str) -> list[torch.Tensor]:
@@ -135,7 +134,6 @@ class StoredStates:
         return sink.held[: self._states.size_bytes]
 
     def save(self, ids: Tokens, by_block: dict[int, bytes]) -> None:
-        """Store the states that are not stored yet."""
         hashes = self._blocks.hashes(ids)
         wanted = sorted(index for index in by_block if index < len(hashes))
         missing = self._blocks.missing([hashes[index] for index in wanted]) if wanted else []
@@ -144,8 +142,6 @@ class StoredStates:
 
 
 class _Source:
-    """Source of states as blocks."""
-
     def __init__(self, by_block: dict[int, bytes]) -> None:
         self._by_block = by_block
 

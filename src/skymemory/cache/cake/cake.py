@@ -32,8 +32,6 @@ _WAITING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CakeSettings:
-    """Settings of loads from both ends."""
-
     step_tokens: int = 512
     """Tokens of an engine step, including those of other requests; whole blocks."""
     chunk_tokens: int | None = None
@@ -45,8 +43,8 @@ class CakeSettings:
     fetch_threads: int = 3
     """Number of fetch threads. With three, a chunk is verified and placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
-    """Time after which a chunk (plus its bytes at ``least_bytes_per_s``) is computed. A thread whose fetch hangs is
-    unavailable until it returns; without a thread everything is computed.
+    """Time to load a chunk, in addition to its bytes at ``least_bytes_per_s``; after that it is computed. A thread
+    whose fetch hangs is unavailable until it returns; without a thread everything is computed.
     """
     least_bytes_per_s: float = 1e6
     """Rate of the slowest link that is not considered broken."""
@@ -67,7 +65,6 @@ class CakeSettings:
             raise InvalidInput("deadline_s and least_bytes_per_s must be above 0")
 
     def patience_s(self, size_bytes: int) -> float:
-        """Return how long a load of ``size_bytes`` may take."""
         return self.deadline_s + size_bytes / self.least_bytes_per_s
 
 
@@ -221,7 +218,6 @@ class Cake:
             self._stored_block_bytes = size_bytes / blocks
 
     def close(self) -> None:
-        """Let the threads end after their current calls."""
         self._workers.close()
         self._lookups.close()
 
@@ -392,7 +388,6 @@ class StoredChunks:
         self._sinks = None
 
     def failures(self) -> dict[str, int]:
-        """Return the number of failed blocks by reason."""
         with self._lock:
             return dict(self._failed)
 
@@ -404,8 +399,6 @@ class StoredChunks:
 
 @dataclass(slots=True)
 class FetchedBlocks:
-    """A part's blocks of a chunk, leased from the store."""
-
     blocks: BlockCache
     hashes: Sequence[BlockHash]
     values: list[memoryview]
@@ -413,13 +406,10 @@ class FetchedBlocks:
     tiers: tuple[str, ...]
     retransmitted: int
     wrong: tuple[BlockHash, str] | None = None
-    """Invalid block, and the reason."""
 
 
 @dataclass(slots=True)
 class FetchedParts:
-    """Stored values of a chunk."""
-
     source: StoredChunks
     index: int
     first: int

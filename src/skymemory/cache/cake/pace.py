@@ -121,7 +121,6 @@ class Pace:
         return mean_y - slope * mean_x, slope
 
     def step_s(self, position: float) -> float | None:
-        """Return the seconds of a full step around token ``position``."""
         line = self.line()
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 

@@ -104,7 +104,6 @@ class ComputeStep:
     """Tokens to prefill now; then report ``chunk_computed``."""
 
     index: int
-    """Chunk in which the step begins."""
     first_token: int
     tokens: int
     chunks: int = 1
@@ -112,7 +111,6 @@ class ComputeStep:
 
     @property
     def indices(self) -> range:
-        """Indices of the chunks that it reaches into."""
         return range(self.index, self.index + self.chunks)
 
 
@@ -260,7 +258,6 @@ class BidirectionalLoader:
     # --- state and decisions ---
 
     def is_resident(self, index: int) -> bool:
-        """Return True if a chunk is in memory, computed or loaded."""
         return self._origin[index] is not None
 
     def origin(self, index: int) -> str:
@@ -328,7 +325,7 @@ class BidirectionalLoader:
         return index if compute_s > load_s else None
 
     def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """Return the next step from ``_compute_ptr``; or None and the time to decide again, if loading is expected
+        """Return the next step from ``_compute_ptr``; or None and the time to decide again, if loading should be
         sooner.
         """
         at = self._compute_ptr
@@ -374,9 +371,7 @@ class BidirectionalLoader:
         return self._link.idle_after_s(self._work.bytes_between(index, self._io_ptr), now_s)
 
     def _compute_s(self, last: int) -> float | None:
-        """Return the seconds to compute the missing tokens up to chunk ``last`` with the current budget; None if
-        unknown.
-        """
+        """Return the seconds to compute the missing tokens up to chunk ``last`` with the current budget."""
         at = self._compute_ptr
         return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
 
@@ -437,9 +432,7 @@ class PromptWork:
 
 
 class FetchQueue:
-    """Requested fetches, served in order, and their expected times. ``max_bytes`` limits them; a single fetch always
-    fits.
-    """
+    """Requested fetches, served in order, and their expected times; ``max_bytes`` limits all but a single fetch."""
 
     def __init__(self, pace: Pace, max_bytes: int) -> None:
         self._pace = pace

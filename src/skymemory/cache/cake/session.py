@@ -30,8 +30,7 @@ class FetchedChunk(Protocol):
     def place(self) -> bool:
         """Verify, decode and place the chunk; False if it is invalid. Must not call the tier: other threads wait."""
 
-    def release(self) -> None:
-        """Release the chunk's lease."""
+    def release(self) -> None: ...
 
 
 class ChunkSource(Protocol):
@@ -129,12 +128,10 @@ class LoadingSession:
             return self._loader.done and not self._notifying and self._error is None
 
     def is_resident(self, index: int) -> bool:
-        """Return True if a chunk is in place, computed or loaded."""
         with self._changed:
             return self._loader.is_resident(index)
 
     def origin(self, index: int) -> str:
-        """Return the origin of a chunk, or ""."""
         with self._changed:
             return self._loader.origin(index)
 

@@ -83,8 +83,8 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Return the miss reason of keys that no tier holds. Some tiers reveal that they do not answer only by a
-        load.
+        """Return the miss reason of keys that no tier holds. For some tiers only a load reveals that they do not
+        answer.
         """
         if self._tier_skipped:
             return "unreachable"

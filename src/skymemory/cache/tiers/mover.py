@@ -63,9 +63,7 @@ class TierMover:
         return bool(done)
 
     def _write_back(self, movings: list[Moving]) -> list[Moving]:
-        """Store the values in all of their tiers. Returns as done the values that a tier took or that all refused
-        (counted).
-        """
+        """Store the values in all of their tiers. Returns as done the values that a tier took or all refused."""
         if not movings:
             return []
         keys = [moving.key for moving in movings]

@@ -49,14 +49,10 @@ PROMOTIONS = ("always", "second hit", "never")
 
 @dataclass(frozen=True, slots=True)
 class HierarchySettings:
-    """Movement of values between tiers, and limits on memory and waiting."""
-
     promote: str = "always"
     """Promotion of a value that a farther tier supplied to the nearest: "always", on its "second hit", "never"."""
     demote: bool = True
-    """True to offer a tier's evicted values to the next tier (tiers that report evictions, see
-    ``store.base.Evicting``).
-    """
+    """True to offer a tier's evicted values to the next tier (for tiers with ``store.base.Evicting``)."""
     write_back: bool = False
     """False: a put waits for all tiers. True: for the nearest; the other tiers get it later, from memory."""
     load_deadline_s: float = 10.0
@@ -157,9 +153,7 @@ class TieredStore(TwoPhase):
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the prefix: first each tier's own prefix, as that is cheap; then the following keys, from all tiers
-        together.
-        """
+        """Return the prefix: first each tier's own, as that is cheap; then the next keys, from all tiers together."""
         keys = self._check(keys)
         reached = [0] * len(self.tiers)
         for tier in self.tiers:
@@ -281,9 +275,7 @@ class TieredStore(TwoPhase):
         return [any(by_tier) for by_tier in zip(*pinned, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete keys. None if a tier has not confirmed: its copy is no longer read, and is deleted once the tier
-        answers.
-        """
+        """Delete keys. None if a tier has not confirmed: its copy is not read, and is deleted once the tier answers."""
         keys = self._check(keys)
         with self._locks.exclusive(keys):
             deleted = [tier.delete(keys) for tier in self.tiers]

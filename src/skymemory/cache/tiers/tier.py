@@ -268,7 +268,6 @@ class Tier:
         self.post(lambda: self.store.release(ticket))
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run ``work`` on a thread of the tier without waiting for it."""
 
         def counted() -> None:
             try:
@@ -279,7 +278,6 @@ class Tier:
         self.start(counted)
 
     def failed(self, kind: Kind = "ask") -> None:
-        """Count a failure towards opening the breaker."""
         with self._lock:
             self.breaker.failed(self.clock(), load=kind == "load")
         self._log_state()
@@ -333,7 +331,6 @@ class Tier:
         self._log_state()
 
     def _log_state(self) -> None:
-        """Log one line each time the breaker opens or closes."""
         if self._logged_closed is not self.breaker.closed:
             self._logged_closed = self.breaker.closed
             if self._logged_closed:
@@ -531,7 +528,6 @@ class Backlog:
                 self.dropped += 1
 
     def first(self, count: int) -> dict[bytes, Place]:
-        """Return the oldest ``count``; they stay."""
         with self._lock:
             return dict(islice(self._places.items(), count))
 

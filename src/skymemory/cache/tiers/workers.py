@@ -70,7 +70,6 @@ class Call(Generic[Result]):
             on_late(result)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True if it has ended."""
         if not self._ended and self._running.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
             self._running.release()  # for the next waiter
         return self._ended
@@ -122,9 +121,7 @@ class TierWorkers:
         return True
 
     def wait(self, call: Call[Result], timeout_s: float) -> bool:
-        """Return True if it ended within ``timeout_s``, extended by the time that its thread was starved of a
-        processor.
-        """
+        """Return True if it ended within ``timeout_s``, extended by the time that its thread lacked a processor."""
         excused_s = 0.0
         while not call.wait(timeout_s):
             if not call.begun and self.all_busy:
@@ -137,7 +134,6 @@ class TierWorkers:
 
     @property
     def all_busy(self) -> bool:
-        """True if every thread is running a call."""
         with self._lock:
             return len(self._running) >= self._threads
 

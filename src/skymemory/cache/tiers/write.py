@@ -224,7 +224,6 @@ class TierWrite:
         return done
 
     def _stored(self, outcomes: list[list[bool]]) -> list[int]:
-        """Return the positions of the items that the tier reports as stored."""
         return [
             at
             for (_, positions), stored in zip(self._tickets, outcomes, strict=False)

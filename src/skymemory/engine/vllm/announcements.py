@@ -17,12 +17,9 @@ _KEPT = 1 << 16
 
 
 class Announced(NamedTuple):
-    """Event of a router."""
-
     stored: bool
     """True if stored, False if withdrawn."""
     names: list[bytes]
-    """vLLM's block hashes."""
 
 
 class Announcements:
@@ -83,7 +80,6 @@ class Announcements:
         self.lost(list(self._stored))
 
     def take(self) -> list[Announced]:
-        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

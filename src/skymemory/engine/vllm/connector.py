@@ -395,8 +395,6 @@ class _Door:
 
 
 class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report, by name."""
-
     data: dict[str, Any]
 
     def reset(self) -> None:

@@ -39,8 +39,7 @@ class Mark(Protocol):
     def done(self) -> bool:
         """Return True if the device has reached the mark; its bytes are then in place."""
 
-    def wait(self) -> None:
-        """Wait until ``done``; from any thread."""
+    def wait(self) -> None: ...
 
     def seconds_after(self, earlier: Any) -> float:
         """Return the seconds between two marks of ``BlockCopier.mark``, both done."""
@@ -213,8 +212,6 @@ class Cuda:
 
 @dataclass(slots=True)
 class _Slot:
-    """Staging memory for one value."""
-
     device: Any
     free: Mark
     """Mark after which the slot may be used again."""
@@ -311,7 +308,6 @@ class PartCopier:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of each group."""
         return sum(group.block_bytes for group in self._groups)
 
     def mark(self) -> Mark:
@@ -321,7 +317,6 @@ class PartCopier:
         return self._groups[0].buffers(size_bytes)
 
     def read(self, blocks: Sequence[Sequence[int]], out: memoryview) -> Mark:
-        """Call ``BlockCopier.read`` for each group's blocks."""
         marks, at = [], 0
         for group, some in zip(self._groups, blocks, strict=True):
             size_bytes = len(some) * group.block_bytes
@@ -330,7 +325,6 @@ class PartCopier:
         return marks[-1]  # a single stream has them in this order
 
     def write(self, blocks: Sequence[Sequence[int]], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """Call ``BlockCopier.write`` for each group's blocks."""
         marks, at = [], 0
         for group, some in zip(self._groups, blocks, strict=True):
             size_bytes = of * group.block_bytes

@@ -71,7 +71,6 @@ def _other_kinds(model: Any) -> list[object]:
 
 
 def _found(fields: object, name: str) -> Any:
-    """Return the first value of this name in a configuration, at any depth."""
     if not isinstance(fields, dict):
         return None
     return fields.get(name) or next(filter(None, (_found(value, name) for value in fields.values())), None)
@@ -80,9 +79,7 @@ def _found(fields: object, name: str) -> Any:
 def layout_of(
     config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
 ) -> OpaqueLayout:
-    """Return the layout of a worker's share of a part's values: ``blocks_per_value`` blocks of each layer, layer by
-    layer.
-    """
+    """Return the layout of a worker's share of a part's values: ``blocks_per_value`` blocks, layer by layer."""
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
@@ -128,7 +125,6 @@ def weights_digest(model: Any, load_format: object) -> str:
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
-    """Return the folder of a model that vLLM has loaded from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     config = None
@@ -204,7 +200,6 @@ class EngineReport:
     """Log entry of an engine at its start: its context by field, and other facts that decide its hits."""
 
     vllm: str
-    """Version of vLLM."""
     skymemory: str
     store: str
     """Address, without a password."""
@@ -224,7 +219,6 @@ class EngineReport:
     """Digests of the requested adapters, by name."""
 
     def log(self) -> None:
-        """Log the report as a line at INFO."""
         without_secret = replace(self, store=without_password(self.store))
         _log.info("%s%s", _ENGINE, json.dumps(asdict(without_secret)))
 
@@ -289,7 +283,6 @@ class Seeds:
         self.generation = ""
 
     def reset(self) -> None:
-        """Begin a generation."""
         self.generation = os.urandom(16).hex()
         self._known.clear()
         self._reloaded.clear()

@@ -31,7 +31,6 @@ class Piece:
 
     part: int
     keys: tuple[bytes, ...]
-    """Keys of the values, in order."""
     first_value: int
     """Number of the first value in the request."""
     skipped_blocks: int
@@ -44,9 +43,7 @@ class Piece:
     """Number of ``blocks[...][0]`` in the request."""
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Return for ``keys[value]`` the number of skipped blocks, and the destinations of the blocks after them, by
-        group.
-        """
+        """Return the number of skipped blocks of ``keys[value]``, and the destinations of the others, by group."""
         first = value * blocks_per_value - self.skipped_blocks
         span = slice(max(0, first), max(0, first + blocks_per_value))
         return max(0, -first), tuple(blocks[span] for blocks in self.blocks)
@@ -101,11 +98,8 @@ class Plan:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
-    """Tokens that the step computes."""
     fences: dict[str, int] = field(default_factory=dict)
-    """Fences of requests with a backward load: blocks below are computed by the end of this step and must not be
-    written.
-    """
+    """Fences of requests with a backward load: blocks below are computed by this step and must not be written."""
     ends: list[str] = field(default_factory=list)
     """Requests whose backward load ends before this step, since their blocks may then belong to another request; or
     whose waiting load ends, since the request is gone.
@@ -118,8 +112,6 @@ GIVEN_UP = "deadline"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """End of a load."""
-
     lost: int
     """Number in the request of the value that was not loaded; values after it (before it, in a backward load) were not
     placed.
@@ -144,7 +136,6 @@ class Outcome:
     step_s: float = 0.0
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
-    """Counts since the last step, by name."""
     saving: int = 0
     """Number of values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
@@ -152,7 +143,6 @@ class Outcome:
     saved: list[bytes] = field(default_factory=list)
     """Keys that the store now has; listed once by each rank."""
     unsaved: list[bytes] = field(default_factory=list)
-    """Keys of failed saves."""
 
     def aggregate(self, other: Outcome) -> Outcome:
         """Combine workers' outcomes: a value is in place if all ranks have their share of it (called by vLLM)."""
@@ -202,13 +192,11 @@ COUNTS = {
     "refused_values": "Values that could not be copied out, or that the store did not take",
     "dropped_values": "Values not stored since too many bytes waited",
 }
-"""Counters of the connector."""
 WITH_REASON = frozenset({"failed_loads", "unused_tokens"})
 """Counters by reason, which follows the name after a space."""
 
 
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums by name."""
     return {name: ours.get(name, 0) + theirs.get(name, 0) for name in {**ours, **theirs}}
 
 

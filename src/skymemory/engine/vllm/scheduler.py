@@ -64,8 +64,8 @@ _FULL = 0.75
 _KEPT_LOADS = 0.75
 """Weight of all earlier loads when a load is added."""
 _SPREAD, _LEAST_SLOPE = 0.2, 0.1
-"""Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; minimum slope,
-as a share of the mean time per byte.
+"""Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; and minimum
+slope, as a share of the mean time per byte.
 """
 _STALLED_S = 30.0
 """Time after which a store that takes no value is no longer waited for when the engine stops."""
@@ -92,19 +92,16 @@ class SeedsOfRequests(Protocol):
     def of(self, request: Any, generation: str = "") -> bytes | None:
         """Return the digest of a request's context, or None if it is neither loaded nor saved."""
 
-    def has_stale_blocks(self, request: Any) -> bool:
-        """Return True if vLLM's own cache may have blocks of other weights for it."""
+    def has_stale_blocks(self, request: Any) -> bool: ...
 
-    def reset(self) -> None:
-        """Begin a generation."""
+    def reset(self) -> None: ...
 
 
 class CakeDoor(Protocol):
     """Functions of vLLM's scheduler that Cake needs."""
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of a full step."""
+    def step_tokens(self) -> int: ...
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
         """Give the request all blocks of its prompt; False if there are too few."""
@@ -141,15 +138,12 @@ class Backward:
 
 @dataclass(slots=True)
 class Known:
-    """State of a request."""
-
     request: Any
     seed: bytes
     """Digest of its context, with adapter and salt."""
     content: dict[int, bytes]
     """Digests of images and sound by the position of their first placeholder."""
     keys: list[bytes] = field(default_factory=list)
-    """Keys of the complete values of its tokens."""
     settled: int = 0
     """Number of leading values that need no saving: loaded, or given to the workers."""
     lookup: Lookup | None = None
@@ -222,7 +216,6 @@ class SchedulerSide:
         self._is_writing = False
         """True if some of these may write until then."""
         self._step_s = 0.0
-        """Seconds of a full step."""
         self._ranks = ranks
         self._loads, self._saves = loads, saves
         self._wait_s = wait_s
@@ -336,15 +329,12 @@ class SchedulerSide:
                 self._sent.pop(part_key(key, number), None)
 
     def _needed(self, part: Part, start: int, end: int) -> range:
-        """Return the blocks of a part needed by a request that has its first ``start`` tokens and continues after
-        ``end``.
-        """
+        """Return the blocks of a part needed to continue after ``end`` with the first ``start`` tokens."""
         in_sight = 0 if part.window is None else max(0, end - part.window + 1)
         block = self._shape.block_tokens
         return range(max(start, in_sight) // block, end // block)
 
     def _values_of(self, blocks: range) -> range:
-        """Return the values that contain these blocks."""
         size = self._shape.blocks_per_value
         return range(blocks.start // size, -(-blocks.stop // size))
 
@@ -395,9 +385,7 @@ class SchedulerSide:
         self._counts["requested_tokens"] += external_tokens
 
     def _pieces(self, known: Known, start: int, end: int) -> tuple[Piece, ...]:
-        """Return the pieces of all parts that the request needs, with its first ``start`` tokens, to continue after
-        ``end``.
-        """
+        """Return the pieces of all parts needed to continue after ``end`` with the first ``start`` tokens."""
         tables = self._block_ids(known.request.request_id)
         pieces = []
         for number, part in enumerate(self._parts.parts):
@@ -470,7 +458,6 @@ class SchedulerSide:
         return saves
 
     def update(self, outcome: Outcome) -> None:
-        """Process the workers' report of a step."""
         if outcome.step_tokens:
             self._compute.took(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
@@ -531,9 +518,7 @@ class SchedulerSide:
         return False
 
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
-        """Let the values be saved again when computed again; a prompt that is handed over ends before the first of
-        them.
-        """
+        """Let the values be saved again when computed again; prompts that are handed over end before them."""
         unsaved = frozenset(keys)
         for key in unsaved:
             self._sent.pop(key, None)
@@ -670,7 +655,6 @@ class SchedulerSide:
         return not any(name in loading for name in self._known) and not self._is_writing
 
     def counts(self) -> dict[str, int]:
-        """Return the counts since the last call, by name."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
@@ -756,9 +740,7 @@ class SchedulerSide:
         return min(lookup.found, wanted) if lookup.found is not None else None
 
     def _prefix(self, keys: list[bytes], first: int, limit_tokens: int) -> int:
-        """Return the number of leading values of which every rank has stored all that a request needs to continue after
-        them.
-        """
+        """Return the number of leading values of which every rank has stored what a request needs after them."""
         parts, chains = [], []
         for number, part in enumerate(self._parts.parts):
             for rank in range(self._ranks):
@@ -804,7 +786,6 @@ class LoadRate:
             self._xy = self._xy * _KEPT_LOADS + size_bytes * seconds
 
     def passed_over(self) -> None:
-        """Record that a prompt was computed because loading it seemed slower."""
         self._passed_over += 1
 
     def seconds(self, size_bytes: int) -> float | None:

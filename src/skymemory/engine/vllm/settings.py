@@ -10,9 +10,7 @@ from skymemory.config import duration, filled, setting, size, text, whole
 from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
-"""Tested releases of vLLM: the connector depends on its scheduler's behaviour, not on the interface alone. Other
-releases cause a warning.
-"""
+"""Tested releases of vLLM; others cause a warning. The connector depends on the scheduler's behaviour, too."""
 _ONE_PROCESS = ("memory", "disk", "tiers")
 
 
@@ -67,7 +65,6 @@ def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict
 
 
 def is_tested(version: str) -> bool:
-    """Return True if the connector was tested with this version of vLLM."""
     return version.startswith(tuple(f"{tested}." for tested in TESTED_VERSIONS))
 
 
@@ -117,9 +114,7 @@ class PartOfModel:
 
 
 def parts_of(groups: Any) -> list[PartOfModel]:
-    """Return the parts of KV cache groups that ``check_groups`` accepts; the part without a window, if any, is the
-    first.
-    """
+    """Return the parts of accepted KV cache groups (``check_groups``), the part without a window first."""
     groups_by_window: dict[int | None, list[int]] = {}
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec

@@ -57,7 +57,6 @@ class DelayedCalls:
         self._name = name
         self._workers = TierWorkers(name, threads, waiting)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
-        """Heap by start time."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

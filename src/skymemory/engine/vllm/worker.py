@@ -80,7 +80,6 @@ class _Job:
         self._size = blocks_per_value
         self.began_s, self.due_s = began_s, due_s
         self._writing: dict[int, Mark] = {}
-        """Marks of writes, by value."""
         self._lock = threading.Lock()
         self._closed = False
         self.placed = 0
@@ -144,7 +143,6 @@ class _WaitingJob(_Job):
             return self._closed
 
     def came(self, values: int, size_bytes: int, now_s: float) -> None:
-        """Record that so many more values are in place."""
         if values:
             self.size_bytes += size_bytes
             self.due_s = now_s + self.load.wait_s
@@ -262,7 +260,6 @@ class WorkerSide:
         self._loaders = TierWorkers("vllm load", _THREADS, _WAITING)
         self._waiters = DelayedCalls("vllm wait", _WAITING_THREADS, _WAITING)
         self._waited_values = 0
-        """Number of values since the last step."""
         self._latencies = Latencies()
         self._saver = Saver(parts, queue_bytes)
         self._ended = threading.Condition()
@@ -278,7 +275,6 @@ class WorkerSide:
         self._finished: set[str] = set()
 
     def register(self, copiers: Sequence[PartCopier]) -> None:
-        """Take the copiers of the registered blocks, by part."""
         self._copiers = copiers
 
     # --- one step ---
@@ -410,7 +406,6 @@ class WorkerSide:
         blocks.load_found(ours, _From(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
 
     def _bytes(self, load: Load, values: int) -> int:
-        """Return the bytes of the load's first ``values`` values."""
         size_bytes = 0
         for piece in load.pieces:
             size_bytes += min(values, len(piece.keys)) * self._parts.parts[piece.part].blocks.layout.block_bytes
@@ -423,9 +418,7 @@ class WorkerSide:
         self._waiters.call(lambda: self._ask(job))
 
     def _ask(self, job: _WaitingJob) -> None:
-        """Ask once, in a thread, for the next values of a waiting load; then queue the next question, if needed after a
-        pause.
-        """
+        """Ask once, in a thread, for the next values of a waiting load; then schedule the next question."""
         if job.closed:
             return
         first, started_s = job.placed, self._clock()
@@ -623,7 +616,6 @@ class Saver:
             outcome.unsaved, self._unsaved = self._unsaved, []
 
     def wait(self, seconds: float) -> None:
-        """Wait until all is saved, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held, seconds)
 
@@ -703,9 +695,7 @@ class Saver:
         return counts, [waiting.save_key for waiting in present + stored], unsaved
 
     def _load(self, stored: list[_Waiting]) -> None:
-        """Load stored values once, to measure the link's latency and rate: else the first prompt that hits would be the
-        trial.
-        """
+        """Load stored values once, to measure the link's latency and rate before a prompt needs them."""
         for number, some in enumerate((stored[:1], stored[:1], stored)):
             started_s = time.perf_counter()
             values = self._parts.first.store.get_many([waiting.key for waiting in some])
