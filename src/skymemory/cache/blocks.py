@@ -602,9 +602,6 @@ class BlockCache:
         return ""
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
-        """Encode block ``index`` as a value, in ``buffer`` if it is stored raw. Returns None if the codec refuses
-        it.
-        """
         value = memoryview(buffer)
         source.read(index, value[PAYLOAD_AT:])
         if self.codec is RAW or isinstance(self.layout, OpaqueLayout):
@@ -635,7 +632,7 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block whose bytes are wrong, so that it is stored again; a block of a newer format stays."""
+        """Delete a block whose bytes are wrong, so that it is stored again; others stay."""
         if failure in _INVALID:
             self._delete(block_hash)
 
@@ -673,7 +670,6 @@ class BlockCache:
 
 
 def _failure_of(place: Callable[[], str]) -> str:
-    """Return the reason that ``place`` returns, or the reason for its exception."""
     try:
         return place()
     except CodecUnavailable:
@@ -877,7 +873,6 @@ class PrefixSearch:
         return self._parts[number].seen(self._end(blocks))
 
     def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
-        """Return for these blocks of a part if the store has them; each is looked up once."""
         known = self._known[number]
         if unknown := [index for index in indices if index not in known]:
             span = range(unknown[0], unknown[-1] + 1)
@@ -934,7 +929,6 @@ class _Loading(PrefixSearch):
         return loaded
 
     def _place(self, number: int, indices: range) -> bool:
-        """Place the blocks of a part that are not in place yet; returns True if all succeeded."""
         tiers, blocks = self._placed[number], self._parts[number].blocks
         remaining = [index for index in indices if index not in tiers]
         if not remaining:

@@ -97,7 +97,6 @@ class Predictor:
         return sorted((next_one for next_one in expectations if next_one), key=lambda expectation: expectation.at_s)
 
     def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
-        """Return the habit's next occurrence before ``until_s``, at most a week ahead."""
         local_now_s = self._local.to_local(now_s)
         today = math.floor(local_now_s / self._day_s)
         first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)
@@ -126,7 +125,6 @@ class Predictor:
         self._make_room()
 
     def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> Habit | None:
-        """Return the habit of this sighting: at about this time, sharing at least half of the shorter chain."""
         best, longest = None, 0
         for habit in self._by_root.get(chain[0], ()):
             shared = _shared(habit.keys, chain)
@@ -242,7 +240,6 @@ class Habit:
         return weight if weight >= least_weight else None
 
     def _weekly_is_better(self, today: int, decay: float, least_weight: float) -> bool:
-        """Return True if the weekly rule was wrong less often, over the days before ``today`` with an earlier week."""
         daily_wrong = weekly_wrong = 0
         for day, weight in self._weights(today - 1, decay):
             weeks = self._weeks(day)
@@ -260,7 +257,6 @@ class Habit:
             weight = (weight + self.was_seen(day)) * decay
 
     def _weeks(self, day: int) -> list[bool]:
-        """Return flags of occurrence one, two and three weeks before ``day``, as far as known."""
         oldest = max(self.first_day, self.day - KEPT_DAYS + 1)
         before = (day - WEEK_DAYS * number for number in range(1, _WEEKS + 1))
         return [self.was_seen(at) for at in before if at >= oldest]

@@ -238,7 +238,6 @@ def _engine(report: EngineReport) -> tuple[bool, str]:
 
 
 def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
-    """Check each address: a value stored at the first that answers must be found at all of them."""
     name, value = os.urandom(16).hex(), os.urandom(size_bytes)
     findings: list[Finding] = []
     where, holder = "", None
@@ -281,7 +280,6 @@ def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
 
 
 def _server(info: Mapping[str, str]) -> str:
-    """Describe the server by its INFO. Raises SkyMemoryError if a tier of its hierarchy does not answer."""
     if "skymemory_version" not in info:
         full = info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") == "noeviction"
         advice = ", which stores nothing more once it is full: set maxmemory-policy allkeys-lru" if full else ""
@@ -365,5 +363,4 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
 
 
 def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:
-    """Compare next-token logits of ``kvc``'s model over ``ids`` without and with its cache."""
     return logit_distance(next_token_logits(kvc.model, ids), next_token_logits(kvc.model, ids, kvc))

@@ -172,8 +172,8 @@ class Guard:
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
 
     def settle(self, cache: SkyCache) -> None:
-        """Count the loaded tokens that were not used, when ``cache`` is done; warn if a pass bypassed the guard. A
-        cache that was never given to a model is only counted.
+        """Count the unused loaded tokens of a finished ``cache``; warn if a pass bypassed the guard. A cache that was
+        never given to a model is only counted.
         """
         usage = cache.result.usage
         self.settle_unseen(cache)
@@ -181,7 +181,7 @@ class Guard:
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
 
     def settle_unseen(self, cache: SkyCache) -> None:
-        """Count what was loaded if a forward pass that bypassed the guard has computed it, and warn."""
+        """Count and warn if a pass that bypassed the guard computed what was loaded."""
         usage = cache.result.usage
         if not cache.passed_unseen or cache.skipping is not None:
             return
@@ -253,9 +253,8 @@ class Guard:
         return _rest_of(given, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
-        """Run the model up to the last position where recurrent states are kept (a pass must end there), as far as all
-        rows are equal. Returns the number of tokens computed. The first ``begun`` tokens of the call are contents
-        already.
+        """Run the model up to the last position of kept states (a pass must end there), as far as all rows are equal;
+        returns the number of tokens computed. The call's first ``begun`` tokens are contents already.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
@@ -466,7 +465,6 @@ def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
 
 
 def _count_on(positions: torch.Tensor, start: int, paddings: list[int]) -> bool:
-    """Return True if each row counts from ``start``, after its left padding."""
     places = torch.arange(start, start + positions.shape[-1], device=positions.device)
     left_paddings = torch.tensor(paddings, device=positions.device)[:, None]
     return not bool(((positions != places - left_paddings) & (places - start >= left_paddings)).any())
@@ -497,7 +495,7 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the caller takes loaded tokens for contents without having called ``begin``."""
+    """Raise CacheMisuse if the caller treats loaded tokens as contents without a call of ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -525,7 +523,7 @@ def _check_whole(cache: SkyCache) -> None:
 
 
 def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if no row of the input continues the prompt whose first tokens ``begin`` made contents."""
+    """Raise CacheMisuse if no row of the input continues the prompt after the tokens of ``begin``."""
     ids, prompt = given.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
@@ -541,7 +539,7 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
 
 
 def _check_sees(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the mask hides tokens that ``begin`` made contents: loaded later tokens attended to them."""
+    """Raise CacheMisuse if the mask hides tokens of ``begin``, which loaded later tokens attended to."""
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
@@ -553,7 +551,7 @@ def _check_sees(start: int, given: dict[str, Any]) -> None:
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the attention mask counts another number of earlier tokens than the cache holds."""
+    """Raise CacheMisuse if the attention mask counts more or fewer earlier tokens than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]

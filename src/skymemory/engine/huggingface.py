@@ -334,7 +334,6 @@ class KVCManager:
         seconds: dict[str, float],
         account: bool,
     ) -> LoadResult:
-        """Load the latest kept states whose preceding blocks can all be loaded."""
         block = self.layout.block_tokens
         result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
         for index in stored.find(ids, limit_tokens // block):
@@ -414,8 +413,8 @@ class KVCManager:
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
-        """Return how many leading blocks must be computed to store the missing blocks after ``covered``. Of windowed
-        parts after the first part, only blocks in the window of the end count.
+        """Return how many leading blocks must be computed to store the missing blocks after ``covered``; of windowed
+        parts after the first part, only blocks in the window of the end.
         """
         first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
@@ -425,8 +424,8 @@ class KVCManager:
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
-        """Return what ``cache`` offers of the first ``covered`` blocks: nothing if another thread resets it meanwhile,
-        since contents and tokens may then belong to different prompts.
+        """Return what ``cache`` offers of the first ``covered`` blocks; nothing if another thread resets it
+        meanwhile.
         """
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
@@ -473,7 +472,6 @@ class KVCManager:
         return best, most // tokens
 
     def _check_given(self, given: Cache, ids: Tokens) -> None:
-        """Raise InvalidInput if a foreign cache does not begin with what the model computes for ``ids``."""
         ours, _ = self._prefill_into(self._empty(len(ids)), ids)
         for mine, theirs in zip(ours.layers, given.layers, strict=True):
             for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
@@ -487,7 +485,6 @@ class KVCManager:
                     )
 
     def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[SkyCache, int]:
-        """Compute the part of ``ids`` that is not stored; returns the cache and the number of tokens computed."""
         with phase("prefill"):
             return self._prefill_into(self._load(ids, len(ids), {}, account=False), ids)
 

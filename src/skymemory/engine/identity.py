@@ -107,7 +107,6 @@ class Identity:
         return self.context != before
 
     def _probe(self) -> None:
-        """Probe what the model writes now. Raises UnsupportedModel or InvalidInput, and then changes nothing."""
         model = self._model
         check_supported(model)
         if where := foreign_code(model):
@@ -196,7 +195,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None)
 
 
 def _backend_text(backend: Any) -> str:
-    """Return the tokenizer's JSON without truncation and padding, which each call sets."""
     fields = json.loads(backend.to_str())
     return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})
 
@@ -408,7 +406,7 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
-    """Return the class of a module with a forward hook that is not in ``ours``, whose effect is unknown; or ""."""
+    """Return the class of a module with a forward hook not in ``ours``; or ""."""
     for module in _modules(model):
         if module._forward_hooks or module._forward_pre_hooks:  # few modules have any
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -418,7 +416,7 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
 
 
 def foreign_code(model: torch.nn.Module) -> str:
-    """Return the class of a module whose ``forward`` is code of neither its class nor a trusted library; or ""."""
+    """Return the class of a module whose ``forward`` is neither its class's nor a trusted library's; or ""."""
     for module in _modules(model):
         own = module.__dict__
         hook = own.get("_hf_hook")
@@ -459,7 +457,6 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _look(tensor: torch.Tensor) -> _Look:
-    """Return a value that changes when the tensor is replaced or written: address and version counter."""
     return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
 
 
@@ -472,7 +469,6 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 
 def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of a few elements in the middle and at the end (where tokens are added to an embedding)."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
     if not is_plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return []
@@ -506,7 +502,6 @@ def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tenso
 
 
 def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
-    """Return the configurations of the model and its modules, nested too: some settings are read in each pass."""
     configs: dict[int, PretrainedConfig] = {}
     waiting = [module.__dict__.get("config") for module in _modules(model)]
     while waiting:
@@ -522,7 +517,6 @@ def _computes_experts(name: str, value: object) -> bool:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
-    """Return the module's plain attributes other than tensors and modules; packed weights by identity."""
     if isinstance(module, PreTrainedModel):
         return {}
     return _plain_of({name: value for name, value in module.__dict__.items() if name not in _OF_TORCH})
@@ -554,7 +548,6 @@ def _text(settings: Mapping[str, object]) -> str:
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the model by name, including tensors that are neither parameters nor buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, value in model.state_dict(keep_vars=True).items():

@@ -63,7 +63,6 @@ def is_model_name(name: str) -> bool:
 
 
 def check_model(name: str) -> None:
-    """Raise ``InvalidInput`` if ``name`` is neither a model's name nor a folder with a saved model."""
     if not is_model_name(name) and not (Path(name) / "config.json").is_file():
         raise InvalidInput(
             f"no model {name!r}: expected a folder with config.json, as save_pretrained writes, or one of "

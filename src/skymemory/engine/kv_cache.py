@@ -398,7 +398,6 @@ class GroupRoom:
             self._staging.flush()
 
     def lacking(self, tokens: int) -> list[int]:
-        """Return the blocks in the window after the first ``tokens`` that are not completely present."""
         if self.presence is None:
             return []
         block = self._layout.block_tokens
@@ -521,7 +520,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self.loaded = tokens
 
     def suffices(self, tokens: int) -> bool:
-        """Return True if all layers have the tokens in the window after the first ``tokens``."""
         self._account()
         return all(group.presence is None or group.presence.suffices(tokens) for group in self.groups)
 
@@ -546,7 +544,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._empty(self.tokens())
 
     def _empty(self, known: Tokens) -> None:
-        """Empty the cache; the next forward pass may take ``known`` from the room, if it is still there."""
         loaded = known if all(layer.in_place for layer in self._attention) else _NO_TOKENS
         stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(loaded)}
         self.reset()
@@ -649,7 +646,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_failed(self) -> bool:
-        """True if the last pass failed and changed the contents (unknown for recurrent states, so assumed)."""
         if not self._in_a_pass:
             return False
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
@@ -680,7 +676,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def passed_unseen(self) -> bool:
-        """True if a forward pass appended tokens that the guard did not record."""
         return not self.result.usage.is_in_use and self.held > self._seen_tokens
 
     def __del__(self) -> None:
@@ -689,7 +684,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             guard.settle(self)
 
     def saw(self, held: int) -> bool:
-        """Return True if all passes that appended the first ``held`` tokens were recorded."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
@@ -773,7 +767,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
 
 class CacheSource:
-    """Blocks of any transformers cache with a single sequence: the source of ``BlockCache.save``."""
+    """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
         """``layers``: the layers of a block, as indices among those with attention; empty: all."""
@@ -803,7 +797,6 @@ def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of all layers in ``room``, each (layers, kv_heads, tokens, width)."""
     of_keys, of_values = layout.widths
     if of_keys == of_values:  # laid out like a block
         both = room.view(layout.layers, 2, layout.kv_heads, tokens, of_keys)
@@ -845,7 +838,6 @@ def _apart(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
-    """Concatenate arrays and tensors; tensors on a device come after all arrays and are copied together."""
     arrays = [part for part in parts if not isinstance(part, torch.Tensor)]
     if tensors := [part for part in parts if isinstance(part, torch.Tensor)]:
         arrays.append(torch.cat(tensors).cpu().numpy())

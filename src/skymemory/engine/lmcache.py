@@ -169,7 +169,6 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
     async def _result_of(
         self, future: Future[Result], late: Callable[[Result], object] = lambda result: None
     ) -> Result:
-        """Await a worker's result; ``late`` receives it if the caller was cancelled."""
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:

@@ -211,7 +211,6 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._drop([key for key, is_gone in zip(keys, done, strict=True) if is_gone is not None])
 
     def _drop(self, keys: Sequence[Any]) -> None:
-        """Forget the sizes of keys that are deleted or no longer counted, and notify LMCache."""
         with self._sizing:
             dropped = {key: self._sizes.pop(key) for key in keys if key in self._sizes}
             if dropped:
@@ -227,7 +226,6 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _name(key: Any) -> str:
-    """Return a name with all fields of an ``ObjectKey``; they contain no "@"."""
     return f"object {key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}@{key.chunk_hash.hex()}"
 
 

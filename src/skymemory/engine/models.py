@@ -123,7 +123,7 @@ def build_llama(
 
 
 def load_model(path: str | Path, *, dtype: str = "bfloat16", report: Report = ignore) -> PreTrainedModel:
-    """Load a causal language model that transformers saved in the folder ``path``; nothing is downloaded."""
+    """Load a causal language model saved by transformers; nothing is downloaded."""
     check_model_folder(path)
     try:
         with _loading_reported(Path(path), report):
@@ -163,7 +163,6 @@ def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _resident_bytes() -> tuple[int, int]:
-    """Return this process's anonymous memory and its mapped files; 0 if the system does not report them."""
     try:
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -174,7 +173,6 @@ def _resident_bytes() -> tuple[int, int]:
 
 
 def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with uniform numbers of standard deviation ``std`` from 16 random bits each."""
     scale = std * 3**0.5 / 2**15
     for piece in weights.split(_PIECE):
         bits = torch.empty(-(-len(piece) // 4), dtype=torch.int64)
@@ -262,7 +260,6 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that transformers saved in the folder ``path``; nothing is downloaded."""
     if not Path(path).is_dir():
         raise InvalidInput(f"no tokenizer in {str(path)!r}: expected a folder that save_pretrained wrote")
     try:

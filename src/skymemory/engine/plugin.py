@@ -307,7 +307,6 @@ def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
 
 
 def _payload(key: bytes, value: memoryview) -> memoryview | str:
-    """Return the payload of a sound value of this key, else the miss reason."""
     try:
         header, payload = unpack_value(value)
     except LaterVersion:

@@ -89,7 +89,6 @@ def _drops_out(module: torch.nn.Module) -> bool:
 
 
 def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
-    """Return the layout that the model writes, and its recurrent states, by running it over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
@@ -289,7 +288,6 @@ class _Probe:
             return self._pass(ids, cache, **options)
 
     def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
-        """Return a cache of the entire prompt as ``get_cache`` returns it, with the front part loaded."""
         cache, front = self._cache(), self._ids[:, : self._front]
         cache.note(front, plain=True)
         with torch.inference_mode():
@@ -345,7 +343,6 @@ class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's tokens and the new tokens, which are not kept."""
         pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
         keys, values = (torch.cat([first, made_up[:, :, 1:], new], dim=2) for first, made_up, new in pairs)
         return keys, values

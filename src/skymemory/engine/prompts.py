@@ -115,7 +115,6 @@ def shared_prefix(held: Tokens, ids: Tokens) -> int:
 
 
 def media_tokens(model: PreTrainedModel) -> list[int]:
-    """Return placeholder ids of images, videos and sounds, as named in the model's configuration."""
     return sorted({*_media_tokens(vars(model.config)), *_media_tokens(model.config.to_dict())})
 
 

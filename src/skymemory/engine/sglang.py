@@ -149,7 +149,6 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self._save(self.values, [_by_pointer(key) for key in keys], lambda at: pages[at])
 
     def _pages(self, count: int, host_indices: torch.Tensor) -> list[Sequence[memoryview]]:
-        """Return the pieces of each page in the host's pool, in the pool's order."""
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
         pieces_per_page, remainder = divmod(len(pointers), count)
         if remainder:
@@ -240,7 +239,6 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 getattr(self._metrics, f"{what}_bandwidth").append(rate)
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return pages of each load and save since the last call, and their rates in GiB/s."""
         if not self._config.enable_storage_metrics:
             return None
         with self._counting:

@@ -59,7 +59,6 @@ class States:
         return [state.of(layers) for state in self._states if state.kind == kind]
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """Return a block layout large enough for the states; the remainder is zero."""
         width = -(-self.size_bytes // (2 * block_tokens * _ITEM_BYTES))
         return KVLayout(1, 1, width, block_tokens, "float32")
 

@@ -168,7 +168,6 @@ class Cake:
         )
 
     def _look_up(self, hashes: list[list[BlockHash]]) -> list[bool]:
-        """Return for each block if the store has all parts of it; empty if it does not answer in time."""
         if not hashes[0]:
             return []
 
@@ -196,7 +195,6 @@ class Cake:
         return stored if isinstance(stored, list) and len(stored) == len(hashes[0]) else []
 
     def _computing_s(self, tokens: int) -> float | None:
-        """Return the expected seconds to compute an entire prompt; None before a measurement."""
         return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
 
     def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:

@@ -291,7 +291,6 @@ class BidirectionalLoader:
         return Actions(compute, tuple(fetch), cancel, wake_s)
 
     def result(self) -> LoaderResult:
-        """Return what was computed and loaded so far, and where both sides met."""
         pairs = list(zip(self._chunks, self._origin, strict=True))
         resident, computed, loaded = (sum(c.tokens for c, o in pairs if o is origin) for origin in Origin)
         met = self._met_at if computed and loaded and self._compute_ptr == len(self._chunks) else None
@@ -363,15 +362,11 @@ class BidirectionalLoader:
         return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
 
     def _load_s(self, index: int, now_s: float) -> float | None:
-        """Return the seconds until a loadable chunk and all fetched before it are loaded; None if the rate is
-        unknown.
-        """
         if index > self._io_ptr:
             return self._link.here_after_s(index, now_s)
         return self._link.idle_after_s(self._work.bytes_between(index, self._io_ptr), now_s)
 
     def _compute_s(self, last: int) -> float | None:
-        """Return the seconds to compute the missing tokens up to chunk ``last`` with the current budget."""
         at = self._compute_ptr
         return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
 
@@ -408,7 +403,6 @@ class PromptWork:
         self._bytes = [0, *accumulate(wanted)]
 
     def bytes_between(self, first: int, last: int) -> int:
-        """Return the bytes of the loadable chunks ``first`` .. ``last``."""
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
     def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
@@ -449,7 +443,6 @@ class FetchQueue:
         return tuple(self._sizes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Return True if another fetch of this size may be requested."""
         return not self._sizes or self._bytes + size_bytes <= self._max_bytes
 
     def ask(self, index: int, size_bytes: int, now_s: float) -> None:

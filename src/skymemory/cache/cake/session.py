@@ -180,7 +180,6 @@ class LoadingSession:
             self._notify(index, "computed")
 
     def set_budget(self, tokens: int) -> None:
-        """Set this prompt's tokens of each step; 0 pauses computing, not loading."""
         with self._changed:
             self._loader.budget_changed(tokens)
             self._turn()
@@ -256,7 +255,6 @@ class LoadingSession:
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
-        """Keep an exception of a worker, to be raised in the engine's thread."""
         try:
             yield
         except BaseException as raised:
@@ -276,7 +274,6 @@ class LoadingSession:
         return placed
 
     def _claim(self, index: int) -> bool:
-        """Claim the chunk's place after a step that computes it; False if the chunk is no longer wanted."""
         with self._changed:
             while index in self._stepping and index in self._wanted:
                 self._changed.wait()
@@ -288,7 +285,6 @@ class LoadingSession:
     # --- any thread, with the lock held ---
 
     def _turn(self) -> None:
-        """Give up late fetches, poll the scheduler, and carry out its actions."""
         for fetch in self._fetches:
             fetch.set_timeout(self._patience_s(self._sizes[fetch.index]))  # the measured speeds may have changed
         while (late := next((fetch for fetch in self._fetches if self._clock() >= fetch.due_s), None)) is not None:

@@ -58,7 +58,6 @@ class TieredLoad:
                 remaining = [key for key in remaining if key not in leased]
 
     def complete(self, budget: InFlightBudget, deadline_s: float) -> tuple[dict[bytes, memoryview], LoadReport]:
-        """Return the values loaded within ``deadline_s``, and a report on all keys in their order."""
         clock = self._tiers[0].clock
         started_s = clock()
         until_s = started_s + deadline_s
@@ -83,9 +82,6 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Return the miss reason of keys that no tier holds. For some tiers only a load reveals that they do not
-        answer.
-        """
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -135,7 +131,6 @@ class TieredLoad:
 
 
 def _miss_reason(tier: Tier, key: bytes) -> str:
-    """Return the reason why a load of the key returns no value; empty if it returns a value."""
     ticket = tier.store.prepare_load([key])
     try:
         tier.store.complete_load(ticket)

@@ -140,7 +140,6 @@ class TierMover:
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
-    """Return the tier's values of ``keys``; None if it does not answer."""
     wanted = [key for key in keys if key not in tier.dirty_keys]
     if not wanted:
         return {}

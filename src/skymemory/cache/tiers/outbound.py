@@ -61,7 +61,6 @@ class Outbound:
             return {key: self._movings[key] for key in keys if key in self._movings}
 
     def discard(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Remove keys that were changed or deleted; returns the keys that were queued."""
         with self._changed:
             return self._remove(keys)
 
@@ -90,7 +89,6 @@ class Outbound:
             return [moving for moving in movings if self._movings.get(moving.key) is moving]
 
     def requeue(self, movings: Iterable[Moving]) -> None:
-        """Move values that cannot be copied now to the end of the queue."""
         with self._changed:
             for moving in movings:
                 if self._movings.get(moving.key) is moving:

@@ -137,7 +137,6 @@ class TieredStore(TwoPhase):
         ]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return sizes from the nearest tier that has each key, or from the values moving between tiers."""
         keys = self._check(keys)
         sizes_by_key: dict[bytes, int] = {key: len(moving.value) for key, moving in self._outbound.get(keys).items()}
         for tier in self.tiers:
@@ -269,7 +268,6 @@ class TieredStore(TwoPhase):
                 tier.post(lambda tier=tier: tier.store.touch(keys))  # type: ignore[misc]
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Pin in every tier that has the key; True if at least one confirms."""
         keys, ttl_s = self._check(keys), check_ttl(ttl_s)
         pinned = [self._ask(tier, lambda tier=tier: tier.store.pin(keys, ttl_s), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(by_tier) for by_tier in zip(*pinned, strict=True)]
@@ -287,7 +285,6 @@ class TieredStore(TwoPhase):
         ]
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Prefetch in every tier that can; True if at least one confirms."""
         keys = self._check(keys)
         near = [self._ask(tier, lambda tier=tier: bring_near(tier.store, keys, at), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(by_tier) for by_tier in zip(*near, strict=True)]
@@ -335,7 +332,6 @@ class TieredStore(TwoPhase):
         return math.inf if remaining else total_s
 
     def stats(self) -> dict[str, int | float]:
-        """Return the hierarchy's figures, and every tier's own with its name as a prefix."""
         self._owner.check()
         figures: dict[str, int | float] = {
             **self._counters.as_dict(),
@@ -381,7 +377,6 @@ class TieredStore(TwoPhase):
 
 
 def _estimate(tier: Tier, keys: list[bytes], now_s: float) -> tuple[float, set[bytes]]:
-    """Return the seconds to load the ``keys`` that the tier does not know to be absent, and these keys."""
     if (seconds := tier.store.estimate_load_s(keys, now_s)) < math.inf:
         return seconds, set(keys)
     held_keys = [key for key in keys if tier.store.estimate_load_s([key], now_s) < math.inf]

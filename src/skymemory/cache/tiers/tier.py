@@ -259,7 +259,6 @@ class Tier:
         return self.ask(work, on_late)
 
     def release(self, ticket: LoadTicket) -> None:
-        """Release the ticket without waiting."""
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -299,7 +298,6 @@ class Tier:
             self._probe_key = held[0]
 
     def probe_if_due(self) -> None:
-        """Send a background probe if the breaker wants one."""
         key = self._probe_key
         with self._lock:
             is_due = key is not None and self.breaker.probe_due(self.clock())
@@ -351,7 +349,6 @@ class Tier:
         return [Presence.MISS if key in self.dirty_keys else state for key, state in zip(keys, presence, strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return sizes as ``lookup`` does: None if the tier does not answer, or may have an older value."""
         sizes = self.look(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
         if sizes is None or len(sizes) != len(keys):
             return [None] * len(keys)

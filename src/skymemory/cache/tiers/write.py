@@ -262,7 +262,6 @@ def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Pr
 
 
 def _prepare_rest(tier: Tier, items: Items, places: Places, left: list[int]) -> tuple[_Tickets, _TooLarge]:
-    """Drop the largest item until the remaining items fit."""
     too_large: _TooLarge = {}
     while left:
         tickets, more, left = _prepare(tier, items, places, left)

@@ -40,7 +40,7 @@ class Announcements:
             self._saving.popitem(last=False)
 
     def saved(self, keys: Sequence[bytes]) -> None:
-        """Count a rank that stored the values; announce a value when all ranks have stored it."""
+        """Count a rank that stored the values, and announce them when all ranks have."""
         for key in keys:
             names, ranks = self._saving.get(key, ((), 0))
             if names and ranks + 1 < self._ranks:

@@ -150,7 +150,6 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.cake_scheduler = scheduler
 
     def _kind_of_store(self) -> str:
-        """Return the kind of the store: of a store daemon the kind it serves, else as in the address."""
         if isinstance(self._store, RedisStore):
             return self._store.server_info().get("store", "")
         return self._settings.store.partition(":")[0]
@@ -181,7 +180,6 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the events of the store about blocks that vLLM's own events have named (see ``announcements``)."""
         if self._announcements is None or self._scheduler is None or not self._scheduler.store_kind:
             return ()  # its locality is not known yet
         return map(self._event, self._announcements.take())

@@ -55,8 +55,7 @@ class BlockCopier(Protocol):
     def mark(self) -> Mark:
         """Mark all work of the model queued so far. Called by the model's thread, as is ``read``."""
 
-    def buffers(self, size_bytes: int) -> list[memoryview]:
-        """Return at least one piece of host memory of this size, for ``read``."""
+    def buffers(self, size_bytes: int) -> list[memoryview]: ...
 
     def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
         """Copy ``blocks`` into ``out``, which is valid when the mark is done. Later work of the model may overwrite the
@@ -291,7 +290,6 @@ class TorchCopier:
             self._writes.put(slot)
 
     def _parts(self, staged: Any, blocks: int) -> list[tuple[Any, Any]]:
-        """Return each view with its part of the packed bytes, in the same type and as ``(layers, blocks, ...)``."""
         parts, at = [], 0
         for view, view_bytes in zip(self._views, self._view_bytes, strict=True):
             size = len(view) * blocks * view_bytes
@@ -361,7 +359,6 @@ def copier_of(
 
 
 def device_of(device: Any) -> Device:
-    """Return the device. Raises InvalidInput if it is not supported."""
     if device.type == "cpu":
         return Host()
     if device.type != "cuda":
@@ -370,7 +367,7 @@ def device_of(device: Any) -> Device:
 
 
 def _by_block(name: str, tensor: Any, blocks: int) -> Any:
-    """Return the tensor as ``(blocks, ...)`` of the widest integers, the other dimensions in memory order."""
+    """Return the tensor as ``(blocks, ...)`` of the widest integers, other dimensions in memory order."""
     import torch
 
     shape, block_dim = tuple(tensor.shape), 0
@@ -393,7 +390,6 @@ def _by_block(name: str, tensor: Any, blocks: int) -> Any:
 
 
 def _divisible(view: Any, size_bytes: int) -> bool:
-    """Return True if elements along the last dimension can be combined into elements of this size."""
     count = size_bytes // view.element_size()
     return not any(number % count for number in (view.shape[-1], view.storage_offset(), *view.stride()[:-1]))
 

@@ -94,7 +94,6 @@ def layout_of(
 
 
 def _attention(config: Any, spec: Any) -> str:
-    """Return the attention backend and, on a CPU, the instruction set of its packing."""
     from vllm.platforms import current_platform
 
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
@@ -110,7 +109,6 @@ def _attention(config: Any, spec: Any) -> str:
 
 
 def weights_digest(model: Any, load_format: object) -> str:
-    """Return a name of the weights: a digest of their files or, for dummy weights, their seed."""
     load_format = str(getattr(load_format, "value", load_format))
     if load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
@@ -257,7 +255,6 @@ _NO_LINE = f": no line {_ENGINE.strip()!r} is in its log, which VLLM_LOGGING_LEV
 
 
 def _json_behind(mark: str, line: str) -> Any:
-    """Return what was logged after ``mark``; None for other lines."""
     _, is_there, text = line.partition(mark)
     with suppress(ValueError):
         return json.JSONDecoder().raw_decode(text)[0] if is_there else None
@@ -316,7 +313,6 @@ class Seeds:
         return self._known[what]
 
     def has_stale_blocks(self, request: Any) -> bool:
-        """Return True if blocks in vLLM's own cache under the request's names may belong to other weights."""
         lora = request.lora_request
         return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
 

@@ -329,7 +329,6 @@ class SchedulerSide:
                 self._sent.pop(part_key(key, number), None)
 
     def _needed(self, part: Part, start: int, end: int) -> range:
-        """Return the blocks of a part needed to continue after ``end`` with the first ``start`` tokens."""
         in_sight = 0 if part.window is None else max(0, end - part.window + 1)
         block = self._shape.block_tokens
         return range(max(start, in_sight) // block, end // block)
@@ -432,7 +431,6 @@ class SchedulerSide:
         return False
 
     def _completed(self, known: Known, tokens: int) -> list[Save]:
-        """Return the saves of values that are complete once ``tokens`` more are computed, of tokens known by now."""
         request, size = known.request, self._shape.blocks_per_value
         complete_values = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
         if complete_values <= known.settled:
@@ -533,18 +531,15 @@ class SchedulerSide:
                 known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
 
     def _end_waiting(self, request_id: str) -> None:
-        """Count the waiting time; with several ranks, of the rank that is done first."""
         since_s = self._waiting_since_s.pop(request_id, None)
         if since_s is not None:
             self._counts["waiting_ms"] += round((self._clock() - since_s) * 1000)
 
     def _unsettle(self, known: Known, depth: int) -> None:
-        """Let values from ``depth`` on be saved again once they are computed again."""
         self._forget(known.keys[depth : known.settled])
         known.settled = min(known.settled, depth)
 
     def _meet(self, known: Known, backward: Backward) -> None:
-        """Continue after the loaded blocks if computing has reached them."""
         assert self._cake is not None
         computed = known.request.num_computed_tokens
         if computed >= backward.end_tokens:
@@ -607,8 +602,8 @@ class SchedulerSide:
             self._counts[f"unused_tokens {reason}"] += loaded - used
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget a finished request. Returns its answer's ``kv_transfer_params`` if it is handed over: all of its
-        values are copied out or stored by now.
+        """Forget the request. Returns its answer's ``kv_transfer_params`` if it is handed over: its values are copied
+        out by now.
         """
         is_loading = request.request_id in self._under_way or request.request_id in self._waiting_since_s
         self._under_way.pop(request.request_id, None)

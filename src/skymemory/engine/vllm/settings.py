@@ -125,7 +125,6 @@ def parts_of(groups: Any) -> list[PartOfModel]:
 
 
 def check_groups(groups: Any) -> None:
-    """Raise InvalidInput for KV caches that cannot be stored block by block."""
     if not groups:
         raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:

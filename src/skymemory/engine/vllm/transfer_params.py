@@ -68,7 +68,7 @@ class TransferParams:
 
 
 def answer_of(tokens: int, generation: str) -> dict[str, Any]:
-    """Return the prefilling engine's answer for the second step: it stores the prompt's first ``tokens``."""
+    """Return the prefilling engine's answer: it stores the prompt's first ``tokens``."""
     return {"sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
 
 

@@ -75,7 +75,6 @@ def check_interface(ours: type, theirs: type, added: Iterable[str] = ()) -> None
 
 
 def _arguments(method: Any) -> list[str]:
-    """Return the names of the required arguments."""
     method = method.__func__ if isinstance(method, classmethod) else method
     listed = inspect.signature(method).parameters.values()
     named = [

@@ -115,7 +115,6 @@ class _Job:
 
     @property
     def lost(self) -> int:
-        """Number in the request of the first value that was not placed."""
         if self.placed == self.load.values:
             return self.load.pieces[0].first_value + len(self.load.pieces[0].keys)
         piece, at = self.load.at(self.placed)
@@ -178,7 +177,6 @@ class _BackwardJob(_Job):
         return self.piece.first_value + self._lost
 
     def first_block(self, value: int) -> int:
-        """Return the number in the request of the first block that comes from the value."""
         return self.piece.first_block + max(0, value * self._size - self.piece.skipped_blocks)
 
     def raise_fence(self, block: int) -> None:
@@ -323,7 +321,6 @@ class WorkerSide:
         self._settle()
 
     def finished(self) -> set[str]:
-        """Return the requests whose loads have ended since the last step, successfully or not."""
         finished, self._finished = self._finished, set()
         return finished
 
@@ -400,7 +397,6 @@ class WorkerSide:
     def _load_found(
         self, piece: Piece, keys: Sequence[bytes], job: _Job, first: int, tally: LoadTally, computing_s: float | None
     ) -> None:
-        """Load some consecutive values of a piece: the first is value ``first`` of the job."""
         blocks = self._parts.parts[piece.part].blocks
         ours = [rank_key(key, self._rank) for key in keys]
         blocks.load_found(ours, _From(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
@@ -465,7 +461,6 @@ class WorkerSide:
             job.threads += self._loaders.submit(Call(lambda: self._run_backward(job)))
 
     def _run_backward(self, job: _BackwardJob) -> None:
-        """Load value after value, in a thread, until the load meets what is computed."""
         while (index := job.take()) is not None:
             started_s = self._clock()
             tally, reason = LoadTally(), ""
@@ -520,7 +515,6 @@ class WorkerSide:
         return Loaded(lost, reason, size_bytes, seconds, missing_tokens, waited)
 
     def _settle(self) -> None:
-        """Report the loads that have ended, and give up the overdue loads."""
         now_s = self._clock()
         for job in list(self._jobs):
             if isinstance(job, _WaitingJob) and job.end is None and now_s >= job.due_s:
@@ -607,7 +601,6 @@ class Saver:
             self._changed.notify_all()
 
     def report(self, outcome: Outcome) -> None:
-        """Report the events since the last call, and the number of values held now."""
         with self._changed:
             outcome.saving = self._held
             outcome.counts, self._counts = dict(self._counts), Counter()
