@@ -200,7 +200,6 @@ class LoadResult:
 
     @property
     def left_tokens(self) -> int:
-        """Tokens that the model still has to compute."""
         if self.loader is None:
             return self.computed_tokens
         return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last token, for its logits
@@ -364,7 +363,6 @@ class BlockCache:
         """Callback with the full blocks of every prompt that is looked up."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
-        """Return the chained hashes of the full blocks of ``tokens``."""
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
 
     def load_found(
@@ -389,7 +387,6 @@ class BlockCache:
             tally.failed["behind a failed block"] += following
 
     def stored(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Return per block if the store has it."""
         try:
             presence = self.store.lookup(hashes)
         except TIER_FAILURES:
@@ -484,7 +481,6 @@ class BlockCache:
                 _log.warning("the %s store does not answer: prompts are computed meanwhile", self.store.name)
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
-        """Take leases on all of ``hashes``, in batches of bounded bytes."""
         size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
         batches = []
         for start in range(0, len(hashes), size):
@@ -615,7 +611,6 @@ class BlockCache:
         return memoryview(block_header(block_hash, self.layout, self.codec.codec_id, payload) + payload)
 
     def put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
-        """Store encoded values; returns for each if it was acknowledged."""
         try:
             with recompute_cost(self.compute.seconds(len(items) * self.layout.block_tokens)):
                 return self.store.put_many(items, places) if items else []
@@ -632,7 +627,7 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block whose bytes are wrong, so that it is stored again; others stay."""
+        """Delete a block whose bytes are wrong, so that it is stored again; other failures delete nothing."""
         if failure in _INVALID:
             self._delete(block_hash)
 
@@ -730,7 +725,6 @@ class Parts:
 
     @property
     def value_bytes(self) -> int:
-        """Stored bytes of all parts of a block, before any codec."""
         return sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in self.parts)
 
     def hashes(self, tokens: Tokens) -> list[list[BlockHash]]:

@@ -111,7 +111,6 @@ class Predictor:
 
     @property
     def zone(self) -> str | None:
-        """Time zone of days and times; None: the clock's own."""
         return self._local.zone
 
     @property

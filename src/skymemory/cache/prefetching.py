@@ -92,7 +92,6 @@ class PrefetchScheduler:
                 _log.warning("habits cannot be written to %s: %s", self._habits_file, error.strerror)
 
     def saw(self, keys: Sequence[bytes]) -> None:
-        """Record that a prompt with these blocks, from its first block on, is requested now."""
         with self._lock:
             now_s = self._clock()
             self._predictor.saw(keys, now_s)

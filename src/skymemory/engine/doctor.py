@@ -146,7 +146,6 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
 
 
 def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
-    """Check that ``generate`` computes only what was not loaded, as counted in the model and by the cache."""
     import torch
     import transformers
 
@@ -262,7 +261,6 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
-    """Open a store; returns it with a description of its server. Raises SkyMemoryError if it does not answer."""
     if ":***@" in address:
         raise InvalidInput("its password is not in the log: give the whole address by --store")
     store = open_store(address)

@@ -22,7 +22,6 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the argument of ``model`` that takes its cache."""
     return _cache_argument(type(model).forward)
 
 

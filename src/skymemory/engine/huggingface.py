@@ -405,7 +405,6 @@ class KVCManager:
         return max(fitting, key=len, default=ids)
 
     def _ready(self, missing: list[list[int]], cache: Cache | None, covered: int) -> list[list[int]]:
-        """Return the ``missing`` blocks among the first ``covered`` that ``cache`` has, by part."""
         has_block = cache.has_block if isinstance(cache, SkyCache) else lambda number, index: True
         return [
             [index for index in part if index < covered and has_block(number, index)]
@@ -449,7 +448,6 @@ class KVCManager:
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:
-        """Return the cache with the most leading blocks of ``ids``, and their number."""
         tokens = self.layout.block_tokens
         if given is not None and not isinstance(given, SkyCache):
             length = min(foreign_length(given, self.layout), len(ids))
@@ -508,7 +506,6 @@ class KVCManager:
         return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
 
     def _refresh_identity(self) -> None:
-        """Refresh context and parts if the model has changed or can no longer be served."""
         unservable = ""
         try:
             renewed = self._identity.renew()

@@ -133,7 +133,6 @@ class Identity:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
 
     def context_of(self, group: LayerGroup) -> CacheContext:
-        """Return the context of a group's blocks, which are stored separately if there are several groups."""
         if len(self.groups) == 1:
             return self.context
         return dataclasses.replace(self.context, layout=group.describe(self.layout))
@@ -401,7 +400,6 @@ class Fingerprint:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Return the digest of a model that will not change, for ``weights=``."""
     return Fingerprint(model).digest()
 
 

@@ -71,7 +71,6 @@ def check_model(name: str) -> None:
 
 
 def check_model_folder(path: str | Path) -> None:
-    """Raise ``InvalidInput`` if the folder holds no saved model."""
     if not (Path(path) / "config.json").is_file():
         raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
 

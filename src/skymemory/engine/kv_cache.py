@@ -83,7 +83,6 @@ LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     DummyLayer,
 )
-"""Supported layers of transformers: keys and values of tokens, recurrent states, or nothing."""
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -161,7 +160,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._in_place = self.keys
 
     def fill(self, tokens: int) -> None:
-        """Make the first ``tokens`` of the room the layer's contents."""
         room = self._room
         if room is None or not tokens:
             return
@@ -338,7 +336,6 @@ class LayerGroup:
     """Indices among the layers with attention."""
 
     def layout(self, whole: KVLayout) -> KVLayout:
-        """Return the layout of this group's blocks; ``whole`` is the layout of all layers."""
         return dataclasses.replace(whole, layers=len(self.layers))
 
     def describe(self, whole: KVLayout) -> str:
@@ -646,6 +643,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_failed(self) -> bool:
+        """True if the last pass failed and changed the contents (assumed for recurrent states)."""
         if not self._in_a_pass:
             return False
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
@@ -684,6 +682,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             guard.settle(self)
 
     def saw(self, held: int) -> bool:
+        """Return True if the guard recorded all passes that appended the first ``held`` tokens."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
@@ -880,7 +879,6 @@ class Staging:
         """End events of copies that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
-        """Stage block ``index`` for the next ``flush``."""
         with self._changed:
             batch = self._batch = self._batch or _Batch(_pinned(self._layout, self._device))
             slot = len(batch.indices)

@@ -249,7 +249,6 @@ def _bitmap(done: Sequence[bool]) -> Bitmap:
 
 
 def _context(settings: PluginSettings) -> CacheContext:
-    """Return the context; everything else is in each object's name and before its bytes."""
     return CacheContext(
         model="lmcache objects",
         weights=settings.weights,

@@ -88,7 +88,7 @@ class PluginSettings:
 
 
 class Saved(NamedTuple):
-    """Result by value: if the store has it now, and if it was written for that."""
+    """Result by value: flags if the store has it now, and if it was written for that."""
 
     done: list[bool]
     written: list[bool]
@@ -136,7 +136,7 @@ class PluginStore:
         return key_hash(self._digest, name)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each if the store has it now; it may be gone when it is loaded."""
+        """Return for each name if the store has it now; it may be gone when it is loaded."""
         try:
             return [state is Presence.HIT for state in self._store.lookup([self.key(name) for name in names])]
         except Exception as error:

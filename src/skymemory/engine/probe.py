@@ -305,7 +305,7 @@ class _Probe:
 
     def generate_one(self, cache: SkyCache) -> None:
         """Generate as users do; this argument name works in every release, and newer releases deprecate it."""
-        plain = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+        greedy = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self._model.generate(
@@ -314,7 +314,7 @@ class _Probe:
                 past_key_values=cache,
                 max_new_tokens=1,
                 pad_token_id=0,
-                **plain,
+                **greedy,
             )
 
     def _pass(self, ids: torch.Tensor, cache: DynamicCache, **options: torch.Tensor) -> torch.Tensor:

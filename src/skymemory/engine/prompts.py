@@ -100,7 +100,6 @@ _OF_A_BATCH = "for a batch get the cache of the beginning that its rows share"
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:
-    """Return an array without a leading dimension of 1."""
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError as error:

@@ -105,7 +105,6 @@ class Hqq8:
 
 _ALL: tuple[Codec, ...] = (RAW, Quanto8(), Hqq8(), *map(CacheGen, LEVELS))
 CODECS = {codec.name: codec for codec in _ALL}
-"""Codecs of a manager, by name."""
 
 
 def codec_of(name: str) -> Codec:

@@ -8,7 +8,6 @@ TRIED_TRANSFORMERS = f">= {_FROM[0]}.{_FROM[1]}, < {_BELOW[0]}.{_BELOW[1]}"
 
 
 def is_tried(release: str) -> bool:
-    """Return True if this release of transformers, such as "5.24.0", was tried."""
     return _FROM <= _number(release) < _BELOW
 
 

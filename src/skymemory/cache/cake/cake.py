@@ -211,7 +211,6 @@ class Cake:
         self._last_late = (size_bytes, seconds)
 
     def learn(self, blocks: int, size_bytes: int) -> None:
-        """Learn the expected size of the next blocks from ``blocks`` loaded blocks."""
         if blocks:
             self._stored_block_bytes = size_bytes / blocks
 
@@ -241,7 +240,6 @@ class CakeLoad:
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
-        """Close the session, count the load, and report where the tokens came from."""
         tokens, block_tokens = Counter[str](), self.cake.blocks.layout.block_tokens
         size_bytes = retransmitted = loaded_blocks = 0
         loader_result = None
@@ -283,8 +281,6 @@ class CakeLoad:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
-    """Origin of the blocks of a placed chunk."""
-
     tiers: tuple[str, ...]
     """Tier of each block, in the first part."""
     size_bytes: int

@@ -92,8 +92,6 @@ def cut_prompt(
 
 
 class Origin(Enum):
-    """Origin of a resident chunk's KV."""
-
     RESIDENT = "resident"
     COMPUTED = "computed"
     LOADED = "loaded"
@@ -233,7 +231,6 @@ class BidirectionalLoader:
         self._settle(index, Origin.LOADED)
 
     def load_failed(self, index: int, now_s: float) -> None:
-        """Record that a fetch failed: its chunk must be computed."""
         if index not in self._link:
             return
         self._wasted_bytes += self._link.failed(index, now_s)
@@ -261,7 +258,6 @@ class BidirectionalLoader:
         return self._origin[index] is not None
 
     def origin(self, index: int) -> str:
-        """Return the origin of a chunk, or "" while it is missing."""
         origin = self._origin[index]
         return origin.value if origin else ""
 

@@ -168,7 +168,6 @@ class LoadingSession:
                 self._changed.wait(max(0.0, min(waits_s)) if waits_s else None)
 
     def step_done(self) -> None:
-        """Record that the step is computed and its tokens are in place."""
         with self._changed:
             indices, self._stepping = self._stepping, range(0)
             started_s = time.perf_counter()
@@ -245,7 +244,6 @@ class LoadingSession:
                 fetched.release()
 
     def _await_turn(self, fetch: Fetch) -> None:
-        """Wait until the fetch ahead has ended or nearly ended."""
         with self._changed:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()

@@ -82,6 +82,7 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
+        """Return the miss reason of keys that no tier holds. Only a load shows that some tiers do not answer."""
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -116,7 +117,6 @@ class TieredLoad:
     def _from_memory(
         self, movings: Iterable[Moving], values: dict[bytes, memoryview], reports: dict[bytes, KeyReport]
     ) -> None:
-        """Add values that are moving between tiers; counted like a tier's."""
         counters = self._tiers[0].counters
         for moving in movings:
             values[moving.key] = memoryview(moving.value)

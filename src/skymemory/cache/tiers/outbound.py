@@ -22,7 +22,6 @@ class Moving:
     to: tuple[int, ...]
     dirty: bool = False
     place: Place | None = None
-    """Position in the prompt, if the writer gave it."""
 
 
 class Outbound:

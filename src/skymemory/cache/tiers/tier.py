@@ -475,7 +475,6 @@ class DirtyKeys:
             self._clear(key for key in keys if self._keys.get(key) == mark)
 
     def to_delete(self, count: int) -> list[bytes]:
-        """Return up to ``count`` keys whose deletion would make them clean."""
         with self._lock:
             chosen: list[bytes] = []
             for key in self._keys:
@@ -490,7 +489,6 @@ class DirtyKeys:
         return key in self._delete_pending
 
     def clear(self, keys: Iterable[bytes]) -> None:
-        """Clear keys that have been deleted in the tier."""
         with self._lock:
             self._clear(keys)
 

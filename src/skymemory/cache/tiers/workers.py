@@ -104,7 +104,6 @@ class TierWorkers:
         self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._started = 0
         self._open = 0
-        """Number of queued calls that have not ended."""
         self._running: set[Call[object]] = set()
         self._lock = threading.Lock()
 

@@ -141,7 +141,6 @@ class TierWrite:
         self._places = places or (None,) * len(items)
         self._copies = copies
         self.answered = False
-        """True if the tier answered the request for room."""
         self.certain = False
         """True if the result of ``end`` is the tier's answer on all of ``items``."""
         self.too_large: _TooLarge = {}

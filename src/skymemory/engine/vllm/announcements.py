@@ -33,7 +33,6 @@ class Announcements:
         self._events: list[Announced] = []
 
     def saving(self, key: bytes, names: Sequence[bytes]) -> None:
-        """Record that the workers were given a value to save."""
         self._saving[key] = names, 0
         self._saving.move_to_end(key)
         if len(self._saving) > self._kept:
@@ -50,7 +49,6 @@ class Announcements:
                 self.stored(key, names)
 
     def unsaved(self, keys: Sequence[bytes]) -> None:
-        """Drop values that a rank could not save."""
         for key in keys:
             self._saving.pop(key, None)
 
@@ -69,7 +67,6 @@ class Announcements:
             self._say(False, self._stored.popitem(last=False)[1])
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Withdraw values that the store no longer has."""
         for key in keys:
             if (names := self._stored.pop(key, None)) is not None:
                 self._say(False, names)

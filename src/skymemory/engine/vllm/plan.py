@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes into which prompts are cut."""
-
     block_tokens: int
-    """Tokens of a vLLM block."""
     blocks_per_value: int
 
     @property
@@ -93,8 +90,6 @@ class Save:
 
 @dataclass(slots=True)
 class Plan:
-    """Message of one step from the scheduler to every worker."""
-
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
@@ -137,7 +132,6 @@ class Outcome:
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
     saving: int = 0
-    """Number of values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
     """Bytes and seconds of loads of values that had just been saved."""
     saved: list[bytes] = field(default_factory=list)
@@ -206,5 +200,4 @@ def part_key(key: bytes, part: int) -> bytes:
 
 
 def rank_key(key: bytes, rank: int) -> bytes:
-    """Return the key of a tensor-parallel rank's share of a value."""
     return key if rank == 0 else hashlib.sha256(b"rank %d of " % rank + key).digest()

@@ -223,7 +223,6 @@ class SchedulerSide:
         """Start times of the loads that wait for another engine, by request."""
         self._clock = clock
         self._has_warned = False
-        """True after the warning about loaded tokens that are computed."""
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
@@ -384,7 +383,6 @@ class SchedulerSide:
         self._counts["requested_tokens"] += external_tokens
 
     def _pieces(self, known: Known, start: int, end: int) -> tuple[Piece, ...]:
-        """Return the pieces of all parts needed to continue after ``end`` with the first ``start`` tokens."""
         tables = self._block_ids(known.request.request_id)
         pieces = []
         for number, part in enumerate(self._parts.parts):
@@ -397,7 +395,6 @@ class SchedulerSide:
         return tuple(piece for piece in pieces if piece.keys)
 
     def plan(self, output: Any) -> Plan:
-        """Return the plan of the step that ``output`` (a ``SchedulerOutput``) describes."""
         plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
         plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
         started = {load.request for load in plan.loads if load.backward}

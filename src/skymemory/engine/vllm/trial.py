@@ -1,4 +1,4 @@
-"""Trials at start, on the running engine instead of by its name: vLLM's interface, and copies of its blocks."""
+"""Trials at start, on the running engine: vLLM's interface, and copies of its blocks."""
 
 from __future__ import annotations
 

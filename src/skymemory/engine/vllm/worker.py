@@ -187,7 +187,6 @@ class _BackwardJob(_Job):
             mark.wait()
 
     def take(self) -> int | None:
-        """Return the next value to load; None if there is none."""
         with self._lock:
             index = self._next
             if self._closed or self.reason or index < 0 or self.first_block(index) < self._fence:
@@ -278,7 +277,6 @@ class WorkerSide:
     # --- one step ---
 
     def begin(self, plan: Plan) -> None:
-        """Start the loads of the step's metadata."""
         self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
