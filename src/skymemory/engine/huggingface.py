@@ -202,7 +202,7 @@ class KVCManager:
         ``apply_chat_template``.
 
         The result is empty on a miss, never None; at least one token is left to compute. ``.result`` (and ``kvc.last``)
-        tells how many tokens came from which tier. ``generate`` returns the same tokens as without a cache, even for
+        shows how many tokens came from which tier. ``generate`` returns the same tokens as without a cache, even for
         another prompt: what the cache does not match is computed (``guard``).
         """
         seconds: dict[str, float] = {}

@@ -424,7 +424,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     equals that of an empty cache. A custom loop that passes only the tokens after the loaded ones calls ``begin``
     first.
 
-    ``result`` tells where the prefix came from. ``tokens()`` are the tokens that the guard recorded, as far as they are
+    ``result`` shows where the prefix came from. ``tokens()`` are the tokens that the guard recorded, as far as they are
     known and equal in all rows; only these are ever stored.
     """
 
