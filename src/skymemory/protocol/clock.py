@@ -454,7 +454,9 @@ class FollowedClock:
         if looked_at_s >= self._same_from_s:
             return moves
         before = self._clock.moves(looked_at_s)
-        while any((now - then) * (at_set - then) > 0 for now, then, at_set in zip(moves, before, set_moves, strict=True)):
+        while any(
+            (now - then) * (then_set - then) > 0 for now, then, then_set in zip(moves, before, set_moves, strict=True)
+        ):
             next_s = self._clock.next_move_s(looked_at_s)
             if next_s is None or next_s >= now_s:
                 return moves
