@@ -1,10 +1,10 @@
 """Access modes: the satellite through whose beam a host reaches another satellite.
 
- ``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
-              Plan files and earlier releases call it ``los``.
- ``gateway``  a single beam, to the nearest satellite in sight; inter-satellite links carry the packets from there.
- ``hybrid``   a beam to each satellite in sight; the others through the gateway.
- ``onboard``  the host is a satellite: its beam has no length, and links carry the packets from there.
+``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
+             Plan files and earlier releases call it ``los``.
+``gateway``  a single beam, to the nearest satellite in sight; inter-satellite links carry the packets from there.
+``hybrid``   a beam to each satellite in sight; the others through the gateway.
+``onboard``  the host is a satellite: its beam has no length, and links carry the packets from there.
 
 Only ``ideal`` ever has a beam to a satellite below the mask. With no satellite in sight, ``gateway`` and ``hybrid`` are
 *dark*: nothing is sent until a satellite rises.
