@@ -57,29 +57,29 @@ _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
 _PAYLOADS_PURPOSE = b"skymemory payloads 1"
 _CHANGE_CLOCK_S = 0.5
-"""Seconds within which only the first refusal counts, because operations that run together are refused together."""
+"""Seconds within which only the first refusal counts: operations that run together are refused together."""
 
 
 @dataclass(slots=True)
 class Authority:
     """Keys that may command, as a ring that may be replaced at any time.
 
-    With ``every_packet``, all answers have MACs. With ``signed_answers``, answers to ground hosts have MACs, except
-    DATA, and MACs of SET and MIGRATE cover payloads.
+    With ``every_packet``, answers have MACs too. With ``signed_answers``, answers to ground hosts except DATA have
+    MACs, and MACs of SET and MIGRATE cover payloads.
     """
 
     ring: KeyRing
     every_packet: bool = False
     signed_answers: bool = False
     wall_shift_s: float = 0.0
-    """Lead of this computer's wall clock over the time that its machines are given, in seconds (``UnixClock``)."""
+    """Lead of this computer's wall clock over its machines' time (``UnixClock``)."""
     signs_by_wall: bool = False
     """True if commands get the wall clock's time."""
     heard_s: float = -math.inf
-    """Time at which an authentic command with the current time was last heard."""
+    """Time of the last authentic command that agreed with the machines' time."""
     heard_by_wall: bool = False
-    """True after an authentic command carried the time of a wall clock that is ahead, and no command by the machines'
-    time was heard for ``ALONE_S``: the wall clock is then believed.
+    """True if the wall clock is believed: an authentic command carried its time, which is ahead, and no command by the
+    machines' time was heard for ``ALONE_S``.
     """
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
     _changed_s: float = -math.inf
@@ -87,14 +87,14 @@ class Authority:
     def on_refused(self, now_s: float) -> None:
         """Sign by the other clock from now on, if the wall clock was set: satellites may have started since then.
 
-        Both are clocks of this computer, so a forged refusal gains its sender nothing.
+        Both clocks are this computer's, so a forged refusal gains nothing.
         """
         if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
             self._changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
-        """Return the accepted keys, derived for MACs, by id."""
+        """Return the accepted keys by id, derived for MACs."""
         if self._keys is None or self._keys[0] is not self.ring:
             ring = self.ring
             self._keys = (ring, {key.key_id: self._mac_key(key) for key in ring.keys})
@@ -114,11 +114,9 @@ class Authority:
         return self.every_packet or self.signed_answers
 
     def signing_key_id(self, now_s: float) -> int:
-        """Return the id of the key that signs now."""
         return self.ring.active(now_s + self.wall_shift_s).key_id  # keys are created by the wall clock
 
     def signs(self, packet: Buffer) -> bool:
-        """Return True if packets with these headers get MACs."""
         head = memoryview(packet)
         if head[0] & COMMAND_BIT or self.every_packet:
             return True
@@ -150,13 +148,13 @@ class Authority:
 
 
 def payload_key(key: SecretKey) -> bytes:
-    """Return the key of the payload hash: the start of the keys derived for the purpose and a number from 0."""
+    """Return the key of the payload hash, concatenated from numbered derived keys."""
     parts = (key.derive(_PAYLOADS_PURPOSE + bytes([number])) for number in range(-(-PAYLOAD_KEY_BYTES // SECRET_BYTES)))
     return b"".join(parts)[:PAYLOAD_KEY_BYTES]
 
 
 def claims_mac(packet: memoryview, sky: int) -> bool:
-    """Return True if the packet, which has a whole SKY header, claims to carry a MAC."""
+    """Return True if the packet, whose SKY header is complete, claims to carry a MAC."""
     return bool(packet[sky + FLAGS_OFFSET] & FLAG_AUTHENTICATED)
 
 
@@ -166,8 +164,8 @@ def claims_mac(packet: memoryview, sky: int) -> bool:
 # A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""Greatest difference between a command's time and the receiver's, in seconds. Other commands are refused, so older
-numbers need not be remembered.
+"""Greatest difference between a command's time and the receiver's. Beyond it a command is refused, so older numbers
+need not be remembered.
 """
 REMEMBERED = 2048
 """Numbers remembered per sender, in each of two generations; older numbers are refused."""
@@ -175,14 +173,14 @@ MAX_SENDERS = 256
 """Senders with such a memory; only the newest number of earlier senders is remembered."""
 MAX_FORGOTTEN = 4096
 """Limit of those earlier senders. Each is kept while the time check would admit a copy of its packets. A common floor
-for all senders would instead refuse senders whose clocks are slightly behind because of what others have sent.
+would instead refuse senders whose clocks are slightly behind, because of other senders.
 """
 START_GRACE_S = 1.0
-"""Seconds before a receiver's start from which it accepts commands: its neighbours start with it, and greet it."""
+"""Seconds before its start from which a receiver accepts commands: its neighbours start with it, and greet it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""Distance below an accepted number at which a number is too old by any receiver's clock: the accepted number is at
-most 30 s ahead.
+"""Distance below an accepted number at which any receiver's clock refuses a number: the accepted number is at most 30 s
+ahead.
 """
 
 Sender = tuple[int, int, int]
@@ -195,7 +193,7 @@ def stamp(time_us: int, sequence_count: int) -> int:
 
 
 class _Seen:
-    """Numbers of one sender: everything up to ``floor`` counts as seen."""
+    """Numbers of one sender; all up to ``floor`` count as seen."""
 
     __slots__ = ("earlier", "floor", "newest", "recent")
 
@@ -230,15 +228,13 @@ class _Seen:
 
 
 class ReplayWindow:
-    """Commands that one receiver has seen, a bounded number per sender. Commands from before ``start_us`` are
-    refused.
-    """
+    """Commands that one receiver has seen, a bounded number per sender, none made before ``start_us``."""
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
-        """Newest number of each sender not heard recently, oldest sender first."""
+        """Newest number per sender not heard recently, oldest sender first."""
 
     def first(self, sender: Sender, number: int) -> bool:
         """Return True, and remember the command, if this authentic, recent command is new."""
@@ -269,13 +265,12 @@ class ReplayWindow:
 # --- Gates ---
 
 Refuse = Callable[[memoryview, LinkEnd, float], None]
-"""Callback that answers a refused command of a ground host, given the packet, its incoming link, and the time."""
+"""Callback that answers a refused command of a ground host: packet, incoming link, time."""
 
 REFUSALS_PER_S = 100
-"""Refused ground hosts that get an answer, per second (and at once after a pause); a flood gets no more."""
+"""Refusals answered per second, and at once after a pause; a flood gets no more."""
 ALONE_S = 5.0
-"""Seconds since a command that agreed with the old time during which a wall clock that was set forward is not followed.
-"""
+"""Seconds after a command with the old time before a wall clock that was set forward is followed."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
@@ -283,8 +278,8 @@ _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 class SatelliteGate:
     """Gate of one satellite that admits only authentic and new commands.
 
-    It counts ``packets_refused``, ``packets_replayed`` and ``packets_malformed``, and also ``packets_received`` for
-    packets that it does not admit.
+    It counts ``packets_refused``, ``packets_replayed``, ``packets_malformed`` and, for packets not admitted,
+    ``packets_received``.
     """
 
     def __init__(self, authority: Authority, here: Address, counters: Counters, refuse: Refuse, now_s: float) -> None:
@@ -302,12 +297,11 @@ class SatelliteGate:
 
     @property
     def every_packet(self) -> bool:
-        """Return True if the satellite's answers carry MACs too."""
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """Return what ``native.serve`` needs to check GETs and SETs from the satellite's own beam and to sign ACKs,
-        until the next call of the machine.
+        """Return what ``native.serve`` needs to check GETs and SETs from the own beam and to sign ACKs, until the
+        machine's next call.
         """
         self._guarded_s = now_s
         authority = self._authority
@@ -322,7 +316,7 @@ class SatelliteGate:
         """Return the admitted runs from one link, in order, and True if an authentic command for this satellite was
         among them.
 
-        Runs for this satellite become plain packets. Only an authentic command proves the other end of the link.
+        Runs for this satellite become plain. Only an authentic command proves the other end of the link.
         """
         admitted: list[Run] = []
         self._commanded = False
@@ -337,7 +331,6 @@ class SatelliteGate:
         return admitted, self._commanded
 
     def _admit(self, view: memoryview, size: int, source: LinkEnd, now_s: float, admitted: list[Run]) -> None:
-        """Admit packets of one operation for one destination."""
         sky = header_start(view)
         if len(view) < sky + SKY_BYTES:
             admitted.append((view, size))  # malformed: the machine counts it
@@ -363,10 +356,10 @@ class SatelliteGate:
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
     def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Return the flags of ``_authentic`` for commands from the satellite's own beam.
+        """Check commands from the own beam.
 
-        A command made for another satellite's beam was overheard there. It is refused, because its answers would go to
-        the host that repeats it here.
+        A command made for another satellite's beam was overheard there. It is refused: its answers would go to the host
+        that repeats it here.
         """
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
@@ -412,10 +405,10 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Return True if a refused SET names a known key and has the current time: then its payload may be what is
-        wrong.
+        """Return True if the payload of a refused SET may be what is wrong: it names a known key and has the current
+        time.
 
-        It gets no answer, since an answer would end the operation of a sender that only needs to repeat it.
+        It gets no answer, which would end the operation of a sender that only needs to repeat it.
         """
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
@@ -428,7 +421,7 @@ class SatelliteGate:
         return is_current and _sender(packet)[0] in self._authority.mac_keys
 
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Count packets that are not admitted; answer the first sound command of a ground host, once per run."""
+        """Count packets not admitted; answer the first sound command of a ground host, once per run."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
         sound = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
@@ -451,9 +444,7 @@ def _sender(packet: bytes | memoryview) -> Sender:
 
 
 def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryview]:
-    """Count packets that are not authentic: damaged packets as malformed, sound packets, which are returned, as
-    refused.
-    """
+    """Count packets that are not authentic: damaged as malformed, sound (returned) as refused."""
     if not packets:
         return []
     sound = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
@@ -463,7 +454,7 @@ def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryvie
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:
-    """Return 1 for each authentic telemetry packet, otherwise 0, and the packets that are not authentic.
+    """Return 1 or 0 for each telemetry packet (authentic or not), and the packets that are not.
 
     Answers need no replay window: an answer counts only while its request is open, and only once.
     """
@@ -473,14 +464,13 @@ def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[by
 
 
 def plain_run(view: memoryview, size: int, sky: int, keep: bytes) -> list[Run]:
-    """Return the kept packets, which are authentic, without MACs as a single run; only the last may be shorter."""
+    """Return the kept, authentic packets without MACs as one run; only the last may be shorter."""
     if not any(keep):
         return []
     return [(memoryview(native.strip_macs(view, size, sky, keep)), min(size, len(view)) - MAC_BYTES)]
 
 
 def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
-    """Return the kept packets, unchanged."""
     if all(keep):
         return [(view, size)]
     packets = (view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if is_kept)
@@ -488,10 +478,7 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
 
 
 def answer_number(answer: Buffer) -> int:
-    """Return a number that ascends from answer to answer of one satellite: its time, then its sequence count.
-
-    A replay has the number of its original.
-    """
+    """Return a number that ascends over the answers of one satellite; a replay has the number of its original."""
     head = memoryview(answer)
     return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
 
@@ -500,8 +487,8 @@ class ClientGate:
     """Gate of a ground host that admits only authentic answers, if satellites sign them, and DATA if it carries no
     MACs.
 
-    It counts ``packets_refused`` and, among these, ``refusals_unproved`` (UNREACHABLE with REFUSED): from satellites
-    with other keys, or from a stranger.
+    It counts ``packets_refused`` and, among these, ``refusals_unproved`` (UNREACHABLE with REFUSED, from satellites
+    with other keys or from a stranger).
     """
 
     def __init__(self, authority: Authority, counters: Counters) -> None:
@@ -510,11 +497,10 @@ class ClientGate:
 
     @property
     def admits_plain_data(self) -> bool:
-        """Return True if DATA carries no MAC: it then proves something only by the chunks that it brings."""
+        """Return True if DATA carries no MAC; it then proves only the chunks that it brings."""
         return not self._authority.every_packet
 
     def admit(self, runs: list[Run]) -> list[Run]:
-        """Return the authentic packets, as plain packets."""
         admitted: list[Run] = []
         for view, size in runs:
             if size <= 0 or native.same_journey(view, size):
@@ -525,7 +511,6 @@ class ClientGate:
         return admitted
 
     def _admit(self, view: memoryview, size: int, admitted: list[Run]) -> None:
-        """Admit packets of one operation."""
         if size <= 0 or len(view) <= _STATUS_AT:
             admitted.append((view, size))  # malformed: the machine counts it
         elif self.admits_plain_data and not view[0] & COMMAND_BIT and view[_ANSWER_AT] == Op.DATA:

@@ -30,53 +30,51 @@ STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 
 """Strategy numbers on the wire; frozen."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 DISPLACEMENTS = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
-"""Distance of the box's centre from the overhead point, in planes to the south, indexed by the upper four bits of the
-strategy on the wire (the lower four are the strategy). It is not 0 if satellites of the box were dead when the value
-was written. Frozen.
+"""Planes by which a box is centred south of the overhead point, by the upper four bits of its strategy on the wire. Not
+0 if satellites of the box were dead when the value was written. Frozen.
 """
 _DISPLACEMENT_BITS = 4
 PROOF_S = 0.8
-"""Time within which all answers that prove a chunk lost must arrive, in seconds. A copy outlives its handover by a
-grace period of 1 s, so an existing chunk cannot move unseen between two answers.
+"""Seconds within which all answers that prove a chunk lost must arrive. A copy outlives its handover by 1 s, so an
+existing chunk cannot move unseen between two answers.
 """
 HANDED_OVER_S = 0.3
-"""Seconds after a move of the clock during which readers look first at the places before the move. The copies there
-outlive the move by the grace period of the handover (1 s), while the copies in the new place may still be on their way
-(``handover.SPREAD_S`` plus the transit). A read then needs one round trip instead of two.
+"""Seconds after a move of the clock during which readers look first in the old places. The copies there outlive the
+move by 1 s, while the new copies may still be on their way (``handover.SPREAD_S`` plus transit). A read then needs one
+round trip instead of two.
 """
 MOST_PUSHED_AT_ONCE = 10_000
-"""Limit of the change that one ADVANCE may make to the pushed moves, in each direction."""
+"""Limit of the change by an ADVANCE, in each direction."""
 MOST_PUSHED = 1_000_000
-"""Limit of the pushed moves in total, in each direction: as many as a plan holds."""
+"""Limit of the pushed moves in each direction: as many as a plan holds."""
 LISTENERS = 5
-"""Number of satellites, those heard last, whose majority counts."""
+"""Satellites, those heard last, whose majority counts."""
 TOLERATED_STEPS = 1
-"""Moves on each axis by which a satellite's count may differ from the majority's."""
+"""Tolerated difference from the majority's count, in moves on each axis."""
 
 _ROUNDING_STEPS = 1 << 12
-"""Distance after an edge, in roundings of the clock, within which the crossing is searched."""
+"""Distance after an edge, in roundings of the clock, in which the crossing is searched."""
 _FINEST_AT_S = 1.0
 """Sky time in seconds before which a track's cells get no more exact, although the clock is finer near 0."""
 _MOST_EARLIER = 256
 """Moves that ``moves_since`` lists individually: a quarter of an hour at ``time_scale`` 60, half a day at 1."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
-"""Span searched for earlier moves, in seconds of sky time: the first span is doubled up to the longest."""
+"""Span searched for earlier moves, in sky time: doubled from the first to the longest."""
 _PUSHES_AT_ONCE = 16
-"""Pushes accepted without a pause; then one per second, because each may cause a handover of all chunks."""
+"""Pushes accepted without a pause, then one per second: each may cause a handover of all chunks."""
 _REMEMBERED_TAGS = 65_536
 _REMEMBERED_MOVES = 4
 _LEAST_AGREEING = 2
 _REPORT_KEPT_S = 30.0
-"""Seconds for which a satellite's reported moves count towards the majority."""
+"""Lifetime of a satellite's report, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveClock:
     """Moves as a function of time. ``time_scale`` 0 stands still, 1 is real time, 60 is an hour per minute.
 
-    ``slot_period_s`` and ``plane_period_s`` are the real times between moves (260 s and 19.7 min on Starlink A), for a
-    grid that is not above a particular place. With a ``track``, the moves are those of its anchor and the periods are
-    unused.
+    The periods are real times between moves (260 s and 19.7 min on Starlink A), for a grid that is not above a
+    particular place. With a ``track``, the moves are those of its anchor instead.
     """
 
     epoch_s: float = 0.0
@@ -87,7 +85,7 @@ class MoveClock:
     track: Track | None = None
 
     def sky_s(self, now_s: float) -> float:
-        """Return the seconds since the epoch as the satellites fly: the time argument of the geometry."""
+        """Return seconds since the epoch as the satellites fly: the time argument of the geometry."""
         return (now_s - self.epoch_s) * self.time_scale
 
     def moves(self, now_s: float) -> Moves:
@@ -101,9 +99,8 @@ class MoveClock:
         )
 
     def next_move_s(self, now_s: float) -> float | None:
-        """Return a time at which the moves have just changed; None if the clock stands still.
-
-        The time is never too early by a rounding error: a timer set to it finds the moves changed.
+        """Return a time at which the moves have just changed, never a rounding error too early; None if the clock
+        stands still.
         """
         if self.time_scale <= 0:
             return None
@@ -120,9 +117,7 @@ class MoveClock:
         return None
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """Return at most ``most`` counts of moves before the present count, latest first. If a track turns back, some
-        appear twice.
-        """
+        """Return up to ``most`` earlier counts of moves, latest first; some appear twice if a track turns back."""
         if self.time_scale <= 0 or most <= 0:
             return []
         moves, span_s = self.moves(now_s), _FIRST_SPAN_S / self.time_scale
@@ -141,8 +136,8 @@ class MoveClock:
     def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
         """Return counts of moves that cover every satellite that may still hold a chunk set at ``set_moves``.
 
-        These are the counts since then, latest first. If there are too many, or if they are unknown because operators
-        pushed the box, the result covers every satellite on which the chunk can ever be.
+        These are the counts since then, latest first. If they are too many, or unknown after a push, every place that
+        the chunk can ever have is covered.
         """
         known = [self.moves(now_s), *self.moves_before(now_s, _MOST_EARLIER)]
         if set_moves not in known or any(self.pushed):
@@ -152,9 +147,7 @@ class MoveClock:
         return list(dict.fromkeys(known))
 
     def _next_edge_s(self, now_s: float) -> float:
-        """Return the time of the next edge of the cell, exact to a rounding error; a track may turn back there without
-        crossing.
-        """
+        """Return the time of the next edge of the cell, to a rounding error; a track may turn back there."""
         elapsed_s = self.sky_s(now_s)
         if self.track is not None:
             next_s = self.track.next_crossing_s(elapsed_s)
@@ -209,10 +202,10 @@ def _displacement_of(code: int) -> int:
 
 
 class SkyMap:
-    """Cached mapping of every server of every placement to its satellite.
+    """Cached mapping of the servers of every placement to satellites.
 
-    ``centre`` is the centre of the box at zero moves. ``slot_link_s`` and ``plane_link_s`` are one-way link delays,
-    used by the ``cost`` strategy. ``sight`` computes which satellites a host sees; it is None without orbits and masks.
+    ``centre`` is the box's centre at zero moves. The one-way link delays are used by the ``cost`` strategy. ``sight``
+    computes which satellites a host sees; None without orbits and masks.
     """
 
     def __init__(
@@ -252,7 +245,7 @@ class SkyMap:
     def servers_at(
         self, strategy: int, servers: int, set_moves: Moves, now_moves: Moves, replica: int = 0
     ) -> tuple[SatelliteId, ...]:
-        """Return the satellites that hold the servers of a value at ``now_moves``, if it was set at ``set_moves``."""
+        """Return the satellite of each server, at ``now_moves``, of a value set at ``set_moves``."""
         key = (strategy, servers, set_moves, now_moves, replica)
         satellites = self._located.get(key)
         if satellites is None:
@@ -270,10 +263,8 @@ class SkyMap:
     def displacement_around(
         self, strategy: int, servers: int, moves: Moves, chunks: int, replicas: int, dead: Container[SatelliteId]
     ) -> int:
-        """Return the code of ``strategy`` with the smallest displacement that leaves each chunk a copy on a live
-        satellite.
-
-        If no displacement does, return ``strategy`` itself.
+        """Return the code of the smallest displacement that leaves each chunk a live copy; ``strategy`` itself if none
+        does.
         """
         for displacement in range(len(DISPLACEMENTS)):
             code = displaced(strategy, displacement)
@@ -283,25 +274,24 @@ class SkyMap:
         return strategy
 
     def displaced_boxes(self, strategy: int, servers: int, moves: Moves) -> list[SatelliteId]:
-        """Return the satellites of the box at these moves, and of the boxes displaced by at most its height."""
+        """Return the satellites of the box and of the boxes displaced by at most its height."""
         height = self.placement(strategy, servers).box.height
         codes = [displaced(strategy, at) for at, planes in enumerate(DISPLACEMENTS) if abs(planes) <= height]
         boxes = (self.placement(code, servers).box_satellites(moves) for code in codes)
         return list(dict.fromkeys(chain.from_iterable(boxes)))
 
     def links_s(self, here: SatelliteId, there: SatelliteId) -> float:
-        """Return the one-way delay over the links between two satellites."""
+        """Return the one-way delay between two satellites."""
         slots, planes = self.torus.delta(here, there)
         return abs(slots) * self._links_s[0] + abs(planes) * self._links_s[1]
 
     def centre_at(self, moves: Moves) -> SatelliteId:
-        """Return the satellite at the centre of the box after these moves."""
         return self.torus.wrap(self.centre.plane + moves[1], self.centre.slot - moves[0])
 
 
 class Locator:
-    """Moves as counted by one satellite, and the satellite to which each placement tag belongs at them. Results are
-    cached until the box moves.
+    """Moves as counted by one satellite, and the satellite to which each placement tag belongs, cached until the box
+    moves.
     """
 
     def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
@@ -310,22 +300,20 @@ class Locator:
         self._clock = clock
         self._homes: dict[bytes, SatelliteId] = {}
         self.settled: set[bytes] = set()
-        """Packed tags of chunks known to belong to this satellite now."""
+        """Packed tags of chunks known to belong here now."""
         self.moves: Moves = clock.moves(now_s)
         self.before: Moves = self.moves
-        """Moves before the last change."""
         self.next_move_s = clock.next_move_s(now_s)
         self._pushing = Throttle(_PUSHES_AT_ONCE, 0.0)
 
     @property
     def pushed(self) -> Moves:
-        """Return the moves that operators have added to the clock."""
         return self._clock.pushed
 
     def may_push_to(self, pushed: Moves, now_s: float, most: int = MOST_PUSHED_AT_ONCE) -> bool:
-        """Return True if ``push_to`` may follow: not too far in total, at most ``most`` at once, not too often.
+        """Return True if a push is acceptable: not too far in total, at most ``most`` at once, not too often.
 
-        A push that changes nothing is always allowed.
+        A push without effect is always allowed.
         """
         if pushed == self.pushed:
             return True
@@ -336,7 +324,7 @@ class Locator:
         return True
 
     def push_to(self, pushed: Moves) -> None:
-        """Set the moves added to the clock. They are absolute, so a repeat changes nothing, and apply from the next
+        """Set the moves added to the clock (absolute, so a repeat changes nothing), effective from the next
         ``follow``.
         """
         self._clock = self._clock.push(pushed[0] - self.pushed[0], pushed[1] - self.pushed[1])
@@ -352,11 +340,11 @@ class Locator:
         return True
 
     def next_timer_s(self) -> float:
-        """Return the time of the next move of the box; infinity if there is none."""
+        """Return the time of the box's next move, or infinity."""
         return math.inf if self.next_move_s is None else self.next_move_s
 
     def interval_s(self, now_s: float) -> float:
-        """Return the time until the box moves again: the mean of the times until the next two moves.
+        """Return the time until the box moves again, averaged over the next two moves.
 
         A slot move and a plane move may follow each other at once; the second plan then redirects what the first has
         not sent.
@@ -367,13 +355,11 @@ class Locator:
         return math.inf if following_s is None else (following_s - now_s) / 2
 
     def moves_since(self, set_moves: Moves, placement: Placement, now_s: float) -> list[Moves]:
-        """Return counts of moves that cover every satellite that may still hold a chunk set at ``set_moves``."""
         return self._clock.moves_since(set_moves, placement, now_s)
 
     def is_past(self, moves: Moves) -> bool:
-        """Return True if a sender that counts these moves is behind this satellite.
-
-        If the box goes back, a sender that is ahead seems to be behind.
+        """Return True if a sender with these moves is behind this satellite; if the box goes back, a sender ahead seems
+        behind.
         """
         return sum(moves) < sum(self.moves)
 
@@ -408,10 +394,10 @@ class Locator:
 class FollowedClock:
     """Count of moves of a ground host: its own clock, corrected by what most satellites report.
 
-    After an operator's push, the host's own clock is wrong. No single satellite is believed, because its clock may be
-    the wrong one: its report only adds a place where a chunk may be. The count is corrected when a majority of the
-    satellites heard last agree. A clock that is off by less than a move (260 s on Starlink A) is off by one step, and
-    readers look one step around anyway. A satellite further from the majority is counted as ``clocks_beyond_bound``.
+    An operator's push makes the own clock wrong. No single satellite is believed, since its clock may be the wrong one:
+    its report only adds a place where a chunk may be. The count is corrected when a majority of the satellites heard
+    last agree. A clock that is off by less than a move (260 s on Starlink A) is off by one step, and readers look one
+    step around anyway. A satellite further from the majority counts as ``clocks_beyond_bound``.
     """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
@@ -426,7 +412,7 @@ class FollowedClock:
         """Cached results of ``everywhere``, and the clock and moves for which they hold."""
         self._before: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
         self._reports: dict[SatelliteId, tuple[Moves, float]] = {}
-        """Difference from the host's own clock and time of report, by satellite heard last, latest last."""
+        """Difference from the own clock, and time of the report, of the satellites heard last."""
 
     def moves(self, now_s: float) -> Moves:
         if self._latest is not None and self._same_from_s <= now_s < self._same_until_s:
@@ -447,8 +433,8 @@ class FollowedClock:
     def to_read_at(self, set_moves: Moves, now_s: float) -> Moves:
         """Return the moves at which to look first for a value set at ``set_moves``.
 
-        These are the moves of ``HANDED_OVER_S`` ago, for which handovers are certainly complete, but not from before
-        the value was set.
+        These are the moves of ``HANDED_OVER_S`` ago, whose handovers are certainly complete, but none from before the
+        value was set.
         """
         moves, looked_at_s = self.moves(now_s), now_s - HANDED_OVER_S
         if looked_at_s >= self._same_from_s:
@@ -464,21 +450,17 @@ class FollowedClock:
         return before
 
     def at(self, time_s: float) -> Moves:
-        """Return the moves at another time, as far as known now, without a change of state."""
+        """Return the moves at another time, as far as known now."""
         return self._clock.moves(time_s)
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """Return earlier counts of moves, as ``MoveClock.moves_before``."""
         return self._clock.moves_before(now_s, most)
 
     def sky_s(self, now_s: float) -> float:
-        """Return the seconds since the epoch as the satellites fly."""
         return self._clock.sky_s(now_s)
 
     def report(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
-        """Record that a satellite counted ``moves`` when it answered. A count that was right a round trip ago is not
-        wrong.
-        """
+        """Record a satellite's count in an answer. A count that was right a round trip ago is not wrong."""
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
             added = self._added
@@ -497,7 +479,7 @@ class FollowedClock:
 
     @property
     def _added(self) -> Moves:
-        """Return the correction of the host's own clock so far."""
+        """Return the correction so far."""
         now, base = self._clock.pushed, self._base.pushed
         return now[0] - base[0], now[1] - base[1]
 
@@ -514,8 +496,8 @@ class FollowedClock:
     def nearby(self, now_s: float) -> list[Moves]:
         """Return counts of moves at which a chunk may have been left or may already be expected.
 
-        These are the present count, recent counts, counts that satellites reported but that are not followed (yet), and
-        the counts one step back and ahead on each axis.
+        These are the present count, recent counts, reported counts that are not followed (yet), and the counts one step
+        back and ahead on each axis.
         """
         r, p = self.moves(now_s)
         base = self._base.moves(now_s)
@@ -523,9 +505,8 @@ class FollowedClock:
         return list(dict.fromkeys([(r, p), *self._before, *reported, (r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]))
 
     def everywhere(self, now_s: float, set_moves: Moves, placement: Placement) -> list[Moves]:
-        """Return counts of moves that cover every satellite that may still hold a chunk set at ``set_moves``.
-
-        These are the counts of ``nearby`` and all counts since it was set.
+        """Return ``nearby`` and all counts since ``set_moves``: together, they cover every satellite that may still
+        hold a chunk.
         """
         value = set_moves, placement.strategy, placement.servers
         if self._since_at != (self._clock, self.moves(now_s)):

@@ -7,15 +7,15 @@ from __future__ import annotations
 import math
 
 RTO_FLOOR_S = 0.020
-"""Minimum margin of the timeout over the round trip, in seconds. A shorter timeout mistakes a busy host's scheduling
-for loss (3 ms: 555 spurious retransmissions of 480 requests).
+"""Minimum margin of the timeout over the round trip. A shorter margin mistakes a busy host's scheduling for loss (3 ms:
+555 spurious retransmissions of 480 requests).
 """
 RTO_CEILING_S = 2.0
 SENDERS_PERIOD_S = 0.5
 SHORT_HOLD_S = 0.02
 LONG_HOLD_S = 1.0
 _AT_ONCE = 64
-"""Runs without a long pause. A plane that dies causes some forty declarations within two seconds."""
+"""Runs without a long pause: a dying plane causes some forty declarations within two seconds."""
 
 
 class RoundTrip:
@@ -29,13 +29,13 @@ class RoundTrip:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements: those of an overloaded satellite do not apply to it later."""
+        """Discard the measurements: those of an overload do not apply later."""
         self.smoothed_s = self.latest_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
 
     def rerouted(self) -> None:
-        """Assume the longest round trip so far, because the route has changed, until the new route is measured."""
+        """Assume the longest round trip so far until the new route is measured."""
         self.smoothed_s = self._longest_s
         self._measured = False
 
@@ -60,22 +60,17 @@ class RoundTrip:
 
 
 class Window:
-    """Bytes that may be in flight. The window starts at the limit, halves on loss (once per round trip) and grows with
-    answers.
-    """
+    """Bytes that may be in flight: starts at the limit, halves on loss (once per round trip), grows with answers."""
 
     def __init__(
         self, limit_bytes: int, floor_bytes: int, rate_bytes_s: float = math.inf, most_bytes: int | None = None
     ) -> None:
-        """Create a window for a link of ``rate_bytes_s``; ``most_bytes`` is the most that the link holds, whatever
-        receivers offer.
-        """
+        """Create a window for a link of ``rate_bytes_s`` that holds ``most_bytes``, whatever receivers offer."""
         self.rate_bytes_s = rate_bytes_s
         self._most_bytes = most_bytes
         self.passed_bytes = 0
         """Bytes answered or given up so far: the link's own clock."""
         self.moved_s = -math.inf
-        """Time at which bytes were last answered."""
         self.limit_bytes = limit_bytes
         self._floor_bytes = min(floor_bytes, limit_bytes)
         self.size_bytes = limit_bytes
@@ -85,7 +80,6 @@ class Window:
         """Size before the last cut."""
 
     def offer(self, limit_bytes: int) -> None:
-        """Set the limit that the receiver advertises."""
         if self._most_bytes is not None:
             limit_bytes = min(limit_bytes, self._most_bytes)
         if limit_bytes != self.limit_bytes:
@@ -98,7 +92,7 @@ class Window:
         return self.size_bytes - self.in_flight_bytes
 
     def admits(self, size_bytes: int) -> bool:
-        """Return True if a request fits. A request always fits if nothing is in flight, however large it is."""
+        """Return True if a request fits; with nothing in flight, any request does."""
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= self.size_bytes
 
     def sent(self, size_bytes: int) -> None:
@@ -111,7 +105,6 @@ class Window:
             self.size_bytes = min(self.limit_bytes, self.size_bytes + max(1, size_bytes // 2))
 
     def given_up(self, size_bytes: int) -> None:
-        """Remove bytes that will not be answered from those in flight."""
         self.passed_bytes += size_bytes
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
 
@@ -127,17 +120,17 @@ class Window:
 
 
 QUEUE_S = 0.02
-"""Time in seconds that bytes may queue at the slowest link of their path, in addition to two round trips. The link must
-stay busy while a request for the next burst is under way; a longer queue is not needed.
+"""Queueing time at the slowest link of a path, in addition to two round trips: it keeps the link busy while a request
+for the next burst is under way.
 """
 
 
 _LEAST_QUEUE_BYTES = 24 * 1024
-"""Minimum queue on any link, however slow: the next packets are present when the previous packet has left."""
+"""Minimum queue on any link, however slow: the next packets are ready when the previous packet has left."""
 
 
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
-    """Return the most bytes to keep in flight over links of this rate: they fill the links, and no buffer overflows."""
+    """Return the most bytes in flight over links of this rate: they fill the links, and no buffer overflows."""
     return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
@@ -152,10 +145,8 @@ class Credit:
         """Senders in the previous period."""
         self._until_s = -math.inf
         self.each_bytes = buffer_bytes
-        """Bytes offered to each sender."""
 
     def heard(self, sender: int, now_s: float) -> None:
-        """Record that bytes of this sender arrived."""
         if now_s < self._until_s and sender in self._senders:
             return
         if now_s >= self._until_s:
@@ -170,10 +161,9 @@ class Credit:
 class Throttle:
     """Limit on how often others may trigger an action: prompt while rare, once per second under continuous load.
 
-    Runs are at least ``short_hold_s`` apart, and any ``t`` seconds see at most ``t / LONG_HOLD_S + at_once`` of them.
-    Routers damp route computation in the same way (SPF throttling, RFC 8405). The first failures are acted on without
-    delay, even if they arrive in pieces (a plane that dies is noticed satellite by satellite), and a storm costs a
-    steady rate.
+    Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds, as routers
+    damp route computation (SPF throttling, RFC 8405). The first failures are acted on without delay, even in pieces (a
+    plane's death is noticed satellite by satellite), and a storm costs a steady rate.
     """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:
@@ -182,12 +172,11 @@ class Throttle:
         self.open_s = 0.0
         """Earliest time of the next run."""
         self._earned_s = -math.inf
-        """Time until which the long holds of all runs so far extend."""
+        """End of the long holds of all runs so far."""
 
     def is_open(self, now_s: float) -> bool:
         return now_s >= self.open_s
 
     def done(self, now_s: float) -> None:
-        """Record that the action runs now."""
         self._earned_s = max(self._earned_s, now_s - self._burst_s) + LONG_HOLD_S
         self.open_s = max(now_s + self._short_hold_s, self._earned_s)

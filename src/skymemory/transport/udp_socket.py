@@ -263,9 +263,8 @@ def source_towards(ip: str) -> str | None:
     except OSError:
         return None
     address = ipaddress.ip_address(source)
-    return (
-        None if address.version == 6 and address.is_link_local else source
-    )  # such an address is incomplete without its link
+    # A link-local address is incomplete without its link.
+    return None if address.version == 6 and address.is_link_local else source
 
 
 def source_address(ips: Iterable[str]) -> str | None:

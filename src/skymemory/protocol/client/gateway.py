@@ -36,17 +36,16 @@ _MAX_CANDIDATES = 25
 
 
 class Gateway:
-    """Current gateway of every mode but ``ideal``, which needs none. ``direct`` are the satellites with their own
-    beams.
+    """Current gateway of every mode but ``ideal``. ``direct`` are the satellites with their own beams.
 
-    The gateway is chosen again when the box moves and for each second of the satellites' flight.
+    It is chosen again when the box moves and for each second of the satellites' flight.
     """
 
     def __init__(self, access: Access, sky: SkyMap, counters: Counters) -> None:
         self.current: SatelliteId | None = None
         self.direct: frozenset[SatelliteId] = frozenset()
         self.dark = False
-        """True if no satellite is in sight, so there is no beam at all."""
+        """True if no satellite is in sight: there is no beam at all."""
         self._access = access
         self._sky = sky
         self._counters = counters
@@ -85,8 +84,8 @@ class Gateway:
         return changed
 
     def silent(self, satellite: SatelliteId, now_s: float) -> None:
-        """Skip the gateway for a while, if it carries packets for ``satellite``: no answer came, not even from the
-        gateway.
+        """Skip the gateway for a while if it carries packets for ``satellite``, because not even the gateway
+        answered.
         """
         gateway = self.current
         if gateway is not None and self._access != "onboard" and self.beam(satellite) == gateway:
@@ -95,8 +94,8 @@ class Gateway:
             self._counters.add("gateway_silent")
 
     def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
-        """Return the gateway (None if none is in sight) and all satellites in sight. Without a ``sight``, the gateway
-        is the box's centre.
+        """Return the gateway (None: none in sight; the box's centre without a ``sight``) and all satellites in
+        sight.
         """
         centre = self._sky.centre_at(moves)
         if self._sky.sight is not None:
@@ -119,9 +118,7 @@ def access_named(name: str) -> Access:
 
 
 def first_responsive(candidates: Iterable[SatelliteId], silent: Container[SatelliteId]) -> SatelliteId | None:
-    """Return the first candidate (best first) that is not silent; the very first if all are silent; None without
-    candidates.
-    """
+    """Return the first candidate (best first) that is not silent; the very first if all are silent."""
     first = None
     for candidate in candidates:
         if candidate not in silent:
@@ -131,7 +128,7 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
-    """Return the satellites with the fewest links to ``centre``, nearest first: possible gateways in its place."""
+    """Return possible gateways in place of ``centre``: the satellites with the fewest links to it, nearest first."""
     centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]

@@ -1,9 +1,9 @@
 """State of each satellite as seen by a client, and detection of dead and recovered satellites.
 
-1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). From then on,
-   operations that need a suspect fail at once or read from other satellites (``Suspects``).
-2. Probes (the client's own PINGs) go to suspects at growing intervals, and to their neighbours: what else of a plane or
-   computer is dead is then known before a read has to wait for it. The first answer ends a suspicion.
+1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). Operations that
+   need a suspect then fail at once or read from other satellites (``Suspects``).
+2. Probes (the client's own PINGs) go to suspects at growing intervals, and to their neighbours, so that other dead
+   satellites of a plane or computer are known before a read waits for them. The first answer ends a suspicion.
 3. If no satellite answers at all, the gateway is skipped; then the circuit breaker opens (``FailureDetector``).
 """
 
@@ -54,31 +54,28 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """True if it did not answer as a stand-in for a silent satellite. It is not a stand-in again until it
-        is heard.
-        """
+        """True if it did not answer as a stand-in; it is no stand-in again until it is heard."""
         self.capabilities: Capabilities | None = None
         """Capabilities in its last PONG; None before any."""
         self._lacks: dict[Op, float] = {}
-        """Operations that it does not support, and the time until which that is believed."""
+        """Unsupported operations, and until when that is believed."""
         self._name = name
         self._suspects = suspects
         self._answer_number = self._notice_number = -1
 
     def is_new(self, number: int) -> bool:
-        """Return True if an answer (``auth.answer_number``) is later than all before it; it is then the latest."""
+        """Return True if an answer (``auth.answer_number``) is later than all before it, and remember it."""
         is_new = number > self._answer_number
         self._answer_number = max(self._answer_number, number)
         return is_new
 
     def is_new_notice(self, number: int) -> bool:
-        """Return ``is_new`` of a GONE, which may arrive by another link than answers."""
+        """Return ``is_new`` for a GONE, which may arrive by another link than answers."""
         is_new = number > self._notice_number
         self._notice_number = max(self._notice_number, number)
         return is_new
 
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
-        """Record a verified answer from it."""
         self.heard_s = now_s
         self.quiet = False
         if self._suspects:
@@ -90,28 +87,27 @@ class Peer:
                 self.answered_sent_s = sent_s
 
     def declares(self, capabilities: Capabilities, now_s: float) -> None:
-        """Record what it supports; other operations are not sent to it for a while."""
+        """Record its stated capabilities; other operations are not sent to it for a while."""
         self.capabilities = capabilities
         if capabilities.stated:
             unsupported = (op for op in Op if op.is_command and not capabilities.serves(op))
             self._lacks = dict.fromkeys(unsupported, now_s + ASK_AGAIN_S)
 
     def cannot(self, op: Op, now_s: float) -> None:
-        """Record that it has refused ``op`` as unsupported, or has answered everything else."""
+        """Record that it refused ``op`` as unsupported, or answered everything else."""
         self._lacks[op] = now_s + ASK_AGAIN_S
 
     def lacks(self, op: Op, now_s: float) -> bool:
-        """Return True if it is known not to support ``op``."""
         return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
 
     def may_ignore(self, op: Op) -> bool:
-        """Return True if it may leave ``op`` unanswered because it does not know it."""
+        """Return True if it may leave ``op`` unanswered because it is unknown to it."""
         known = self.capabilities
         return known is not None and not (known.stated and known.serves(op))
 
 
 class Peers:
-    """State of all satellites, the windows towards the beams, and a shared window for all incoming data."""
+    """State of all satellites, windows towards the beams, and a shared window for incoming data."""
 
     def __init__(
         self,
@@ -121,8 +117,8 @@ class Peers:
         up: tuple[float, int] = UNLIMITED,
         down: tuple[float, int] = UNLIMITED,
     ) -> None:
-        """Create the state. ``up`` and ``down`` are the rate in bytes/s of the slowest link of a path by one beam, and
-        the bytes that may be in flight there. With an infinite rate, only the receivers bound it.
+        """Create the state. ``up`` and ``down`` are the rate in bytes/s of a beam's slowest link, and the bytes that
+        may be in flight there; with an infinite rate, only the receivers bound it.
         """
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
         self._up, self._down = up, down
@@ -132,14 +128,13 @@ class Peers:
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
         self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
-        """Lag of packets after others that left later, and the time until which it is believed. It is the same for all
-        satellites, because they share a network.
+        """Lag of packets after packets sent later, and until when it is believed; shared, because all satellites share
+        a network.
         """
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
-        """Return the window of bytes in flight up this beam."""
         window = self._outbound.get(beam)
         if window is None:
             rate_bytes_s, most_bytes = self._up
@@ -151,7 +146,7 @@ class Peers:
         return window
 
     def lane(self, beam: SatelliteId) -> Window | None:
-        """Return the window of bytes in flight down this beam, a part of ``inbound``; None if links have no rates."""
+        """Return the window of bytes in flight down this beam, a part of ``inbound``; None without link rates."""
         rate_bytes_s, most_bytes = self._down
         if rate_bytes_s == math.inf:
             return None
@@ -161,7 +156,6 @@ class Peers:
         return lane
 
     def rerouted(self) -> None:
-        """Invalidate the round trips measured through the old gateway."""
         for peer in self._peers.values():
             peer.round_trip.rerouted()
 
@@ -172,13 +166,13 @@ class Peers:
         return peer
 
     def quiet(self, satellite: SatelliteId) -> bool:
-        """Return True if it is useless as a stand-in for a silent satellite."""
+        """Return True if it is useless as a stand-in."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
     def heard_late(
         self, satellite: SatelliteId, round_trip_s: float | None, now_s: float, number: int | None = None
     ) -> None:
-        """Record an answer to a request that is no longer awaited: the satellite is alive but late.
+        """Record an answer to a request no longer awaited: the satellite is alive but late.
 
         An answer with a ``number`` may be a replay, so it must be new.
         """
@@ -188,23 +182,21 @@ class Peers:
             peer.heard(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
-        """Return the time that the rest of an answer may lag after the received part before it seems lost."""
+        """Return how long the rest of an answer may lag the received part before it seems lost."""
         overtaken_s = self._overtaken_s if now_s < self._overtaken_until_s else 0.0
         return max(self.peer(satellite).round_trip.smoothed_s / 4, _LEAST_GRACE_S, _OVERTAKING_MARGIN * overtaken_s)
 
     def overtaken_by(self, late_s: float, now_s: float) -> None:
-        """Record that the rest of an answer arrived this late after later parts, and was not lost."""
+        """Record that the rest of an answer arrived this late after later parts."""
         if now_s >= self._overtaken_until_s or late_s >= self._overtaken_s:
             self._overtaken_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
-        """Return the time since which a satellite that was asked at ``asked_s`` has been silent."""
+        """Return the start of a satellite's silence since it was asked at ``asked_s``."""
         return max(asked_s, self.peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Return True if a packet sent later than ``sent_s`` has been answered: satellites serve in order of
-        arrival.
-        """
+        """Return True if a packet sent after ``sent_s`` has been answered: satellites serve in order of arrival."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
@@ -212,16 +204,16 @@ class Peers:
         return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
     def any_heard_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
-        """Return True if any satellite, except ``but``, has answered since then. Scans all: call it only when something
-        is wrong.
+        """Return True if any satellite except ``but`` has answered since then. Scans all: only if something is
+        wrong.
         """
         return any(peer.heard_s > time_s for satellite, peer in self._peers.items() if satellite not in but)
 
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 4.0
-"""Bounds of the probe interval, in seconds. A suspect is probed again after a quarter of the time of its silence."""
+"""Bounds of the probe interval, which is a quarter of the silence so far."""
 MAX_SUSPECTS = 64
-"""Limit of suspects, which bounds the probes. A further suspect replaces the suspect that has been silent longest."""
+"""Limit of suspects, and so of probes. A further suspect replaces the longest silent."""
 
 
 @dataclass(slots=True)
@@ -231,7 +223,7 @@ class _Suspicion:
 
 
 class Suspects:
-    """Satellites that are considered dead, and when to probe each. ``heard`` ends a suspicion."""
+    """Satellites considered dead, and when to probe each."""
 
     def __init__(self) -> None:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
@@ -248,7 +240,6 @@ class Suspects:
         return satellite in self._suspicions
 
     def add(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record that it has been silent for too long."""
         if satellite in self._suspicions:
             return
         if len(self._suspicions) >= MAX_SUSPECTS:
@@ -263,7 +254,6 @@ class Suspects:
             self._set_next()
 
     def due(self, now_s: float) -> list[SatelliteId]:
-        """Return the suspects to probe now."""
         if now_s < self.next_s:
             return []
         due_now = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
@@ -290,21 +280,19 @@ class Suspects:
 
 
 _RECENT_S = 1.0
-"""Seconds for which a neighbour of a suspect is not probed after it was heard or probed."""
+"""Seconds for which a suspect's neighbour that was heard or probed is not probed again."""
 _MAX_SCOUTED = 32
-"""Suspects beyond which neighbours are no longer probed: the outage covers a large part of the constellation."""
+"""Suspects beyond which neighbours are no longer probed: a large part of the constellation is out."""
 _WITNESSES = 3
 Probes = list[tuple[SatelliteId, bool]]
-"""PINGs to send: the satellite, and True if it is sent only once."""
+"""PINGs to send: the satellite, and True if sent only once."""
 
 
 _NO_SATELLITE_ANSWERS = BreakerConfig(failures=1, first_wait_s=0.1, last_wait_s=2.0, probe_limit_s=None)
 
 
 class FailureDetector:
-    """Decides which satellites to probe, when the gateway is dead, and when the whole constellation is
-    (``breaker``).
-    """
+    """Decides which satellites to probe, and when the gateway or the whole constellation (``breaker``) is dead."""
 
     def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
         self.breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)
@@ -313,11 +301,11 @@ class FailureDetector:
         self._gateway = gateway
         self._counters = counters
         self._doubted_s = -math.inf
-        """Time at which witnesses were last asked if any satellite is alive."""
+        """Time at which witnesses were last asked."""
         self._scouted_s: dict[SatelliteId, float] = {}
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
-        """Return True if a request must fail at once, because the constellation or this satellite is silent."""
+        """Return True if a request must fail at once: the constellation or this satellite is silent."""
         if not self.breaker.closed:
             self._counters.add("breaker_refused")
             return True
@@ -325,7 +313,6 @@ class FailureDetector:
 
     @property
     def next_s(self) -> float:
-        """Return the time of the next probes from ``due``; infinite while all is well."""
         return self._peers.suspects.next_s if self.breaker.closed else self.breaker.next_probe_s
 
     def due(self, centre: SatelliteId, now_s: float) -> Probes:
@@ -342,7 +329,6 @@ class FailureDetector:
         return probes + self._to_neighbours(now_s)
 
     def _to_neighbours(self, now_s: float) -> Probes:
-        """Return probes of the neighbours of new suspects."""
         suspects, probes = self._peers.suspects, Probes()
         for suspect in suspects.take_new():
             if len(suspects) > _MAX_SCOUTED:
@@ -358,8 +344,7 @@ class FailureDetector:
     def overdue(
         self, satellite: SatelliteId, begun_s: float, sent_s: float, centre: SatelliteId, now_s: float
     ) -> Probes:
-        """Return probes to send because a request to ``satellite`` is overdue and no satellite was heard since
-        ``sent_s``.
+        """Return probes for an overdue request to ``satellite``, if no satellite was heard since ``sent_s``.
 
         Witnesses come first: is any satellite alive? If they are silent too, the gateway is skipped, and they are asked
         through the next gateway.
@@ -381,13 +366,12 @@ class FailureDetector:
         return self._to_witnesses(satellite, centre, once=False)
 
     def succeeded(self, now_s: float) -> None:
-        """Record that an operation succeeded: silent satellites may be back, too."""
+        """Close the breaker after a success and probe all suspects, which may be back, too."""
         if self.breaker.answered():
             self._counters.add("breaker_closed")
             self._peers.suspects.probe_all(now_s)
 
     def timed_out(self, started_s: float, now_s: float) -> None:
-        """Record that an operation that began at ``started_s`` has timed out."""
         if not self._peers.any_heard_since(started_s):
             if self.breaker.closed:
                 self._counters.add("breaker_opened")
@@ -399,9 +383,7 @@ class FailureDetector:
 
 
 def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> list[SatelliteId]:
-    """Return satellites that show if any is alive: near the box's centre, on different planes, none on ``silent``'s
-    plane.
-    """
+    """Return satellites that show if any is alive: near the box's centre, on different planes, none on ``silent``'s."""
     near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
     by_plane = {satellite.plane: satellite for satellite in reversed(near)}
     return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or near[:1] or [sky.torus.living(centre)]

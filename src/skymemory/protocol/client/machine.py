@@ -73,11 +73,11 @@ from skymemory.protocol.wire import (
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
-"""Defaults if the transport states no limits: a receive buffer of 4 MiB, and a quarter of it."""
+"""Defaults for a transport that states no limits: a receive buffer of 4 MiB, and a quarter of one."""
 _ARRIVES_WITHIN_S = 1.0
 """Transit time of a packet, in seconds, during which the box may move."""
 _MIN_BURST_CHUNKS = 10
-"""Smallest burst of a write: it waits for a window that admits fewer chunks, unless nothing is in flight."""
+"""Smallest burst that a write sends while others are in flight."""
 _MAX_GONE = 1 << 16
 """Maximum queue of dead values for ``take_gone``. The oldest are dropped beyond it; a later read then misses."""
 _ANSWERS: dict[Op, Op] = {
@@ -96,9 +96,8 @@ _ANSWERS: dict[Op, Op] = {
 class ClientConfig:
     """Configuration of a client.
 
-    ``window_bytes`` are the bytes in flight to the client (bounded by the real size of its receive buffer);
-    ``credit_bytes`` is the assumed capacity of a satellite that has not stated it. With 0, each is what the transport
-    takes. ``expected_rtt_s`` is the round trip by geometry.
+    ``window_bytes`` are the bytes in flight to the client; ``credit_bytes`` is the assumed capacity of a satellite that
+    has not stated it. With 0, each is the transport's limit. ``expected_rtt_s`` is the round trip by geometry.
     """
 
     ground: int
@@ -110,13 +109,11 @@ class ClientConfig:
     """Seconds of silence after which a satellite is considered dead."""
     read_burst_chunks: int = 64
     hedge_round_trips: float = 1.5
-    """Round trips without an answer after which the next copy of a replicated value is also asked; 0 asks all
-    at once.
-    """
+    """Round trips after which the next copy of a replicated value is also asked; 0 asks all at once."""
     authority: Authority | None = field(default=None, repr=False)
     """Signer of commands; None if the satellites require no MACs."""
     links: Links | None = None
-    """Link rates: windows fill the slowest link of a path, and no more. With None, only receivers bound the windows."""
+    """Link rates: windows just fill a path's slowest link. None: only receivers bound the windows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "access", access_named(self.access))
@@ -128,9 +125,8 @@ class ClientConfig:
         )
 
     def way(self, kind: LinkClass) -> tuple[float, int]:
-        """Return the rate in bytes/s of the slowest link through one beam, and the most bytes to have in flight there.
-
-        Answers come ``down``, requests go ``up``.
+        """Return the rate in bytes/s of a beam's slowest link, and the most bytes in flight. Answers come ``down``,
+        requests go ``up``.
         """
         if self.links is None:
             return UNLIMITED
@@ -147,9 +143,7 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of operation ``number``. ``body`` is the answer to a question; ``report`` and ``info`` belong to
-    transfers.
-    """
+    """End of operation ``number``. ``body`` answers a question; ``report`` and ``info`` belong to transfers."""
 
     number: int
     ok: bool
@@ -160,11 +154,11 @@ class Finished:
 
 _PLAIN_CHUNKS = 128
 _PLAIN_ROUND_TRIP_S = 0.0005
-"""Greatest round trip, in seconds, of satellites that the fast path uses, because it blocks on the socket."""
+"""Longest round trip for the fast path, which blocks on the socket."""
 
 
 class PlainRead(NamedTuple):
-    """Packed read that a single GET serves (``ClientMachine.plain_get``). ``landing`` is where its answer belongs."""
+    """Packed read by a single GET (``ClientMachine.plain_get``). ``landing`` is where its answer belongs."""
 
     info: ValueInfo
     satellite: SatelliteId
@@ -176,7 +170,7 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
-    """Packed write with all chunks in a single SET (``ClientMachine.plain_put``)."""
+    """Packed write by a single SET (``ClientMachine.plain_put``)."""
 
     transfer: WriteTransfer
     satellite: SatelliteId
@@ -192,8 +186,8 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 
 
 def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
-    """Return True if a read of copies continues without a copy that missed the last write: other copies have sent, or
-    are asked for, what it lacks.
+    """Return True if a read of copies continues without a copy that missed the last write: others have sent, or are
+    asked for, what it lacks.
     """
     if not isinstance(transfer, ReplicatedRead):
         return False
@@ -226,10 +220,10 @@ class ClientMachine:
         ways = config.way("up"), config.way("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._down_bytes = ways[1][1]
-        """Bytes that may be in flight down one beam; 0 without rates."""
+        """Bytes that may be in flight down a beam; 0 without rates."""
         self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
         self._quiet_until_s = -math.inf
-        """Time before which nothing is sent, because the gateway has changed."""
+        """Time before which nothing is sent, after a change of gateway."""
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -242,8 +236,8 @@ class ClientMachine:
             first_request_id,
         )
         self._gate: ClientGate | None = None
-        """Gate for answers. With a gate, only something new is a sign of life: an answer later than those before it, or
-        DATA with new chunks.
+        """Gate for answers. With a gate, only a later answer than those before it, or DATA with new chunks, is a sign
+        of life.
         """
         if config.authority is not None and config.authority.proves_answers:
             self._gate = ClientGate(config.authority, self.counters)
@@ -256,25 +250,22 @@ class ClientMachine:
         self._probes: set[int] = set()
         """Numbers of the client's own PINGs, whose ends are not events."""
         self._pings_beside: dict[SatelliteId, int] = {}
-        """Last PING sent with the repetition of an overdue question, by satellite."""
+        """Last PING that accompanied an overdue question, by satellite."""
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
         self.revision = 0
-        """Counter of the calls, other than packets and timers, after which there may be something to send."""
+        """Count of calls, other than packets and timers, that may give it something to send."""
 
     # --- operations ---
 
     def moves(self, now_s: float) -> Moves:
-        """Return the moves of the box: the clock, corrected by what satellites count."""
         return self._clock.moves(now_s)
 
     def moves_at(self, time_s: float) -> Moves:
-        """Return the moves of the box at another time, earlier or later."""
         return self._clock.at(time_s)
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """Return at most ``most`` counts of moves before the present count, latest first."""
         return self._clock.moves_before(now_s, most)
 
     def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
@@ -302,9 +293,7 @@ class ClientMachine:
     # over.
 
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
-        """Pack ``get`` for a value whose chunks are all on one near satellite. Return None if an operation must serve
-        it.
-        """
+        """Pack ``get`` for a value entirely on one near satellite; None if an operation must serve it."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
         if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
             return None
@@ -336,9 +325,7 @@ class ClientMachine:
     def plain_put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
     ) -> PlainWrite | None:
-        """Pack ``put`` for a value whose chunks all go to one near satellite. Return None if an operation must serve
-        it.
-        """
+        """Pack ``put`` for a value entirely for one near satellite; None if an operation must serve it."""
         size_bytes = memoryview(value).nbytes
         chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
@@ -356,8 +343,6 @@ class ClientMachine:
     def end_plain_put(self, write: PlainWrite, runs: list[Run], now_s: float) -> Finished | int | None:
         """Return the end of a plain write, the number of the operation that continues it, or None if more is expected
         at once.
-
-        ``runs`` is what has arrived for it, possibly nothing.
         """
         transfer = write.transfer
         acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
@@ -385,13 +370,11 @@ class ClientMachine:
         return matches and in_value and request_id == write.request_id
 
     def _is_quiet(self) -> bool:
-        """Return True if nothing is under way, and no satellite is suspected."""
         busy = self._operations or self._in_flight.packets or self._gateway is not None
         unsafe = self.config.authority is not None or not self.breaker.closed or self._peers.suspects
         return not busy and not unsafe
 
     def _is_near(self, satellite: SatelliteId, now_s: float) -> bool:
-        """Return True if it has answered recently, and at once."""
         peer = self._peers.peer(satellite)
         return peer.round_trip.latest_s <= _PLAIN_ROUND_TRIP_S and peer.heard_s + STALE_S >= now_s
 
@@ -401,7 +384,7 @@ class ClientMachine:
         return Finished(0, True, report, b"", info)
 
     def _take_over(self, transfer: Transfer, op: Op, plain: PlainRead | PlainWrite) -> int:
-        """Create an operation for what a plain read or write has sent. Return its number."""
+        """Continue a plain read or write as an operation. Return its number."""
         operation, info = self._register(transfer, transfer.report, plain.begun_s), transfer.info
         request = self._in_flight.begin(
             operation,
@@ -430,8 +413,8 @@ class ClientMachine:
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
-        ``set_moves`` places it as if it were written when the box had moved this far (default: as far as now). If
-        satellites of its box are considered dead, the box is displaced.
+        ``set_moves`` places it as if written after these moves (default: now's). If satellites of its box are
+        considered dead, the box is displaced.
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
@@ -457,9 +440,7 @@ class ClientMachine:
 
     def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
         """Return the satellites of the displaced boxes to which values on one server, and on ``servers``, are written
-        now.
-
-        Return nothing if no satellite is considered dead.
+        now; none without suspects.
         """
         if not self._peers.suspects:
             return []
@@ -471,11 +452,7 @@ class ClientMachine:
         return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
-        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one packet
-        back.
-
-        With ``once``, it is not retransmitted.
-        """
+        """Begin a question to one satellite: one packet there, one packet back; with ``once``, not retransmitted."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, "unreachable", now_s)
@@ -493,7 +470,7 @@ class ClientMachine:
         return operation.number
 
     def cancel(self, number: int) -> None:
-        """Drop an operation: answers to it are ignored, and its event, if it has ended, is discarded."""
+        """Drop an operation: its answers are ignored, and its event, if any, is discarded."""
         operation = self._operations.pop(number, None)
         self.revision += 1
         if operation is not None:
@@ -507,11 +484,10 @@ class ClientMachine:
 
     @property
     def any_gone(self) -> bool:
-        """Return True if ``take_gone`` would return any."""
         return bool(self._gone)
 
     def take_gone(self) -> list[Dead]:
-        """Return the values that satellites have reported as gone (GONE) since the last call."""
+        """Return the values reported as GONE since the last call."""
         dead_values = list(self._gone)
         self._gone.clear()
         return dead_values
@@ -534,7 +510,6 @@ class ClientMachine:
         return operation.number
 
     def _enqueue(self, operation: Operation) -> None:
-        """Queue an operation that has something to send, once it is its turn and the windows admit it."""
         if not operation.queued:
             operation.queued = True
             if not isinstance(operation.transfer, ReadTransfer):
@@ -579,7 +554,7 @@ class ClientMachine:
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
-        """Return the time that a burst spends on the links after the beam that it takes."""
+        """Return a burst's time on the links after its beam."""
         assert self._gateway is not None
         return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
 
@@ -590,7 +565,7 @@ class ClientMachine:
         return [copy(replica) for replica in range(replicas)]
 
     def everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        """Return the moves of all places where chunks of a value may have been left, those of now first."""
+        """Return the moves of all places where a value's chunks may have been left, now's first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
@@ -614,14 +589,13 @@ class ClientMachine:
         return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
-        """Return batches with the satellite whose beam each takes, as far as the windows admit them."""
         return [batch for burst in self.bursts_to_send(now_s) for batch in burst]
 
     def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """Yield ``datagrams_to_send`` in parts, so that a burst of SETs is packed while the previous burst is being
-        sent.
+        """Yield batches with the satellite whose beam each takes, as far as the windows admit them.
 
-        The GETs of a read come together. The caller must exhaust the iterator.
+        A burst of SETs is packed while the previous burst is being sent; the GETs of a read come together. The caller
+        must exhaust the iterator.
         """
         in_flight = self._in_flight
         self._update_gateway(now_s)
@@ -650,7 +624,7 @@ class ClientMachine:
             yield in_flight.take_packets()
 
     def _request_reads(self, now_s: float) -> None:
-        """Send GETs of the waiting reads until the window, which they share, stops one of them."""
+        """Send GETs of the waiting reads until the shared window stops one of them."""
         while self._reads:
             operation = self._reads[0]
             transfer = operation.transfer
@@ -667,8 +641,7 @@ class ClientMachine:
     def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
         """GET the pending bursts of a read, as many as the window admits, packed together.
 
-        Chunks of suspects are first requested from other satellites; if no other satellite may have them, the read has
-        failed.
+        Chunks of suspects are first requested elsewhere; if that is impossible, the read has failed.
         """
         moves, suspects = self.moves(now_s), self._peers.suspects
         # Only when a suspect was added since the last check; a replicated read asks another copy below.
@@ -751,7 +724,6 @@ class ClientMachine:
         self.receive_runs([(memoryview(data), segment_bytes)], now_s)
 
     def receive_runs(self, runs: list[Run], now_s: float) -> None:
-        """Process several runs, each as ``receive_batch``."""
         if self._gate is not None:
             runs = self._gate.admit(runs)
         at = 0
@@ -765,14 +737,14 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Return where answers to reads belong: a transport may place runs of DATA there and call ``receive_placed``.
+        """Return where answers to reads belong: a transport may place DATA there and call ``receive_placed``.
 
-        The result is empty if DATA must be authenticated first.
+        It is empty if DATA must be authenticated first.
         """
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
-        """Process runs of DATA that have been placed in the buffers of their reads."""
+        """Process runs of DATA placed in the buffers of their reads."""
         # All runs are counted before any operation ends, because its end drops its requests.
         awaited_runs: list[tuple[Request, ReadTransfer, Tally]] = []
         for tally in tallies:
@@ -814,9 +786,7 @@ class ClientMachine:
             self._finish(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Process packets that are not a single run of DATA: receive offload joins everything that one
-        satellite sends.
-        """
+        """Process packets that are not one run of DATA: receive offload joins everything that a satellite sends."""
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
@@ -930,23 +900,23 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
 
     def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
-        """Return True if ``speaker``, which is not the satellite of the request, may answer it with this status.
+        """Return True if ``speaker``, another satellite, may answer the request with this status.
 
-        Each satellite signs refusals of whatever it is sent, also of a packet that a stranger makes look like this
-        request. Only refusals by the beam, which checks commands, count.
+        Satellites sign refusals even of a stranger's packet that looks like this request. So only refusals by the beam,
+        which checks commands, count.
         """
         beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
         return status is not Status.REFUSED or speaker == beam
 
     def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
-        """Process an answer that is not new: only what an ACK says of awaited chunks counts."""
+        """Process an answer that is not new: only acknowledgements of awaited chunks count."""
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
     def _is_new(self, request: Request, answer: memoryview) -> bool:
-        """Return True if an answer is later than all earlier answers to this request; always without a gate."""
+        """Return True if an answer is later than all to this request before it; always without a gate."""
         if self._gate is None:
             return True
         number = answer_number(answer)
@@ -957,7 +927,7 @@ class ClientMachine:
         return True
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
-        """Record a verified answer: the satellite is alive. Return the round trip, 0 if it cannot be known."""
+        """Record a verified answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.heard(elapsed_s, now_s)
         request.link.moved_s = now_s
@@ -966,7 +936,6 @@ class ClientMachine:
     def _stored(
         self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
-        """Record that a satellite has stored these chunks."""
         newly_stored = transfer.acknowledge(transfer.of_request(indices, request.indices))
         if not newly_stored and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
             return
@@ -1013,9 +982,7 @@ class ClientMachine:
         self._enqueue(request.operation)
 
     def _failed(self, request: Request, failure: str, now_s: float) -> None:
-        """Read the chunks of a failed request from other satellites or leave them to copies; otherwise end the
-        operation.
-        """
+        """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
             # If no satellite was heard, others would not answer either: the timeout ends the read.
@@ -1044,8 +1011,8 @@ class ClientMachine:
 
     @property
     def probing(self) -> bool:
-        """Return True if silent satellites are being probed: the transport then serves the timer without an operation,
-        too.
+        """Return True if silent satellites are being probed: the transport then serves the timer even without an
+        operation.
         """
         return self._detector.next_s < math.inf
 
@@ -1078,14 +1045,12 @@ class ClientMachine:
             self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
-        """PING the satellite of an overdue question, to learn if the answer was lost or the operation is
-        unknown there.
-        """
+        """PING the satellite of an overdue question: was the answer lost, or the operation unknown there?"""
         if self._pings_beside.get(satellite) not in self._probes:
             self._pings_beside[satellite] = self._probe([(satellite, False)], now_s)
 
     def _probe(self, probes: Probes, now_s: float) -> int:
-        """PING these satellites. Return the number of the last PING."""
+        """PING these satellites. Return the last PING's number."""
         number = 0
         for satellite, once in probes:
             number = self.ask(Op.PING, b"", satellite, now_s, once=once)

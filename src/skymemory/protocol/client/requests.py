@@ -46,30 +46,29 @@ from skymemory.protocol.wire import (
 )
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)
-"""Operations that are sent even to suspects, because an operator wants an answer."""
+"""Operations sent even to suspects, because an operator wants an answer."""
 _MIN_HEDGE_S = 0.002
 _MAX_PARTIAL = 10
-"""Factor of ``give_up_s`` after which a request with only partial answers is given up."""
+"""Factor of ``give_up_s`` after which a partially answered request is given up."""
 _MAX_LATE = 3
-"""Factor of ``give_up_s`` that bounds the wait for a satellite whose answers are late."""
+"""Factor of ``give_up_s`` that bounds the wait for late answers."""
 _MAX_BACKOFF = 4
 """Largest back-off: repetitions follow after 1, 2, 4, 4 … timeouts. The windows already slow the sender down, and a
 lossy path needs many tries.
 """
 _MIN_TRIES = 4
-"""Fewest tries for a silent satellite: where 10 % of packets are lost, three lost tries happen every day."""
+"""Fewest tries for a silent satellite: at 10 % loss, three lost tries happen every day."""
 _STAND_IN_TRIES = 3
-"""Tries for a stand-in of a silent satellite. They are few, because a dead plane holds most of the stand-ins."""
+"""Tries for a stand-in: few, because a dead plane holds most of them."""
 _NEARLY_SILENT = 0.9
 _UNSUPPORTED_TRIES = 3
-"""Answered PINGs after which a satellite is considered not to know a question. The PINGs accompany repetitions of the
-question, which stays unanswered. At 2 % loss each way, one question in 390,000 reaches this by chance; the satellite is
-then only not asked for a while.
+"""PINGs, sent with repetitions of a question, that a satellite answers before it is considered not to know the
+question. At 2 % loss each way, one question in 390,000 reaches this by chance; it is then only not asked for a while.
 """
 _MODEST_BYTES_PER_S = 200e6
-"""Rate in bytes/s at which a busy satellite or client may process its queue before the delay looks like loss."""
+"""Rate at which a busy satellite or client may process its queue before the delay looks like loss."""
 STALE_S = 10.0
-"""Seconds after which a measured round trip is not used: in a past overload, answers took seconds."""
+"""Age at which a measured round trip is discarded: in a past overload, answers took seconds."""
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
 _GROUND = GROUND_SHELL << 24
@@ -77,7 +76,7 @@ _GROUND = GROUND_SHELL << 24
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """Work that a caller began: a read, a write, or (``transfer`` None) a question."""
+    """Operation that a caller began: a read, a write, or (``transfer`` None) a question."""
 
     number: int
     transfer: ReadTransfer | WriteTransfer | None
@@ -85,14 +84,13 @@ class Operation:
     report: TransferReport
     requests: set[int] = field(default_factory=set)
     queued: bool = False
-    """True if it is queued for sending."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """Packet (or burst of packets) in flight, until answered, repeated or given up.
 
-    A repetition keeps the request id, so that late answers to an earlier transmission still count.
+    A repetition keeps the request id, so that late answers still count.
     """
 
     request_id: int
@@ -101,7 +99,7 @@ class Request:
     op: Op
     indices: Sequence[int]
     body: bytes
-    """Bytes after the headers; empty for a read whose selection is packed when it is sent."""
+    """Bytes after the headers; empty for a read whose selection is packed on transmission."""
     begun_s: float
     deadline_s: float
     in_flight_bytes: int
@@ -110,24 +108,20 @@ class Request:
     """Window that it fills, whatever beam a later repetition takes."""
     peer: Peer
     lane: Window | None = None
-    """Window of the beam that carries its answer down, if the beam has a rate."""
+    """Window of the beam that carries its answer down, if that has a rate."""
     turn_bytes: int = 0
-    """Value of ``link.passed_bytes`` that its slowest link must reach before its own answer can arrive."""
+    """Value of its link's ``passed_bytes`` from which its own answer can arrive."""
     once: bool = False
-    """True if it is awaited but not repeated."""
     attempts: int = 1
     sent_s: float = 0.0
-    """Time of the last transmission."""
     hedged: bool = False
-    """True if the next copy has been asked, too."""
     heard_beside: int = 0
-    """Times that its satellite answered what was sent with a repetition of it, or later, but not the request."""
+    """Answers to packets sent with a repetition of it, or later, while it stayed unanswered."""
     gap_seen: bool = False
-    """True if later parts of its answer have arrived and earlier parts have not."""
+    """True if later parts of its answer arrived before earlier parts."""
     gap_since_s: float | None = None
-    """Time at which the gap was first seen; None if never."""
     answer_number: int = -1
-    """Number of the latest answer to it, if satellites sign answers."""
+    """Number of its latest answer, if satellites sign answers."""
 
     @property
     def link(self) -> Window:
@@ -148,15 +142,16 @@ class InFlight:
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
-        """Create an empty set. With ``gateway`` None, every satellite has its own beam. ``give_up_s`` is the wait for a
-        silent satellite. ``authority`` signs packets; None means no MACs. Requests are numbered from
-        ``first_request_id``.
+        """Create an empty set.
+
+        With ``gateway`` None, every satellite has its own beam. ``give_up_s`` is the wait for a silent satellite;
+        ``authority`` None means no MACs.
         """
         self.by_id: dict[int, Request] = {}
         self.awaited: dict[int, Landing] = {}
         """Destination of the answers to reads, by request id."""
         self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
-        """Packed batches not yet taken, each with the satellite whose beam it takes."""
+        """Packed batches, each with the satellite whose beam it takes."""
         self._peers = peers
         self._gateway = gateway
         self._give_up_s = give_up_s
@@ -171,19 +166,17 @@ class InFlight:
     # --- sending ---
 
     def window(self, op: Op, satellite: SatelliteId) -> Window:
-        """Return the window that a request fills: the beam that carries a SET up, or the client's receive buffer for
-        all answers.
-        """
+        """Return the window that a request fills: the upward beam for a SET, otherwise the own receive buffer."""
         if op is not Op.SET:
             return self._peers.inbound
         return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def lane(self, satellite: SatelliteId) -> Window | None:
-        """Return the window of the beam that carries its answers down; None if the beam has no rate."""
+        """Return the window of the beam that carries its answers down; None without a rate."""
         return self._peers.lane(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
-        """Return the time that a question waits after this host's writes on the same beam."""
+        """Return the wait of a question for this host's writes on the same beam."""
         if op is Op.SET or self._peers.up_bytes_s == math.inf:
             return 0.0
         beam = satellite if self._gateway is None else self._gateway.beam(satellite)
@@ -201,8 +194,8 @@ class InFlight:
         now_s: float,
         request_id: int = 0,
     ) -> Request:
-        """Create a request, to be transmitted. ``size_bytes`` is what it puts in flight, up or down. ``request_id`` is
-        the id of a request that ``pack_get`` has packed.
+        """Create a request to transmit, which puts ``size_bytes`` in flight. ``request_id`` is from ``pack_get`` or
+        ``pack_set``.
         """
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         lane = None if op is Op.SET else self.lane(satellite)
@@ -269,13 +262,11 @@ class InFlight:
             self._queue(single(packet), beam, now_s)
 
     def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
-        """Queue a batch for sending. A repetition is signed again, because MACs carry a time."""
+        """Queue a batch, signed. A repetition is signed again, because MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
-        """Return the id and packet of a GET by the satellite's own beam. It is not in flight; ``begin`` may register it
-        later.
-        """
+        """Return the id and packet of a GET by the satellite's own beam; ``begin`` may register it later."""
         request_id = self._take_id()
         prefix = self._prefix(Op.GET, satellite, satellite, request_id, moves, 0, now_s)
         address = _wire_address(satellite)
@@ -286,7 +277,7 @@ class InFlight:
     def pack_set(
         self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
     ) -> tuple[int, SegmentBatch]:
-        """Return the id and batch of a SET with all chunks of a value by the satellite's own beam, as ``pack_get``."""
+        """Return the id and batch of a SET with all chunks of a value, as ``pack_get``."""
         request_id, indices = self._take_id(), range(transfer.info.chunks)
         return request_id, self._pack_set(transfer, indices, satellite, satellite, request_id, moves, now_s)
 
@@ -300,7 +291,7 @@ class InFlight:
         moves: Moves,
         now_s: float,
     ) -> SegmentBatch:
-        """Return a batch with all chunks of a request after a common prefix, sent from the caller's buffer."""
+        """Pack all chunks of a request after a common prefix, without copying them."""
         refs, payloads = transfer.of_these(indices)
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(Op.SET, satellite, beam, request_id, moves, sequence, now_s)
@@ -339,7 +330,6 @@ class InFlight:
     # --- answers ---
 
     def answered(self, request: Request, size_bytes: int) -> None:
-        """Record that this much of its answer has arrived."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
@@ -355,14 +345,12 @@ class InFlight:
             request.lane.given_up(size_bytes)
 
     def retire(self, request: Request) -> None:
-        """Stop awaiting a request."""
         if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
             self.refused(request, request.in_flight_bytes)
 
     def drop(self, operation: Operation) -> None:
-        """Stop awaiting all requests of an operation."""
         for request_id in operation.requests:
             request = self.by_id.pop(request_id)
             self.awaited.pop(request_id, None)
@@ -371,13 +359,11 @@ class InFlight:
         operation.requests.clear()
 
     def extend(self, request: Request, now_s: float) -> None:
-        """Give the rest of an arriving answer a full timeout from now."""
+        """Restart the timeout, because the answer is arriving."""
         request.deadline_s = now_s + _timeout_s(request.peer, request.link)
 
     def hurry(self, request: Request, now_s: float) -> None:
-        """Shorten the deadline: the end of the answer has arrived but an earlier part has not, so that part
-        seems lost.
-        """
+        """Shorten the deadline: the end of the answer has arrived, and an earlier part seems lost."""
         self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite, now_s)))
         request.gap_seen = True
         if request.gap_since_s is None:
@@ -399,9 +385,7 @@ class InFlight:
     # --- time ---
 
     def next_timer_s(self) -> float:
-        """Return the time to check for overdue requests: possibly before the first deadline, never after; infinite if
-        none.
-        """
+        """Return when to check for overdue requests, possibly too early; infinite if there are none."""
         return self._alarm_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[Request]:
@@ -420,9 +404,7 @@ class InFlight:
         self._alarm_s = min(self._alarm_s, deadline_s)
 
     def hedge(self, request: Request, now_s: float) -> bool:
-        """Return True if the next copy must be asked while this overdue request for a replicated value is still
-        awaited.
-        """
+        """Return True if the next copy must be asked, too, for this overdue request."""
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
@@ -431,7 +413,7 @@ class InFlight:
         return transfer.ask_next(request.indices, request.satellite)
 
     def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
-        """Settle an overdue request or send it again (the steps above). Return the reason why it is given up, or ""."""
+        """Settle an overdue request or repeat it (the steps above). Return why it is given up, or ""."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
@@ -485,18 +467,17 @@ class InFlight:
         self.transmit([request], now_s)
 
     def _silence_s(self, peer: Peer) -> float:
-        """Return the time that a satellite may be silent.
+        """Return how long a satellite may be silent.
 
-        A satellite whose recent answers were late, because it is overloaded, may be as late again, and repetitions may
-        be lost meanwhile.
+        If its recent answers were late, because of overload, they may be as late again, and repetitions may be lost.
         """
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
     def _ignored(self, request: Request) -> bool:
-        """Return True if a satellite that may not know this operation has answered a packet sent with a repetition or
-        later.
+        """Return True if a satellite that may not know this operation answered a packet sent with a repetition of it,
+        or later.
 
-        A PING accompanies each repetition. The first transmission does not count, because no PING accompanies it.
+        The first transmission does not count, because only repetitions are accompanied by a PING.
         """
         if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
             return False
@@ -512,8 +493,8 @@ class InFlight:
                 self._peers.suspects.add(request.satellite, now_s)
 
     def _still_queued(self, request: Request, now_s: float) -> bool:
-        """Return True if it is late only because the satellite still answers earlier requests: it then gets a full
-        timeout from the last answer.
+        """Return True if it is late only because the satellite answers earlier requests: a full timeout then starts at
+        the last answer.
         """
         satellite = request.satellite
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):
@@ -528,12 +509,11 @@ class InFlight:
 
 
 def _timeout_s(peer: Peer, link: Window) -> float:
-    """Return the time that an answer may take: the round trip, plus the bytes in flight before it at the rate of the
-    slowest link, or at a modest rate.
+    """Return the time allowed for an answer: the round trip, plus the bytes in flight at the link's rate, or at a
+    modest rate.
     """
     return peer.round_trip.timeout_s() + link.in_flight_bytes / min(link.rate_bytes_s, _MODEST_BYTES_PER_S)
 
 
 def _wire_address(satellite: SatelliteId) -> int:
-    """Pack an address as ``Address.pack`` does."""
     return satellite.plane << 12 | satellite.slot

@@ -1,10 +1,9 @@
-"""Transfer of one value: the chunks that have arrived (or are stored), and the chunks to request (or send) next, and
-where.
+"""Transfer of one value: the chunks that have arrived (or are stored), and which to request (or send) next, and where.
 
 A read asks the satellite on which the clock places a chunk. If the chunk is not there (``absent``), the likely places
 are asked in turn, because the box may be moving; then, at once, all places where the chunk can have been left. If a
-satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: the satellites that held the chunk before it. A
-replicated value is first read from another copy.
+satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: the satellites that held the chunk before it.
+For a replicated value, another copy is asked before the stand-ins.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from skymemory.protocol.wire import (
 )
 
 Everywhere = Callable[[], Sequence[Moves]]
-"""Moves at which a chunk of this value may ever have been left, those of now first."""
+"""Moves at which a chunk may ever have been left, now's first."""
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
-"""Satellite of each server of this value at the given moves."""
+"""Satellite of each server of this value at given moves."""
 
 WRITE_BURST_CHUNKS = 64
 """Chunks of a SET request, which is answered as a whole; the windows may cut it."""
@@ -51,17 +50,15 @@ CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
 """Bytes of a DATA or SET packet without its payload."""
 _CRC_BYTES = 4
 _CACHED_PLAN_CHUNKS = 1 << 16
-"""Chunks of the largest value whose bursts are cached. For larger values, their computation is cheap relative to the
-value.
-"""
+"""Largest value, in chunks, whose bursts are cached; for larger values, computing them is relatively cheap."""
 _MAX_STAND_INS = 8
 """Satellites asked in place of a silent satellite: those that had its chunks last, or are next."""
 _MAX_RENEWALS = 3
-"""Restarts of the search for one chunk because the box has moved."""
+"""Restarts of a chunk's search because the box has moved."""
 
 
 class StandIns(NamedTuple):
-    """Satellites to ask in place of a silent satellite: places by moves, except those that are ``quiet`` themselves."""
+    """Satellites to ask in place of a silent satellite, by moves, except ``quiet`` satellites."""
 
     at: Everywhere
     quiet: Callable[[SatelliteId], bool]
@@ -69,7 +66,7 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Properties of a value that a reader must know; the index keeps them, a probe (HAS) recovers them."""
+    """Properties of a value that a reader needs, from the index or a probe (HAS)."""
 
     key: bytes
     chunks: int
@@ -96,10 +93,9 @@ class ValueInfo:
 
 @dataclass(slots=True)
 class TransferReport:
-    """Cost of one transfer. Bytes count payload only; ``requests`` are the GET or SET requests sent.
+    """Cost of one transfer. Bytes count payload only; ``requests`` counts GETs or SETs sent.
 
-    ``clock_ahead_s``, for a ping, is the lead of the satellite's clock over the client's, accurate to half the round
-    trip.
+    ``clock_ahead_s``, for a ping, is the lead of the satellite's clock, accurate to half the round trip.
     """
 
     value_bytes: int = 0
@@ -115,9 +111,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks to request from, or send to, one satellite in one request. ``steps`` are the chunks as ``pack_steps``, or
-    empty.
-    """
+    """Chunks of one request to one satellite. ``steps`` are the packed steps (``pack_steps``), or empty."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -127,7 +121,7 @@ class Burst(NamedTuple):
 class WaitingBursts:
     """Bursts of a write that are still to be sent, in order.
 
-    The cost of a lookup depends on the number of satellites whose windows have changed, not on the number of bursts.
+    A lookup costs as much as there are satellites whose windows have changed, however many bursts wait.
     """
 
     __slots__ = ("_aside", "_bursts", "_heads")
@@ -137,11 +131,9 @@ class WaitingBursts:
         for order, burst in enumerate(bursts):
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
         self._heads = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
-        """Heap: the order of the first burst of each satellite that is not put aside."""
+        """Heap: the first burst of each satellite that is not put aside."""
         self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
-        """Satellites put aside, with the window that admits no burst, and the values that must change before it
-        does.
-        """
+        """Satellites put aside, with the full window and its values at that time."""
 
     def __bool__(self) -> bool:
         return bool(self._heads or self._aside)
@@ -150,7 +142,7 @@ class WaitingBursts:
         return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
 
     def first(self) -> Burst | None:
-        """Return the first burst of a satellite that is not put aside."""
+        """Return the first burst that is not put aside."""
         return self._bursts[self._heads[0][1]][0][1] if self._heads else None
 
     def drop(self, chunks: int) -> None:
@@ -169,11 +161,11 @@ class WaitingBursts:
             del self._bursts[satellite]
 
     def put_aside(self, window: Window) -> None:
-        """Put aside all bursts of the satellite of ``first``, whose window admits none."""
+        """Put aside the satellite of ``first``, whose window is full."""
         self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
 
     def resume(self, all_of_them: bool) -> None:
-        """Resume the bursts put aside whose windows have changed."""
+        """Resume satellites whose windows have changed."""
         if self._aside:
             aside, self._aside = self._aside, []
             for entry in aside:
@@ -204,7 +196,7 @@ def _bursts_in_turn(
 def _plan(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    """Return the bursts of a transfer and its number of satellites: equal for all values of one size in one place."""
+    """Return a transfer's bursts and number of satellites, equal for all values of one size in one place."""
     bursts = tuple(
         Burst(satellite, indices, pack_steps(indices))
         for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
@@ -222,9 +214,9 @@ def planned(
 class Absence(NamedTuple):
     """MISS of some chunks, and what a reader then knows.
 
-    ``nearby`` are the moves at which the chunks may be found, those of now (``moves``) first; ``everywhere`` gives all
-    moves at which they may ever have been left. ``settled`` is True if the satellite reports no handover of the key in
-    progress; ``counted`` are the moves by its count. It was asked at ``asked_s`` and has answered by ``now_s``.
+    ``nearby`` are the moves at which they may be found, now's (``moves``) first; ``everywhere`` all moves at which they
+    may ever have been left. ``settled``: the satellite reports no handover of the key in progress. ``counted`` are the
+    moves by its count. It was asked at ``asked_s``.
     """
 
     satellite: SatelliteId
@@ -244,8 +236,8 @@ class Absence(NamedTuple):
 class _Search:
     """Search for one chunk that was not in its place, as seen at moves ``at``.
 
-    It first goes place by place (``left``), then to all possible places at once. Then ``silent`` are the places that
-    have not answered, and ``proof`` is True if the answers so far leave no place where the chunk could be.
+    It first goes place by place (``left``), then to all possible places at once: ``silent`` have not answered, and
+    ``proof`` is True if the answers so far leave no place for the chunk.
     """
 
     at: Moves
@@ -255,7 +247,6 @@ class _Search:
     since_s: float = 0.0
     proof: bool = True
     in_place_of_silent: bool = False
-    """True if these are stand-ins of a silent satellite."""
 
     def renew(self, moves: Moves) -> bool:
         """Start again if the box has moved since, a bounded number of times."""
@@ -284,38 +275,35 @@ class ReadTransfer:
         self.info = info
         self.out = out
         self.landing = landing_of(info, out)
-        """Buffer into which the native helper places its chunks as they arrive."""
+        """Destination into which the native helper places arriving chunks."""
         self.arrived = self.landing[6]
         self.missing = info.chunks
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.checked_suspects: int | None = None
-        """Value of ``Suspects.added`` when no burst of ``pending`` was for a suspect."""
+        """``Suspects.added`` when no burst of ``pending`` was for a suspect."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._aside: list[Burst] = []
-        """Bursts that wait until the stand-ins have served: if the stand-ins fail, the rest need not be read."""
+        """Bursts that wait until the stand-ins have served: if these fail, the rest need not be read."""
         self._sought: set[int] = set()
         self.silence = ""
-        """Failure of the first satellite that needed stand-ins: the reason of the read's end if the stand-ins fail."""
+        """Failure of the first satellite that needed stand-ins, and of the read if these fail."""
 
     def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
-        """Record arrived chunks: in their places, for a second time, or damaged."""
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
         self._resume_aside()
 
     def _resume_aside(self) -> None:
-        """Request what was put aside, once the stand-ins have served."""
         if self._aside and all(self.arrived[index] for index in self._sought):
             self.pending.extend(self._aside)
             self._aside.clear()
             self.checked_suspects = None
 
     def has(self, indices: Sequence[int]) -> bool:
-        """Return True if all of these have arrived."""
         if isinstance(indices, range):
             return 0 not in self.arrived[indices.start : indices.stop : indices.step]
         return all(map(self.arrived.__getitem__, indices))
@@ -374,7 +362,6 @@ class ReadTransfer:
         return not search.silent
 
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
-        """Return the distinct places of a server's chunks at these moves."""
         return dict.fromkeys(self._where(moves)[server] for moves in at)
 
     def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
@@ -387,9 +374,9 @@ class ReadTransfer:
     ) -> bool:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
-        If all places are being asked, a single place need not answer; but then nothing is proved. Otherwise the
-        stand-ins are asked: the satellite may have died before it was handed the chunks. If these fail too, the read
-        ends with ``failure``.
+        If all places are being asked, one place need not answer, but then nothing is proved. Otherwise the stand-ins
+        are asked: the satellite may have died before it was handed the chunks. If these fail too, the read ends with
+        ``failure``.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -422,8 +409,8 @@ class ReadTransfer:
         return search
 
     def avoid(self, suspects: Suspects, others: StandIns) -> bool:
-        """Ask the stand-ins of silent satellites first, and the other satellites once these have served. Return False
-        if there are no stand-ins.
+        """Ask the stand-ins of silent satellites first, and the others after these have served. Return False without
+        stand-ins.
         """
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
@@ -440,7 +427,7 @@ class ReadTransfer:
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
-        """Return True if all places are being asked for these, so that one silent satellite does not end the read."""
+        """Return True if all places are being asked for these, so that a silent satellite does not end the read."""
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
         return all(search is not None and search.silent is not None for search in searches)
 
@@ -450,14 +437,13 @@ class ReadTransfer:
         return any(search is not None and search.in_place_of_silent for search in searches)
 
     def begun(self, landing: Landing) -> None:
-        """Record that all chunks have been requested, to be placed in ``landing``."""
+        """Record that all chunks have been requested into ``landing``."""
         self.landing = landing
         self.arrived = landing[6]
         self.pending.clear()
 
 
 def can_hold(out: memoryview | Rows, value_bytes: int) -> bool:
-    """Return True if a value of this size can be received into ``out``."""
     buffers = out[:2] if isinstance(out, Rows) else (out,)
     return out_fits(out, value_bytes) and not any(buffer.readonly for buffer in buffers)
 
@@ -469,7 +455,7 @@ def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
 
 
 def verified(info: ValueInfo, landing: Landing) -> bool:
-    """Return True if the checksum of an arrived value is right: the combined checksums of its chunks, each verified."""
+    """Return True if the value's checksum, combined from its verified chunks, is right."""
     if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
         return info.value_crc == 0
     return native.crc32_join(landing[7], info.chunk_bytes, info.value_bytes) == info.value_crc
@@ -486,7 +472,7 @@ class WriteTransfer:
     missing: int
     pending: WaitingBursts
     checked_suspects: int = 0
-    """Value of ``Suspects.added`` when its bursts were last checked."""
+    """``Suspects.added`` when its bursts were last checked."""
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
@@ -513,7 +499,6 @@ class WriteTransfer:
         return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report=report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
-        """Return the packed references and payloads of these chunks."""
         if indices == range(len(self.acknowledged)):
             return self.refs, self.payloads
         refs = _rows(self.refs)
@@ -523,15 +508,15 @@ class WriteTransfer:
         return refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
-        """Return the chunks that ``indices`` of an answer to a request for ``asked`` stand for."""
+        """Return the chunks that an answer's ``indices`` stand for, in a request for ``asked``."""
         return indices
 
     def waive(self, indices: Sequence[int]) -> bool:
-        """Give up storing these chunks in their places. Return True if the value is whole without them."""
+        """Give up these chunks. Return True if the value is whole without them."""
         return False
 
     def acknowledge(self, indices: Sequence[int]) -> int:
-        """Record that these are stored. Return how many were not yet known to be."""
+        """Record stored chunks. Return how many were new."""
         if isinstance(indices, range):
             chosen = slice(indices.start, indices.stop, indices.step)
             before = self.acknowledged[chosen]
@@ -547,19 +532,17 @@ class WriteTransfer:
 
 
 def _rows(refs: bytes | bytearray) -> np.ndarray:
-    """Return the references of chunks, a row for each chunk."""
     return np.frombuffer(refs, dtype=np.uint8).reshape(-1, CHUNK_REF_BYTES)
 
 
 _WAIVED = 2
-"""Mark of a chunk's copy that is not stored, because its satellite is dead or full; another copy must do."""
+"""Mark of a copy that is not stored, because its satellite is dead or full; another copy must do."""
 
 
 class ReplicatedRead(ReadTransfer):
-    """Read of a value whose chunks are on the satellites of several replicas.
+    """Read of a value with copies: replica 0 first, the next copy if an answer is late or a satellite dead.
 
-    Replica 0 is read first, and the next copy if an answer is late or a satellite is dead. ``hedge`` is the number of
-    round trips after which an answer is late; with 0, all copies are asked at once.
+    An answer is late after ``hedge`` round trips; with 0, all copies are asked at once.
     """
 
     def __init__(
@@ -599,7 +582,7 @@ class ReplicatedRead(ReadTransfer):
         return bool(bursts)
 
     def _elsewhere(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
-        """Return bursts for the missing chunks of these from other copies; None if a chunk has no other copy."""
+        """Return bursts for the missing chunks from other copies; None if a chunk has no other copy."""
         places = [copy(self._moves) for copy in self._copies]
         wanted: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -625,7 +608,7 @@ class ReplicatedRead(ReadTransfer):
 
 
 class ReplicatedWrite(WriteTransfer):
-    """Write of a value with copies; it succeeds if every chunk is stored at least once.
+    """Write of a value with copies, successful if every chunk is stored at least once.
 
     Copy r of chunk i has the index r · chunks + i, except on the wire.
     """
@@ -634,7 +617,6 @@ class ReplicatedWrite(WriteTransfer):
 
     @classmethod
     def of_copies(cls, one: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
-        """Return the write ``one`` with all its copies."""
         chunks, servers = one.info.chunks, one.info.servers
         refs = np.concatenate([_rows(one.refs)] * len(copies))
         pending: list[Burst] = []
@@ -667,36 +649,34 @@ class ReplicatedWrite(WriteTransfer):
 
 _ANNOUNCE_EVERY_S = 0.5
 _MAX_SILENCE_S = WRITING_S - 1.0
-"""Greatest time between two announcements, in seconds: the later announcement may take a second longer and is still in
-time.
-"""
+"""Longest time between announcements: the later may take a second longer and is still in time."""
 
 
 class WriteKeepalive:
-    """Announces writes in progress to their satellites (RETAIN with WRITING), with a packet each half second.
+    """Announces writes in progress to their satellites (RETAIN with WRITING), each half second.
 
-    A half-written value looks like a value that has lost its other half: to readers without an index, and to satellites
-    that ask each other if their blocks are whole. Satellites that have their chunks already, or none yet, cannot know
-    that more will come, because a write may take any time.
+    A half-written value looks like a value that has lost its other half, both to readers without an index and to
+    satellites that check if their blocks are whole. A write may take any time, so satellites cannot know that more will
+    come.
 
-    A writer that was paused for too long cannot know what has become of its first chunks. The write has then failed,
+    A writer that was paused for too long cannot know what has become of its first chunks: the write has then failed,
     even if all chunks were acknowledged.
     """
 
     def __init__(self) -> None:
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}
-        """Writes by the number of the operation, with the time of the last announcement."""
+        """Writes by operation number, with the time of the last announcement."""
         self.next_s = math.inf
-        """Time at which ``due`` is to be called; infinite while no write is in progress."""
+        """Time of the next call of ``due``; infinite without writes."""
 
     def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
-        """Record that the first chunks of a write leave. May be repeated."""
+        """Record that a write's first chunks leave. May be repeated."""
         if number not in self._writes:
             self._writes[number] = transfer, now_s
             self.next_s = min(self.next_s, now_s + _ANNOUNCE_EVERY_S)
 
     def ended(self, number: int, now_s: float) -> bool:
-        """Forget a write. Return True if satellites may have considered it abandoned before it ended."""
+        """Forget a write. Return True if satellites may have considered it abandoned."""
         _, announced_s = self._writes.pop(number, (None, now_s))
         if not self._writes:
             self.next_s = math.inf
@@ -705,7 +685,7 @@ class WriteKeepalive:
     def due(
         self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
     ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
-        """Return the numbers of writes that are too late, and the bodies of RETAIN that announce the others."""
+        """Return the numbers of writes that are too late, and the RETAIN bodies that announce the others."""
         late = [number for number, (_, at_s) in self._writes.items() if now_s - at_s > _MAX_SILENCE_S]
         keys: dict[SatelliteId, dict[bytes, None]] = {}
         for number, (transfer, _) in self._writes.items():
