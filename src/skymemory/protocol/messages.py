@@ -21,7 +21,7 @@ from skymemory.protocol.wire import MAX_MOVES, VERSION, Buffer, Op, PlacementTag
 
 KEY_BYTES = 32
 MAX_KEYS_PER_PACKET = 180
-"""Most keys of a HAS, EVICT or LISTED: the packet is no larger than a packet with a chunk of the default size."""
+"""Most keys of a HAS, EVICT or LISTED: the packet is no larger than one chunk's packet of the default size."""
 
 _KEYS = struct.Struct(">HH")
 _PRESENCE = struct.Struct(">IIIIIHHBBHii")
@@ -85,7 +85,7 @@ HOUSEKEEPING_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Chunks of one key on a satellite: ``held`` chunks, of which ``index`` is the lowest, ``length_bytes`` long."""
+    """Chunks of one key on a satellite: ``held`` chunks, the lowest with ``index`` and ``length_bytes``."""
 
     index: int
     chunks: int
@@ -103,7 +103,7 @@ class Presence:
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
-        """Return None if the satellite holds nothing of the key."""
+        """Return None if nothing of the key is held."""
         number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
         servers, server, strategy, _, held_count, slot_moves, plane_moves = placement
         if number == 0:
@@ -146,7 +146,7 @@ def unpack_presences(body: Buffer) -> list[Presence | None]:
 
 
 def pack_list(after: bytes, limit: int) -> bytes:
-    """Pack the body of LIST: up to ``limit`` keys that sort after ``after`` (32 zero bytes at the start)."""
+    """Pack the body of LIST: up to ``limit`` keys greater than ``after`` (32 zero bytes at the start)."""
     return _LIST.pack(after, limit, 0)
 
 
@@ -222,14 +222,14 @@ def _counted(body: Buffer, width: int) -> int:
 # --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY ---
 
 MAX_SELECTION_BITS = 1 << 16
-"""Limit of the steps of a selection, which bounds the request of a GET before anything is allocated."""
+"""Limit of a selection's steps, which bounds a GET before anything is allocated."""
 
 _SELECTION = struct.Struct(">32sIII")
 _STEPS = struct.Struct(">III")
 
 
 def pack_steps(indices: range) -> bytes:
-    """Pack the part of a selection after the key, for exactly these indices: it is the same for every key."""
+    """Pack the part of a selection after the key, for exactly these indices: the same for every key."""
     count = len(indices)
     if not 1 <= count <= MAX_SELECTION_BITS:
         raise InvalidInput(f"a selection over {count} steps: expected 1 to {MAX_SELECTION_BITS}")
@@ -276,8 +276,8 @@ class Selection:
 
     @classmethod
     def cover(cls, key: bytes, indices: Iterable[int]) -> list[Selection]:
-        """Return selections that together are exactly ``indices``, given in any order: a single selection unless they
-        are spread very far.
+        """Return selections of exactly ``indices``, given in any order: a single selection unless they are very far
+        apart.
         """
         ordered = list(indices)
         if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
@@ -296,7 +296,6 @@ class Selection:
 
     @classmethod
     def pack_cover(cls, key: bytes, indices: Sequence[int]) -> list[bytes]:
-        """Return the packed selections of ``cover``."""
         if indices:
             first, count = indices[0], len(indices)
             step = indices[1] - first if count > 1 else 1
@@ -357,12 +356,12 @@ def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
 
 SETTING_BYTES = 12
 Dead = tuple[bytes, bytes]
-"""Dead value: its key and its setting (CRC of the value and moves when it was SET), so that a value that is set again
-under the key survives.
+"""Dead value: its key and its setting (CRC of the value and moves when it was SET). A value that is set again under the
+key survives.
 """
 DEAD_BYTES = KEY_BYTES + SETTING_BYTES
 MAX_DEAD_PER_PACKET = 130
-"""Most dead values of a NOTICE or GONE: the packet is no larger than a packet with a chunk of the default size."""
+"""Most dead values of a NOTICE or GONE: the packet is no larger than one chunk's packet of the default size."""
 MOST_SINCE_S = 10.0
 """Seconds for which a satellite remembers that a writer stored a key."""
 _DEAD_COUNT = struct.Struct(">HH")
@@ -436,13 +435,13 @@ class Retain(IntEnum):
     """Action that a RETAIN requests for its keys, by its number on the wire."""
 
     TOUCH = 0
-    """Make the first key the most recently used and the last key the least recently used of them. Not answered."""
+    """Make the first key the most recently used of them, the last key the least. Not answered."""
     PIN = 1
     """Do not evict until the time; a past time unpins."""
     EXPIRE = 2
     """Delete at the time, pinned or not; 0 means never. A later SET also means never."""
     LEASE = 3
-    """Do not evict until the time, or until the ground host that sent this has read chunks of the key. Not answered."""
+    """Do not evict until the time, or until the sending ground host has read chunks of the key. Not answered."""
     WRITING = 4
     """Record that the ground host is still storing chunks of the key, on any satellite. Not answered."""
 
@@ -489,10 +488,10 @@ def unpack_retained(body: Buffer) -> list[Kept]:
 # could not do, and never takes an unsupported operation for a dead satellite.
 
 ASK_AGAIN_S = 60.0
-"""Seconds for which a client believes that a satellite lacks an operation: a later release may replace it meanwhile."""
+"""Seconds for which a client believes that a satellite lacks an operation: a later release may replace it."""
 CODEC_IDS = (0, 8, 9, 10)
-"""Codec ids of this release (``kv.codec``, ``engine.quantizers``): a client on the satellite's computer reads their
-payloads. The satellite itself stores any bytes.
+"""Codec ids of this release (``kv.codec``, ``engine.quantizers``), for a client on the satellite's computer that reads
+their payloads. The satellite itself stores any bytes.
 """
 
 _UNSUPPORTED = struct.Struct(">BBBxQQ")
@@ -500,9 +499,9 @@ _UNSUPPORTED = struct.Struct(">BBBxQQ")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Protocol versions, operations and codecs. ``operations`` has bit n set if command n is served; ``codecs`` has bit
-    n set for codec id n. If not ``stated``, they are those of the first releases of version 1, some of which may be
-    missing.
+    """Protocol versions, operations and codecs, the latter two as bits by number.
+
+    If not ``stated``, they are those of the first releases of version 1, some of which may be missing.
     """
 
     lowest_version: int
@@ -515,13 +514,13 @@ class Capabilities:
         return bool(self.operations >> op & 1)
 
     def figures(self) -> dict[str, int]:
-        """Return the capabilities as fields of a PONG."""
+        """Return them as fields of a PONG."""
         versions = self.lowest_version << 8 | self.highest_version
         return {"protocol_versions": versions, "operations": _signed(self.operations), "codecs": _signed(self.codecs)}
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:
-        """Return the capabilities in a PONG; zero stands for a missing field."""
+        """Return those in a PONG; zero stands for a missing field."""
         versions = figures.get("protocol_versions", 0)
         if not 0 < versions <= 0xFFFF:
             return UNSTATED
@@ -529,7 +528,7 @@ class Capabilities:
         return cls(versions >> 8, versions & 0xFF, operations, codecs)
 
     def pack_unsupported(self, op: int) -> bytes:
-        """Pack the body of UNSUPPORTED: the number of the requested operation, and these capabilities."""
+        """Pack the body of UNSUPPORTED: the requested operation's number, and these capabilities."""
         return _UNSUPPORTED.pack(op, self.lowest_version, self.highest_version, self.operations, self.codecs)
 
     @classmethod

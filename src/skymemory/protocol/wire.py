@@ -44,7 +44,7 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""Size limit of a packet. A packet is one UDP datagram, whose limit is below the 65,542 bytes of a Space Packet."""
+"""Size limit of a packet, which is one UDP datagram; a Space Packet could have 65,542 bytes."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -55,7 +55,7 @@ _HALF_WRAP_S = float(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
-    """Primary and secondary header. ``total_bytes`` is the length of the whole packet."""
+    """Primary and secondary header. ``total_bytes`` counts the whole packet."""
 
     telemetry: bool
     apid: int
@@ -71,7 +71,7 @@ class PacketHeader:
 
 
 def pack_command(function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """Return the first 8 bytes of a command packet with ``total_bytes`` bytes in total."""
+    """Return the first 8 bytes of a command packet."""
     return _COMMAND.pack(*command_fields(function_code, sequence_count, total_bytes, apid))
 
 
@@ -85,16 +85,14 @@ def command_fields(
 
 
 def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """Return the first 16 bytes of a telemetry packet with ``total_bytes`` bytes in total; the time is in seconds since
-    the mission epoch.
-    """
+    """Return the first 16 bytes of a telemetry packet; the time is in seconds since the mission epoch."""
     _check(apid, total_bytes, TELEMETRY_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return _TELEMETRY.pack(0x0800 | apid, count, total_bytes - PRIMARY_BYTES - 1, *telemetry_time(time_s), 0)
 
 
 def microseconds(time_s: float) -> int:
-    """Return a time in whole microseconds, from which every implementation computes packet fields identically."""
+    """Return a time in whole microseconds, from which all implementations compute packet fields alike."""
     return round(time_s * 1e6)
 
 
@@ -144,7 +142,7 @@ def _check(apid: int, total_bytes: int, least: int) -> None:
 
 
 def made_at_s(telemetry: memoryview, now_s: float) -> float:
-    """Return the time of a telemetry packet by its sender's clock, in full seconds: those on the wire wrap at 2^32."""
+    """Return the time of a telemetry packet by its sender's clock, in full: seconds on the wire wrap at 2^32."""
     _, _, _, seconds, fraction, _ = _TELEMETRY.unpack_from(telemetry)
     since_s = (seconds + fraction / 65536 - now_s + _HALF_WRAP_S) % (2 * _HALF_WRAP_S) - _HALF_WRAP_S
     return now_s + float(since_s)
@@ -157,15 +155,11 @@ VERSION = 1
 SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
 SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
-"""Part of the SKY header that forwarders change: hop limit, hop count, congestion marks. It counts as zero in the CRC.
-"""
+"""Part of the SKY header that forwarders change (hop limit, hop count, congestion marks); zero in the CRC."""
 HOP_LIMIT = 64
-"""Links that a packet may cross, as set by its sender."""
 CRC_OFFSET = 40
 CREDIT_UNIT_BYTES = 4096
-"""Unit of a header's ``credit``."""
 MOST_CREDIT = 0xFFFF
-"""Maximum of the field."""
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
@@ -180,12 +174,12 @@ MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
-"""Limit of moves in either direction: a sum of two counts stays within the 32 bits of the wire."""
+"""Limit of moves in either direction: the sum of two counts fits the wire's 32 bits."""
 _FIRST_ANSWER = 0x40
 
 
 class Op(IntEnum):
-    """Operations: requests (commands) are below 0x40, answers (telemetry) start there."""
+    """Operations: requests (commands) below 0x40, answers (telemetry) from there on."""
 
     SET = 0x01
     GET = 0x02
@@ -221,7 +215,7 @@ class Op(IntEnum):
 
 
 class UnknownOperation(MalformedPacket):
-    """Error of a command whose operation this release does not know: a later release may have sent it."""
+    """Command whose operation this release does not know: a later release may have sent it."""
 
 
 class Status(IntEnum):
@@ -237,17 +231,17 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""Flag of MISS and CHECKED: nothing of the key is being handed over to or written on this satellite, and the count of
-moves in this header is up to date. Without the flag, a chunk may still be on its way to or from this satellite.
+"""Flag of MISS and CHECKED: nothing of the key is being handed over to or written on this satellite, and this header's
+count of moves is up to date. Without it, a chunk may still be on its way to or from this satellite.
 """
 
 GROUND_SHELL = 0xFF
-"""Shell of addresses that are ground hosts; plane and slot then name their gateway."""
+"""Shell of ground hosts' addresses; plane and slot then name the gateway."""
 
 
 class Address(NamedTuple):
-    """Address of a satellite (``shell`` 0) or, with ``shell`` 0xFF, of a ground host behind the gateway ``(plane,
-    slot)``.
+    """Address of a satellite (``shell`` 0), or of a ground host behind the gateway ``(plane, slot)`` (``shell``
+    0xFF).
     """
 
     plane: int
@@ -266,8 +260,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Server of a chunk and the moves when it was set: all that a satellite needs to compute where the chunk belongs
-    now.
+    """Server of a chunk and the moves when it was set: all that is needed to compute where the chunk belongs now.
 
     ``strategy`` is a number of ``STRATEGY_CODES``; ``server`` is 0-based; moves are counted from the epoch.
     """
@@ -284,8 +277,7 @@ class PlacementTag:
 class ChunkRef:
     """Identity of one chunk of one value: chunks that two writers store under the same key never mix.
 
-    ``index`` is 0-based, ``chunks`` is the number of chunks of the value, ``value_crc`` is the CRC-32 of the whole
-    value.
+    ``index`` is 0-based; ``value_crc`` is the CRC-32 of the whole value.
     """
 
     key: bytes
@@ -334,8 +326,7 @@ class ChunkRef:
 class SkyHeader(NamedTuple):
     """Mission header: ``credit`` counts ``CREDIT_UNIT_BYTES``, and the answer echoes ``timestamp_us``.
 
-    A tuple, like ``Address``: every control packet needs one header, and a tuple takes a third of the time of a
-    dataclass.
+    A tuple, like ``Address``: it takes a third of a dataclass's time, for every control packet.
     """
 
     op: Op
@@ -443,14 +434,11 @@ def since_s(echo_us: int, now_s: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Control packet as read."""
-
     header: SkyHeader
     body: memoryview
 
 
 def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
-    """Return a whole control packet with its checksum."""
     packet = _prefix(header, len(body), sequence_count, now_s) + body
     return sealed(packet, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
 
@@ -502,7 +490,6 @@ def header_start(view: memoryview) -> int:
 
 
 def destination_of(packet: Buffer) -> Address:
-    """Return the destination of a packet that has a whole SKY header."""
     at = header_start(memoryview(packet)) + 4
     return Address.unpack(int.from_bytes(packet[at : at + 4], "big"))
 
@@ -554,7 +541,6 @@ class SegmentBatch:
 
     @property
     def is_one_packet(self) -> bool:
-        """Return True if ``headers`` is a single whole packet."""
         return self.payloads is None and len(self.headers) <= self.header_bytes
 
     @property
@@ -576,7 +562,7 @@ def single(packet: bytes) -> SegmentBatch:
 def bulk_batch(
     header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
 ) -> SegmentBatch:
-    """Return a sealed SET, MIGRATE or DATA packet for each reference (``CHUNK_REF_BYTES`` each) and its payload.
+    """Return a sealed SET, MIGRATE or DATA packet for each packed reference and its payload.
 
     Sequence counts start at ``sequence_count``.
     """
@@ -585,6 +571,6 @@ def bulk_batch(
 
 
 def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
-    """Return the ``bulk_batch`` of headers that are already packed up to the end of the SKY header."""
+    """Return ``bulk_batch`` for headers already packed up to the end of the SKY header."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

@@ -366,7 +366,7 @@ class FailureDetector:
         return self._to_witnesses(satellite, centre, once=False)
 
     def succeeded(self, now_s: float) -> None:
-        """Close the breaker after a success and probe all suspects, which may be back, too."""
+        """Record a success. If it closes the breaker, probe all suspects, which may be back, too."""
         if self.breaker.answered():
             self._counters.add("breaker_closed")
             self._peers.suspects.probe_all(now_s)

@@ -40,11 +40,11 @@ MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
 """Seconds to wait for an answer."""
 MOST_QUESTIONS_OF_PROOFS = 128
-"""CHECK packets of one ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
+"""CHECK packets of a ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
 _MOST_PLACEMENTS = 32
-"""Placements whose satellites one ``ask`` computes: values that were set together share a placement."""
+"""Placements per ``ask``: values that were set together share a placement."""
 _MOST_CHUNKS = 0xFFFF
-"""Greatest value, in chunks, whose loss can be proved: a CHECK cannot name a single chunk of a larger value."""
+"""Largest value whose loss can be proved: a CHECK cannot name single chunks beyond it."""
 _PLACEMENT = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _COUNT = struct.Struct(">HH")
 _CHECK = struct.Struct(">32s12sHHII")
@@ -55,8 +55,8 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """Question about all chunks of server ``server`` (0-based) of a value, whose ``chunks`` of ``length_bytes`` each
-    are spread over ``servers``.
+    """Question about all chunks of server ``server`` (0-based) of a value with ``chunks`` of ``length_bytes`` over
+    ``servers``.
     """
 
     key: bytes
@@ -68,17 +68,16 @@ class Check(NamedTuple):
 
     @classmethod
     def of(cls, packed: bytes, server: int) -> Check:
-        """Return the check of one server of the value to which a packed reference belongs."""
+        """Return the check of one server of a packed reference's value."""
         ref = ChunkRef.unpack(packed)
         return cls(ref.key, setting_of(packed), ref.tag.servers, server, ref.chunks, ref.length_bytes)
 
     @property
     def expected(self) -> int:
-        """Return the number of chunks on the server."""
         return -(-(self.chunks - self.server) // self.servers)
 
     def held_in(self, share: Share) -> list[int]:
-        """Return the indices of those chunks that are in a share."""
+        """Return the indices of those chunks in a share."""
         return [
             index
             for index, (ref, _) in share.items()
@@ -87,14 +86,14 @@ class Check(NamedTuple):
 
 
 class Found(IntEnum):
-    """Result that CHECKED reports for a check, by its number on the wire."""
+    """Result of a check, by its number on the wire."""
 
     WHOLE = 0
     LACKING = 1
     """Some chunks are missing, and there is room for them."""
     NO_ROOM = 2
-    """Some chunks are missing and not wanted: something would be evicted for them, chunks of another setting are in
-    their places, or the value is known to be dead.
+    """Some chunks are missing and not wanted: something would be evicted for them, another setting is in their places,
+    or the value is known to be dead.
     """
 
 
@@ -132,8 +131,8 @@ def unpack_found(body: Buffer) -> list[Found]:
 class Answer:
     """Results of ``place`` for ``checks``.
 
-    ``same_moves`` is True if it counts the same moves as this satellite; ``settled`` if none of these chunks is being
-    handed over there, and none of their keys is being written.
+    ``same_moves``: it counts the same moves as this satellite. ``settled``: none of these chunks is being handed over
+    there, and none of their keys is being written.
     """
 
     place: SatelliteId
@@ -169,13 +168,12 @@ class Checks:
 
     @property
     def asking(self) -> bool:
-        """Return True if an answer is awaited."""
         return bool(self._asked)
 
     def ask(
         self, place: SatelliteId, checks: list[Check], on_answer: OnAnswer, now_s: float, answer_s: float = ANSWER_S
     ) -> None:
-        """Send CHECKs; ``on_answer`` is called once for each packet that is answered in time. Nothing is repeated."""
+        """Send CHECKs; ``on_answer`` is called for each packet answered in time. Nothing is repeated."""
         self._asked = {n: asked for n, asked in self._asked.items() if asked.until_s > now_s}
         for at in range(0, len(checks), MAX_CHECKS_PER_PACKET):
             page = checks[at : at + MAX_CHECKS_PER_PACKET]
@@ -186,7 +184,7 @@ class Checks:
             self._outbox.command(Op.CHECK, place, number, pack_checks(page), now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """Handle CHECKED: the answer to a CHECK of this satellite."""
+        """Handle CHECKED."""
         asked = self._asked.pop(packet.header.request_id, None)
         results = unpack_found(packet.body)
         if asked is not None and len(results) == len(asked.checks):
@@ -195,7 +193,7 @@ class Checks:
             asked.on_answer(Answer(asked.place, asked.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Handle CHECK: answer another satellite. Free memory is offered once per packet, not once per check."""
+        """Handle CHECK. Free memory is offered once per packet, not once per check."""
         room_bytes = self._store.limit_bytes - self._store.used_bytes
         results, settled = [], True
         for check in unpack_checks(packet.body):
@@ -217,7 +215,7 @@ class Checks:
 
 
 def _taken_by_others(check: Check, share: Share) -> bool:
-    """Return True if chunks of another setting are in the places of these: it is not known which setting is later."""
+    """Return True if another setting is in these places: which setting is later is unknown."""
     return any(
         index % check.servers == check.server and setting_of(ref) != check.setting for index, (ref, _) in share.items()
     )
@@ -241,9 +239,8 @@ class Replicas:
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
         """Return shares of a stored key that must be whole elsewhere, with the satellites that may have them.
 
-        These are the shares that are not whole here, and the share of the server ``distance`` further in the ring.
-        ``before`` are the moves before the box last moved, during a handover: then both places may have a share, and
-        nothing needs to be here yet.
+        These are shares that are not whole here, and the share of the server ``distance`` further in the ring. With
+        ``before``, the moves before the last move, both places may have a share, and nothing needs to be here yet.
         """
         share = self._store.shares.get(key)
         if not share:
@@ -256,21 +253,19 @@ class Replicas:
         return [(check, others) for check in wanted if (others := self.others(packed, check.server, before))]
 
     def gone(self, packed: bytes, before: Moves | None = None) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
-        """Return the shares of a value that lost chunks here (given one reference) that are not whole here, with the
-        satellites of their other copies.
-        """
+        """Return a value's shares that are not whole here, with the satellites of their other copies."""
         return [(check, self.others(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
     def missing(self, check: Check) -> list[int]:
-        """Return the chunks of a share that are not here: at most ``MAX_CHECKS_PER_PACKET``, because a reference may
-        claim any number.
+        """Return a share's missing chunks: at most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any
+        number.
         """
         held_indices = set(check.held_in(self._store.shares.get(check.key, {})))
         missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held_indices)
         return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
     def others(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
-        """Return the other satellites of the copies of a server's share, now and before."""
+        """Return the other satellites of a share's copies, now and before."""
         places: dict[SatelliteId, None] = {}
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             for replica in self._replicas:
@@ -294,7 +289,6 @@ class Replicas:
         return [check for check in checks if held_counts[check] < check.expected and (held_counts[check] or ours)]
 
     def _belonging(self, packed: bytes) -> set[int]:
-        """Return the servers of which a copy belongs here."""
         belonging = set[int]()
         for replica in self._replicas:
             try:
@@ -318,14 +312,14 @@ class Replicas:
 # moves, and are settled. If a satellite is silent, nothing is proved, and nothing is dropped.
 
 OnProof = Callable[[bytes, bool, float], None]
-"""Callback that is given a packed reference of the value, True if a chunk of it is lost or False if all chunks in
-question exist, and the time. Not called if neither is certain.
+"""Callback: packed reference of the value, True if a chunk is lost or False if all chunks in question exist, time. Not
+called if neither is certain.
 """
 
 
 @dataclass(slots=True)
 class _Case:
-    """Value in question: for each chunk, the satellites that may still have it, as far as is known."""
+    """Value in question: for each chunk, the satellites that may still have it."""
 
     packed: bytes
     left: dict[int, set[SatelliteId]]
@@ -346,7 +340,7 @@ class LossProofs:
         self._checks = checks
 
     def ask(self, values: Sequence[tuple[bytes, Collection[int]]], on_proof: OnProof, now_s: float) -> None:
-        """Ask about values, each given by a packed reference and chunks of its setting that are not here.
+        """Ask about values, each given by a packed reference and missing chunks of its setting.
 
         Values beyond the limit of questions are skipped.
         """
@@ -392,14 +386,14 @@ class LossProofs:
         self._checks.ask(place, [check for _, check in asked], on_answer, now_s, PROOF_S)
 
     def _judge(self, case: _Case, now_s: float) -> None:
-        """Report a loss, once, if no satellite is left that may have one of the chunks."""
+        """Report a loss, once, if no satellite is left that may have a chunk."""
         lost = [index for index, places in case.left.items() if not places]
         if lost and case.moves == self._locator.moves and self._state.is_settled(case.packed[:KEY_BYTES], lost, now_s):
             case.left.clear()
             case.on_proof(case.packed, True, now_s)
 
     def _places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
-        """Return every other satellite on which chunks of a server can have been since their setting, as any copy."""
+        """Return the other satellites on which a server's chunks can have been since their setting, as any copy."""
         tag = ref.tag
         set_moves, placement = (tag.slot_moves, tag.plane_moves), self._sky.placement(tag.strategy, tag.servers)
         replicas = range(min(len(self._replicas), placement.box.width * placement.box.height))

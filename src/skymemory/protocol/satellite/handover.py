@@ -10,18 +10,17 @@ The states of a chunk that leaves:
 2. *in flight*, until acknowledged; retransmitted after a timeout (``bursts_to_send``);
 3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
 
-A *stray* is a chunk that is here although it belongs elsewhere, and is in none of these states: it was stored by a
-writer that did not know of the last move, handed over by a satellite whose clock is ahead, or refused by its
-destination (full, dead or unreachable). Strays are examined again when they are due, so that two satellites that
-disagree about the moves do not send chunks to and fro.
+A *stray* is here although it belongs elsewhere, in none of these states: stored by a writer that did not know of the
+last move, handed over by a satellite whose clock is ahead, or refused by its destination (full, dead or unreachable).
+Strays are examined again when due, so that two satellites that disagree about the moves do not send chunks to and fro.
 
-If values have copies, a chunk may also leave *as another copy* than the copy stored here. Then it is only copied, and
-nothing here is deleted after it has arrived.
+If values have copies, a chunk may also leave *as another copy* than the copy here. It is then only copied, and nothing
+here is deleted afterwards.
 
 A handover is background traffic and takes the bandwidth that others leave: fewer bursts are in flight the later answers
-are (LEDBAT, RFC 6817), and half as many if no answer comes at all. A single lost burst is no sign of congestion: links
-lose some. Chunks for a satellite that did not answer are retried as soon as the own host is on time again or a link has
-come up. ``Pacer`` spreads bursts over time.
+are (LEDBAT, RFC 6817), half as many if no answer comes at all. A single lost burst is no sign of congestion. Chunks for
+a satellite that did not answer are retried when the own host is on time again or a link has come up. ``Pacer`` spreads
+bursts over time.
 """
 
 from __future__ import annotations
@@ -43,28 +42,28 @@ Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
 """Chunks of a MIGRATE request: as many as a segmentation-offload send carries."""
 SPREAD_S = 0.2
-"""Seconds after a move at which the last burst is sent, if the usual pace allows. It then arrives before readers look
-for it in its new place (``clock.HANDED_OVER_S`` after the move).
+"""Seconds after a move at which the last burst is sent, if the usual pace allows: it arrives before readers look for it
+in its new place (``clock.HANDED_OVER_S``).
 """
 SPREAD_SHARE = 0.8
-"""Share of the time between moves in which bursts are sent: the rest is for their transit."""
+"""Share of the time between moves for sending; the rest is for transit."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
 _MOST_RETRY_S = 160.0
-"""First and longest back-off, in seconds, from a satellite that was full or did not answer. It doubles each time,
-because a value that does not fit would otherwise cross the links indefinitely.
+"""First and longest back-off from a satellite that was full or silent. It doubles each time: a value that does not fit
+would otherwise cross the links indefinitely.
 """
 _DELETED_TOGETHER_S = 0.05
-"""Seconds within which due deletions are done together: a timer for every burst costs more than its deletion."""
+"""Seconds within which deletions are done together: a timer per burst costs more than its deletion."""
 _SLOW = 2.0
 """Timeout of a burst in mean round trips."""
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
-"""Queueing delay of an answer (beyond the shortest round trip) above which fewer bursts are in flight."""
+"""Queueing delay of an answer above which fewer bursts are in flight."""
 _MOST_DECREASE = 16.0
-"""Limit of the window's decrease for a very late answer, as a factor of its increase for a prompt answer."""
+"""Greatest decrease of the window for a very late answer, relative to its increase for a prompt answer."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
@@ -72,8 +71,8 @@ _MOST_GAP_S = 0.010
 """Longest gap of the pacer: a few bursts need not take all the available time."""
 _GROUP_S = 0.008
 _MOST_GROUPED = 4
-"""Bursts that leave together, if they would otherwise leave more often than every ``_GROUP_S``. Sent singly, they cost
-every satellite on their path nearly twice the processor time; together, they delay a reader by less than that.
+"""Bursts that leave together instead of more often than every ``_GROUP_S``. Sent singly, they cost every satellite on
+their path nearly twice the processor time; together, they delay a reader by less.
 """
 _ROUNDING = 1e-9
 _GOLDEN = 0.6180339887498949
@@ -87,26 +86,22 @@ class Burst:
     destination: SatelliteId
     names: list[Leaving]
     plan: int
-    """Number of the plan (one for each move of the box) by which its chunks belong at ``destination``."""
+    """Number of the plan (one per move of the box) by which its chunks belong at ``destination``."""
     sent_s: float
-    """Time of the first transmission."""
     deadline_s: float
     last_sent_s: float
     attempts: int = 1
     answered: bool = False
-    """True if some of its chunks have arrived."""
     spared: bool = False
     """True if its deadline was extended because the own host was late."""
 
 
 MOST_REQUEST_ID = 0x3FFFFFFF
-"""Greatest id of a burst. Other requests of a satellite have higher ids: an UNREACHABLE for one of those must end no
-burst.
-"""
+"""Greatest id of a burst. Other requests have higher ids: an UNREACHABLE for those must end no burst."""
 
 
 class Handover:
-    """Chunks that leave this satellite. It sends nothing itself; ``Migration`` does."""
+    """Chunks that leave this satellite; ``Migration`` sends them."""
 
     def __init__(
         self,
@@ -118,62 +113,52 @@ class Handover:
         first_request_id: int = 0,
     ) -> None:
         """Create an empty plan. New bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is
-        the own host's (default: never late). Request ids start after ``first_request_id``.
+        the own host's (default: never late).
         """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
-        """Time before which nothing is sent for the first time, because ``Sweep`` still checks if it is complete."""
+        """Time before which no new burst is sent, because ``Sweep`` still checks it."""
         self.moved = False
-        """True if the box has moved since the last plan."""
         self.retransmitted = 0
         self.chunks_planned = 0
-        """Chunks examined by plans so far: work that no packet shows."""
+        """Chunks examined by plans: work that no packet shows."""
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
         self._window = float(window_bursts)
         self._heard_s = -math.inf
         self._cut_until_s = -math.inf
         self._shortest_s: dict[SatelliteId, float] = {}
-        """Shortest round trip to each destination."""
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
         self._round_trip = RoundTrip()
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        """Queued chunks whose place another copy has taken, with the copy as which they leave."""
+        """Queued chunks that another copy has replaced, with the copy as which they leave."""
         self._in_flight: dict[int, Burst] = {}
         self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
-        """Back-off by destination and key since the last move: the time of the next try, and the length of that
-        wait.
-        """
+        """Back-off by destination and key since the last move: time of the next try, length of the wait."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
-        """Strays whose destination did not answer or was unreachable, with the entry of ``_retries`` that they wait
-        for.
-        """
+        """Strays whose destination did not answer, with their entry of ``_retries``."""
         self._retry_throttle = Throttle()
         self._retry_waits = False
-        """True if ``retry_unanswered`` was called while throttled and must be repeated later."""
+        """True if ``retry_unanswered`` was throttled and must be repeated."""
         self._plans = 0
         self._some_leave_as_others = False
-        """True if any chunk may leave as another copy. Most satellites never see such a chunk, and need not look for
-        it.
-        """
+        """True if any chunk may leave as another copy. Most satellites never see one, and skip the search."""
         self._next_request_id = first_request_id % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:
-        """Return True if no plan is due, and nothing is queued, in flight or astray (copied chunks may still await
-        deletion).
-        """
+        """Return True if nothing is planned, queued, in flight or astray (copied chunks may await deletion)."""
         return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
     def at_rest(self) -> bool:
-        """Return True if ``idle`` and nothing awaits deletion: stored chunks then do not concern the handover."""
+        """Return True if ``idle`` and nothing awaits deletion."""
         return self.idle and not self._copied
 
     def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
@@ -194,7 +179,7 @@ class Handover:
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
-        Return the chunks that were to leave as another copy, because their new destination is not known here.
+        Return chunks that were to leave as another copy: their new destination is not known here.
         """
         leaving_as_others = sorted(self._leaving_as_others())
         if leaving_as_others:
@@ -228,7 +213,7 @@ class Handover:
         return leaving_as_others
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace of the queue: the box moves again in ``interval_s``."""
+        """Set the pace of the queue until the box moves again in ``interval_s``."""
         self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
@@ -245,7 +230,7 @@ class Handover:
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
-        """Record that these chunks were stored here again: ACKs of the earlier chunks must not delete them."""
+        """Record that these were stored again: ACKs of the earlier chunks must not delete them."""
         if not (self._copied or self._strays or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
@@ -278,7 +263,7 @@ class Handover:
     # --- Strays ---
 
     def stray(self, name: Leaving, due_s: float) -> None:
-        """Record that the chunk is here and belongs elsewhere; it is examined again at ``due_s``."""
+        """Record a chunk that belongs elsewhere, to be examined at ``due_s``."""
         if name not in self._strays and name not in self._queued:
             self._some_leave_as_others |= len(name) == 3
             self._strays[name] = due_s
@@ -301,11 +286,10 @@ class Handover:
 
     @property
     def window_bursts(self) -> int:
-        """Return how many may be in flight now."""
         return int(self._window)
 
     def bursts_to_send(self, now_s: float) -> list[Burst]:
-        """Return bursts that are due: those not acknowledged in time, and new bursts while the window is open."""
+        """Return due bursts: those not acknowledged in time, and new bursts while the window is open."""
         # 1. Retransmissions.
         to_send = []
         late_s = min(self._lateness.at(now_s), _MOST_TIMEOUT_S)
@@ -352,7 +336,7 @@ class Handover:
         return to_send
 
     def _burst_timeout_s(self) -> float:
-        """Return the timeout of a burst: longer if answers were late. Otherwise, busy hosts would retransmit whole
+        """Return the timeout of a burst, longer if answers were late: busy hosts would otherwise retransmit whole
         handovers, which keeps them busy.
         """
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
@@ -361,22 +345,20 @@ class Handover:
         return max(self.fresh_from_s, self._pacer.next_s)
 
     def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
-        """Remove chunks from a burst that have arrived, or were evicted or deleted meanwhile."""
+        """Remove chunks from a burst that have arrived or were removed meanwhile."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
 
     def awaits(self, request_id: int, satellite: SatelliteId) -> bool:
-        """Return True if a burst with this id is on its way to this satellite."""
         burst = self._in_flight.get(request_id)
         return burst is not None and burst.destination == satellite
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
         """Record an ACK of chunks. Return how many of them were awaited.
 
-        ``sent_s`` is the time at which the acknowledged transmission (the first or a later) was sent, if the ACK says
-        so.
+        ``sent_s`` is the time of the acknowledged transmission, if the ACK says so.
         """
         burst = self._in_flight.get(request_id)
         if burst is None:
@@ -407,8 +389,9 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def retry_unanswered(self, now_s: float) -> None:
-        """Restart back-offs from the shortest: the own host is on time again, or a link came up, so satellites that did
-        not answer may do so now. What waited for them leaves as soon as the throttle allows.
+        """Restart back-offs, because the own host is on time again or a link came up; satellites may answer now.
+
+        What waited leaves as soon as the throttle allows.
         """
         self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
         if self._retry_waits or not self._unanswered:
@@ -422,9 +405,7 @@ class Handover:
         self._unanswered.clear()
 
     def refused(self, request_id: int, now_s: float, full: bool = False) -> None:
-        """Retry a burst after a back-off, because the destination did not take it (``full``; otherwise no answer, or no
-        route).
-        """
+        """Retry a burst after a back-off: the destination was ``full``, did not answer, or has no route."""
         burst = self._in_flight.pop(request_id, None)
         if burst is None or not burst.names:
             return
@@ -444,9 +425,7 @@ class Handover:
     # --- Deletions, timers ---
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
-        """Return copied chunks whose grace period is over, each once, except those that have yet to leave as another
-        copy.
-        """
+        """Return copied chunks whose grace period is over, except those that have yet to leave as another copy."""
         expired = []
         for name, deadline_s in self._copied.items():  # in the order of deadlines: the grace period is constant
             if deadline_s > now_s:
@@ -488,43 +467,37 @@ class Handover:
 
 
 def phase_of(here: SatelliteId) -> float:
-    """Return the position at which a satellite begins in its gap, 0 … 1.
-
-    Multiples of the golden ratio keep the satellites of a row or column apart, whatever their number.
-    """
+    """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row's satellites apart."""
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:
-    """Departure times of the next bursts: evenly spread, instead of all at once.
+    """Departure times of bursts: evenly spread, instead of all at once.
 
     All satellites see the box move at the same instant. If each sent everything as fast as it could, a reader at that
     instant would wait for all of it, on the links and in the host processes on the path. So bursts are spread over the
-    available time: until readers look for them in their new place, and until the box moves on.
+    available time: until readers look in the new place, and until the box moves on.
 
-    The pacer is a token bucket of two groups of bursts: in any ``t`` seconds, at most ``t / step_s + 2`` groups leave.
-    ``usual_gap_s`` is the pace that links and cores can bear; it is exceeded only if the box would move on before
-    everything is sent. 0 means no pacing.
+    A token bucket of two groups of bursts: at most ``t / step_s + 2`` groups in any ``t`` seconds. ``usual_gap_s`` is
+    what links and cores can bear, exceeded only if the box would otherwise move on before everything is sent; 0: no
+    pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
         self.next_s = 0.0
-        """Earliest time of the next burst."""
         self.gap_s = usual_gap_s
         """Seconds per burst, on average."""
         self.group = 1
         """Bursts that leave together."""
         self._left = 1
         self.step_s = usual_gap_s
-        """Seconds between groups."""
         self._usual_gap_s = usual_gap_s
         self._phase = phase
 
     def spread(self, bursts: int, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace after a move of the box: ``bursts`` have to leave, and the box moves again in ``interval_s``.
+        """Set the pace for ``bursts`` after a move; the box moves again in ``interval_s``.
 
-        ``urgent`` means that an operator moved it: readers, whose clocks did not predict that, look in the new place at
-        once.
+        ``urgent``: an operator moved it, and readers, whose clocks did not predict that, look in the new place at once.
         """
         if not self._usual_gap_s:
             return
@@ -536,7 +509,6 @@ class Pacer:
         self.next_s = now_s + self._phase * self.step_s
 
     def sent(self, now_s: float) -> None:
-        """Record that a burst has left."""
         if not self.gap_s:
             return
         self._left -= 1
@@ -546,7 +518,7 @@ class Pacer:
             self.next_s = max(self.next_s, now_s - self.step_s) + self.step_s
 
     def relax(self) -> None:
-        """Return to the usual pace: nothing is left to send, and later bursts (strays) leave singly."""
+        """Return to the usual pace: later bursts (strays) leave singly."""
         if self.gap_s != self._usual_gap_s:
             self.gap_s = self.step_s = self._usual_gap_s
             self._left = self.group = 1

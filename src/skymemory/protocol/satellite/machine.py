@@ -77,9 +77,8 @@ class SatelliteMachine:
         lateness: Lateness | None = None,
         transport_figures: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """Create the machine. The transport updates the host's ``lateness`` (default: never late).
-        ``transport_figures`` returns the transport's part of the housekeeping (``delay_error_p99_us``,
-        ``faults_injected``).
+        """Create the machine. The transport updates the host's ``lateness`` (default: never late);
+        ``transport_figures`` returns its part of the housekeeping.
         """
         # State that all handlers share.
         self._state = state = SatelliteState(config, sky, clock, now_s, lateness)
@@ -89,19 +88,17 @@ class SatelliteMachine:
         self.store = state.store
         self.handover = state.handover
         self.backlog_bytes = 0
-        """Bytes that the transport was given and has not yet sent; set by the transport."""
+        """Unsent bytes of the transport, which sets this."""
         self._address, self._locator, self._router = state.address, state.locator, state.router
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
         self._packets_next = False
-        """True if ``work`` processes packets next. Packets and timers alternate, because a handover always has timers
-        due.
-        """
+        """True if ``work`` processes packets next: they alternate with timers, which a handover always has due."""
         self._was_late = False
-        """True if the host was overloaded when last checked; ``_check_s`` is the time of the next check."""
+        """True if the host was overloaded at the last check; the next check is at ``_check_s``."""
         self._check_s = now_s
         self._healed = 0
-        """Value of ``LinkState.healed`` when datagrams were last taken: a change means that a link came up."""
+        """``LinkState.healed`` when datagrams were last taken: a change means that a link came up."""
 
         # Handlers, each constructed with the handlers that it calls.
         self._gate: SatelliteGate | None = None
@@ -170,8 +167,10 @@ class SatelliteMachine:
 
     @property
     def hidden_work(self) -> tuple[int, int, int]:
-        """Return work that no packet shows, for a transport that models its cost: satellites searched for routes,
-        chunks examined by handover plans, and packets postponed; totals so far.
+        """Return totals of work that no packet shows: satellites searched for routes, chunks examined by plans, packets
+        postponed.
+
+        A transport that models costs charges it.
         """
         return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
@@ -230,7 +229,7 @@ class SatelliteMachine:
                 self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Forward or deliver packets that have the same destination and operation."""
+        """Forward or deliver packets with the same destination and operation."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -273,7 +272,6 @@ class SatelliteMachine:
         self._outbox.send_by(*forwarded)
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Deliver packets of one operation to this satellite: chunks to the memory, all else to its handler."""
         carries = segments[0][start + 1] in _CARRIERS
         if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate removes MACs
             self.counters.add("packets_malformed", len(segments))
@@ -312,10 +310,10 @@ class SatelliteMachine:
     # --- Plain requests that the transport serves by itself, without a call per packet ---
 
     def plain_requests(self, now_s: float) -> PlainRequests | None:
-        """Return what ``native.serve`` needs to serve plain GETs and SETs until the next call of this machine; None:
-        not now.
+        """Return what ``native.serve`` needs to serve plain GETs and SETs until this machine's next call; None: not
+        now.
 
-        Every request that it serves must be reported with ``served``, and what passes by ``routes`` with ``passed``.
+        Requests so served must be reported with ``served``, and packets passed by ``routes`` with ``passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
@@ -328,9 +326,8 @@ class SatelliteMachine:
             self.neighbours.used(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
-        """Return the next hops and beams by which packets in transit may pass until the next call of this machine.
-
-        Return None if the satellite is overloaded and postpones some of them.
+        """Return next hops and beams for packets in transit until this machine's next call; None while some are
+        postponed.
         """
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
@@ -347,8 +344,7 @@ class SatelliteMachine:
         self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
-        """Forward answers handed over by a satellite of the same host. Return them with their hops counted, and their
-        next link.
+        """Forward answers from a satellite of the same host. Return them with hops counted, and their next link.
 
         Return None, without effect, if they must come as packets.
         """
@@ -401,7 +397,7 @@ class SatelliteMachine:
         return self._check_s if self._was_late else math.inf
 
     def _check_overload(self, now_s: float) -> None:
-        """Check if the host is overloaded. Once it is on time again, retry what did not answer meanwhile."""
+        """Check for overload; once it ends, retry what did not answer meanwhile."""
         late, was_late = self.lateness.is_late(now_s), self._was_late
         self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
@@ -415,11 +411,10 @@ class SatelliteMachine:
 
     @property
     def wants_work(self) -> bool:
-        """Return True if background work waits for a call of ``work``."""
         return self._state.timers_wait or bool(self._postponed)
 
     def work(self, now_s: float) -> native.Run | None:
-        """Do one piece of the waiting background work. Return the packets processed, if it was packets."""
+        """Do one piece of background work. Return the packets processed, if any."""
         packets_next, self._packets_next = self._packets_next, not self._packets_next
         if self._state.timers_wait and not (packets_next and self._postponed):
             self._run_background(now_s)
@@ -432,7 +427,7 @@ class SatelliteMachine:
         return None
 
     def _hand_over(self, now_s: float) -> None:
-        """Send the chunks that an event lets leave: now, or later if the host is late."""
+        """Send chunks that may now leave: at once, or later if the host is late."""
         if self.lateness.is_late(now_s):
             self._state.timers_wait = True
         else:
@@ -458,12 +453,10 @@ class SatelliteMachine:
             self._chunks.get(packet, now_s)
 
     def _acknowledged(self, packet: Packet, now_s: float) -> None:
-        """Handle ACK: another satellite took, or refused, chunks that were handed over."""
         self._migration.acknowledged(packet, now_s)
         self._hand_over(now_s)
 
     def _unreachable(self, packet: Packet, now_s: float) -> None:
-        """Handle UNREACHABLE: no route to the destination of a handover."""
         self._migration.unreachable(packet, now_s)
         self._hand_over(now_s)
 
@@ -472,7 +465,7 @@ class SatelliteMachine:
         self._sweep.release_handover()
 
     def _links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
-        """Handle LINKS: a neighbour reports dead links, and how far operators have moved the box."""
+        """Handle LINKS: a neighbour's report of dead links and of operators' moves of the box."""
         packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
         bad, pushed = self.neighbours.receive(packets, source, now_s)
         if bad:
@@ -498,7 +491,6 @@ class SatelliteMachine:
         self._outbox.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def housekeeping(self) -> dict[str, int]:
-        """Return counters and gauges by the names of ``HOUSEKEEPING_FIELDS``, with the transport's own."""
         return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes,
             memory_limit_bytes=self.store.limit_bytes,

@@ -30,24 +30,24 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, 
 ChunkName = tuple[bytes, int]
 """Key and 0-based index."""
 Chunk = tuple[bytes, bytes]
-"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them are stored and removed."""
+"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them are stored."""
 Share = dict[int, Chunk]
 """Chunks of one key on this satellite, by index."""
 Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
-"""Reason of a removal. ``replaced``: by another chunk of the same name. ``evicted``: for room, by age or by a policy.
-``deleted``: by command.
+"""Reason of a removal: ``replaced`` by a chunk of the same name, ``evicted`` for room, by age or by a policy,
+``deleted`` by command.
 """
 CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
 
 _VERSION = slice(48, 56)
-"""Part of a packed reference: length and CRC of the whole value, which distinguish two values of one key."""
+"""Length and CRC of the whole value in a packed reference: they distinguish two values of one key."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
 
 
 class StoredChunk(NamedTuple):
-    """Stored chunk. ``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent unchanged."""
+    """Stored chunk. ``ref`` is the packed ``ChunkRef``, which is sent unchanged."""
 
     ref: bytes
     payload: bytes
@@ -55,8 +55,6 @@ class StoredChunk(NamedTuple):
 
 @dataclass(slots=True)
 class PutOutcome:
-    """Outcome of a ``put``; ``replaced`` and ``evicted`` count chunks."""
-
     stored: bool
     replaced: int = 0
     evicted: int = 0
@@ -81,19 +79,17 @@ class ChunkStore:
         self.shares: dict[bytes, Share] = {}
         """All chunks, by key. ``native`` may add chunks; ``added`` must then be called."""
         self.pins: dict[bytes, float] = {}
-        """Pinned keys, with the end of each pin."""
+        """Pinned keys, with each pin's end."""
         self.pinned_bytes = 0
         self.pin_limit_bytes = int(limit_bytes * pin_share)
         """Limit of all pinned keys together. A pinned key that grows beyond it loses its pin."""
         self.leases: dict[bytes, dict[int, float]] = {}
-        """Leased keys, none of them pinned: the ground hosts that are about to read each, with the end of each
-        lease.
-        """
+        """Leased, unpinned keys: the ground hosts about to read each, with each lease's end."""
         self.leased_bytes = 0
         self.expiries: dict[bytes, float] = {}
-        """Keys to be deleted, with the time of deletion."""
+        """Keys to be deleted, and when."""
         self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
-        """Keys that lost chunks to eviction and were not stored since, with the packed reference of one chunk."""
+        """Keys that lost chunks to eviction and were not stored since, with one packed reference."""
         self.conflicts: list[tuple[ChunkName, bytes]] = []
         """Chunks replaced by another copy of the same chunk, with the replaced packed references; until ``Migration``
         resolves them.
@@ -107,11 +103,11 @@ class ChunkStore:
     # --- Store ---
 
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
-        """Store a chunk. Its key becomes the most recently used key; others are evicted as needed.
+        """Store a chunk. Its key becomes the most recently used; others are evicted as needed.
 
-        A chunk is refused, and nothing changes, if it and the other chunks of its value that belong here do not fit in
-        addition to what is pinned and leased: half a value is worth nothing. A chunk that is already here is replaced,
-        so every operation is idempotent. ``migrated`` means that it was handed over.
+        A chunk is refused, and nothing changes, if it and its value's other chunks that belong here do not fit in
+        addition to what is pinned and leased: half a value is worth nothing. A chunk already here is replaced, so every
+        operation is idempotent. ``migrated`` means that it was handed over.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
@@ -133,8 +129,7 @@ class ChunkStore:
     def put_run(
         self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
     ) -> PutOutcome | None:
-        """Store chunks of one value with ascending ``indices`` at once, as ``put``; ``size_bytes`` is their size in
-        memory.
+        """Store chunks of one value with ascending ``indices``, of ``size_bytes`` in memory, at once.
 
         Return None, and change nothing, if each chunk must be put individually.
         """
@@ -163,9 +158,7 @@ class ChunkStore:
         return outcome
 
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
-        """Account for SETs that ``native`` stored: chunks and bytes by which the share grew, and bytes that were
-        replaced.
-        """
+        """Account for SETs that ``native`` stored: added chunks and bytes, and replaced bytes."""
         self._note(key)
         self._count += chunks
         self._came(key, size_bytes)
@@ -173,21 +166,18 @@ class ChunkStore:
         self.ledger.went(replaced_bytes, "replaced")
 
     def count_outdated(self, payload_bytes: int) -> None:
-        """Account for a handed-over chunk that was dropped because a later chunk is here: it counts as stored and
-        replaced.
-        """
+        """Account for a dropped outdated handover: as stored and replaced."""
         self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
     def relabel(self, name: ChunkName, ref: bytes) -> None:
-        """Turn a stored chunk into another copy of the same chunk."""
         self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
 
     def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Return True if a chunk of this size fits, once everything that may be evicted for it is evicted.
+        """Return True if a chunk fits once everything that may be evicted for it is evicted.
 
-        If something would have to be evicted, the server's whole part of the value must fit: its chunks that are here,
-        and those that are still to come.
+        If that evicts anything, the server's whole part of the value must fit: its stored chunks and those still to
+        come.
         """
         key, index = name
         share = self.shares.get(key, {})
@@ -206,9 +196,7 @@ class ChunkStore:
         )
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName:
-        """Return the next chunk to evict for a chunk of ``key``, never of the same value. ``_has_room`` ensures that it
-        exists.
-        """
+        """Return the next chunk to evict for ``key``, never of the same value. ``_has_room`` ensures that it exists."""
         victim = self._replacement.victim(key)
         if victim is not None:
             return victim, max(self.shares[victim])
@@ -225,9 +213,9 @@ class ChunkStore:
     # --- Read ---
 
     def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
-        """Return the chunks that are here, in the order of ``indices``, and the indices of those that are not.
+        """Return the stored chunks, in the order of ``indices``, and the missing indices.
 
-        The key becomes the most recently used key.
+        The key becomes the most recently used.
         """
         share = self.shares.get(key)
         if share is None:
@@ -242,24 +230,23 @@ class ChunkStore:
         return [share[index] for index in indices if index in share], missing
 
     def touch(self, key: bytes) -> None:
-        """Record a request for a key that is here."""
         if key not in self.pins:
             self._replacement.used(key)
 
     def refresh(self, key: bytes) -> bool:
-        """Make the key the most recent key without a request. Return True if it is here."""
+        """Make the key the most recent without a request. Return True if it is here."""
         if key in self.shares:
             self._note(key)
         return key in self.shares
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
-        """Return the chunk, or None if it is not here, without effect on the order of eviction."""
+        """Return the chunk or None, without effect on the order of eviction."""
         share = self.shares.get(name[0])
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
     def presence(self, key: bytes) -> Presence | None:
-        """Describe what is held of ``key`` by the lowest chunk of its latest placement."""
+        """Describe a key's share by the lowest chunk of its latest placement."""
         share = self.shares.get(key)
         if share is None:
             return None
@@ -270,14 +257,14 @@ class ChunkStore:
     # --- Remove ---
 
     def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        """Remove a chunk. Return True if it was here. The ledger counts its bytes under ``cause``."""
+        """Remove a chunk. Return True if it was here."""
         removed = self._take(name, cause)
         if removed:
             self._tidy(name[0], cause == "evicted")
         return removed
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
-        """Remove every chunk of ``key``. Return their number."""
+        """Remove a key. Return the number of its chunks."""
         share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
@@ -288,7 +275,7 @@ class ChunkStore:
         return chunks
 
     def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
-        """Remove the chunks of these settings of keys. Return their number."""
+        """Remove settings of keys. Return the number of their chunks."""
         dropped = 0
         for key, setting in dead:
             indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
@@ -335,20 +322,20 @@ class ChunkStore:
                 yield (key, index), StoredChunk._make(share[index])
 
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
-        """Return up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
+        """Return up to ``limit`` keys greater than ``after``: a page of a listing that tolerates changes."""
         return self._ordered.after(after, limit)
 
     # --- Pins and leases ---
 
     def pin(self, key: bytes, until_s: float = math.inf) -> None:
-        """Protect a stored key from eviction until it is unpinned. ``until_s`` is a record for ``Retention``."""
+        """Protect a stored key from eviction. ``until_s`` is a record for ``Retention``."""
         if key not in self.pins:
             self.pinned_bytes += self.share_bytes(key)
             self._replacement.gone(key)
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
-        """Allow eviction of the key again, with the rank of a key that has just arrived."""
+        """Allow eviction again, with the rank of a key that has just arrived."""
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
@@ -363,13 +350,12 @@ class ChunkStore:
         self.leases[key][ground] = until_s
 
     def release(self, key: bytes, ground: int) -> None:
-        """End the lease of this ground host, if it has one."""
         holders = self.leases.get(key)
         if holders is not None and holders.pop(ground, None) is not None and not holders:
             self.end_lease(key)
 
     def end_lease(self, key: bytes) -> None:
-        """Allow eviction of the key again, with its current rank."""
+        """Allow eviction again, with the current rank."""
         if self.leases.pop(key, None) is not None:
             self.leased_bytes -= self.share_bytes(key)
             self._replacement.free(key)
@@ -380,13 +366,11 @@ class ChunkStore:
         return self.pinned_bytes + self.leased_bytes - own_bytes
 
     def share_bytes(self, key: bytes) -> int:
-        """Return the size in memory of the key's share."""
         return size_bytes_of(self.shares.get(key, {}))
 
     # --- Accounts ---
 
     def _grow(self, key: bytes, size_bytes: int) -> None:
-        """Account for growth of a key's share; negative if it has shrunk."""
         self.used_bytes += size_bytes
         if key in self.pins:
             self.pinned_bytes += size_bytes
@@ -394,7 +378,6 @@ class ChunkStore:
             self.leased_bytes += size_bytes
 
     def _came(self, key: bytes, size_bytes: int) -> None:
-        """Account for chunks that were stored."""
         self._grow(key, size_bytes)
         if len(self.shares) > len(self._ordered):  # otherwise no key is new: that needs no search
             self._ordered.add(key)
@@ -410,7 +393,7 @@ class ChunkStore:
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
-    """Return the size in memory of a server's chunks that are neither ``ref``'s own nor ``here``."""
+    """Return the size in memory of a server's chunks other than ``ref``'s own and ``here``."""
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in here) - 1
@@ -440,9 +423,9 @@ def set_moves_of(ref: bytes) -> Moves:
 
 
 def latest_index(share: Share) -> int:
-    """Return the index of the lowest chunk of the latest placement.
+    """Return the lowest index of the latest placement.
 
-    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on the
+    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on
     satellites that both placements use.
     """
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
@@ -453,12 +436,11 @@ def latest_index(share: Share) -> int:
 
 
 def latest_ref(share: Share) -> bytes:
-    """Return the packed reference of the chunk at ``latest_index``."""
     return share[latest_index(share)][0]
 
 
 def size_bytes_of(share: Share) -> int:
-    """Return the size of a share in memory: payloads and references."""
+    """Return a share's size in memory: payloads and references."""
     return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)
 
 
@@ -470,8 +452,6 @@ def as_copy(ref: bytes, replica: int) -> bytes:
 def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
     """Return the stored chunks of which ``coming`` (index and packed reference) are other copies, with their
     references.
-
-    Chunks of other values, or of other settings, are not copies.
     """
     conflicts = []
     for index, ref in coming:
@@ -482,7 +462,7 @@ def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) 
 
 
 def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
-    """Group all chunks by packed placement tag: chunks with the same tag always move together. Examines every chunk."""
+    """Group all chunks by packed placement tag, whose chunks always move together. Examines every chunk."""
     groups: dict[bytes, list[ChunkName]] = {}
     for key, share in shares.items():
         tags = {ref[_TAG] for ref, _ in share.values()}
@@ -495,29 +475,27 @@ def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
 
 
 _DELETED_S = 1.0
-"""Seconds for which a deleted key is not taken over: the time that a client needs to delete it on every satellite."""
+"""Seconds for which a deleted key is not taken over: a client's time to delete it on every satellite."""
 _REMEMBERED_DELETIONS = 1 << 14
 _REMEMBERED_SETS = 1 << 16
 _REMEMBERED_DEAD = 4096
 
 
 class KeyHistory:
-    """Recent writes and deletions of keys, by which a satellite recognises late handovers and notices."""
+    """Recent writes and deletions of keys, which reveal late handovers and notices."""
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        """Time until which each key is not taken over, earliest first, and the setting concerned (empty: all)."""
+        """Until when each key is not taken over, earliest first, and its setting (empty: all)."""
         self._written: OrderedDict[bytes, float] = OrderedDict()
-        """Time at which a writer last stored each key, earliest first."""
+        """Last time that each key was stored by a writer, earliest first."""
         self._complete_since_s = -math.inf
         """Time since which ``_written`` has every key."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
-        """Settings of keys that were last dropped as dead. Copies of them are refused, because a satellite that has not
-        heard of it may offer some.
-        """
+        """Settings last dropped as dead. Copies are refused: a satellite that has not heard of it may offer some."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
-        """Record deletions by command: keys, and settings of them (empty: all)."""
+        """Record deletions by command: keys and settings (empty: all)."""
         while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
             self._deleted.popitem(last=False)
         for key, setting in deleted:
@@ -529,13 +507,11 @@ class KeyHistory:
             self._deleted.popitem(last=False)
 
     def dropped(self, dead: Iterable[Dead]) -> None:
-        """Record values that were dropped as dead."""
         self.dead.update(dead)
         while len(self.dead) > _REMEMBERED_DEAD:
             self.dead.popitem(last=False)
 
     def written(self, key: bytes, now_s: float) -> None:
-        """Record that a writer stored chunks of the key here."""
         if self._deleted:
             self._deleted.pop(key, None)
         if self.dead:
@@ -543,36 +519,35 @@ class KeyHistory:
         self.still_written(key, now_s)
 
     def still_written(self, key: bytes, now_s: float) -> None:
-        """Record that a writer is still storing chunks of the key, on any satellite."""
+        """Record that a writer still stores chunks of the key, on any satellite."""
         self._written[key] = now_s
         self._written.move_to_end(key)
         while len(self._written) > _REMEMBERED_SETS or next(iter(self._written.values())) < now_s - MOST_SINCE_S:
             self._complete_since_s = self._written.popitem(last=False)[1]
 
     def was_written_since(self, key: bytes, since_s: float) -> bool:
-        """Return True if a writer has stored chunks of the key since then, or if that is not known."""
+        """Return True if a writer may have stored chunks of the key since then."""
         return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
-        """Return True if a writer may still be storing the key: a missing chunk may still arrive, and is not lost."""
+        """Return True if a writer may still be storing the key: a missing chunk may still arrive."""
         return self.was_written_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
-        """Return True if a handed-over chunk that arrived at ``came_s`` must be dropped: its key or setting was just
-        deleted.
+        """Return True if a handed-over chunk must be dropped, because its key or setting was just deleted.
 
-        If its sender still has it, the sender repeats it, and it is then accepted.
+        A sender that still has it repeats it, and it is then accepted.
         """
         until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
 
 _MOST = 512
-"""Keys in a block: an insertion moves half as many pointers, which costs less than the search for the place."""
+"""Keys in a block: an insertion moves half as many pointers, cheaper than the search for the place."""
 
 
 class OrderedKeys:
-    """Sorted set of keys, in blocks of at most ``_MOST``: the cost of a page depends on its size, not on the set's.
+    """Sorted set of keys, in blocks of at most ``_MOST``.
 
     O(log keys) to add and remove, O(log keys + limit) for a page.
     """
@@ -580,14 +555,12 @@ class OrderedKeys:
     def __init__(self) -> None:
         self._blocks: list[list[bytes]] = []
         self._lasts: list[bytes] = []
-        """Greatest key of each block."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, key: bytes) -> None:
-        """Add a key, if it is not yet here."""
         if not self._blocks:
             self._blocks, self._lasts, self._count = [[key]], [key], 1
             return
@@ -606,7 +579,6 @@ class OrderedKeys:
             self._lasts[at] = block[-1]
 
     def remove(self, key: bytes) -> None:
-        """Remove a key, which must be here."""
         at = bisect_left(self._lasts, key)
         block = self._blocks[at]
         del block[bisect_left(block, key)]
@@ -635,22 +607,20 @@ class Ledger:
 
         set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
 
-    Both sides are gross: a chunk that is stored again counts once as set (or migrated in) and once as replaced. A
-    handed-over chunk counts at both ends until the old copy is deleted, a grace period after its acknowledgement; only
-    then has it migrated out. Lost is what a satellite held when it died and came back empty with the same ledger; a
-    killed process loses its ledger too, and its successor starts a new ledger at zero.
+    Both sides are gross: storing a chunk again counts as set (or migrated in) and as replaced. A handed-over chunk
+    counts at both ends until the old copy is deleted, a grace period after its acknowledgement; only then has it
+    migrated out. Lost is what a satellite held when it died and came back empty with the same ledger; a killed process
+    loses its ledger, too.
     """
 
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(("set", "migrated_in", *CAUSES), 0)
 
     def came(self, size_bytes: int, migrated: bool) -> None:
-        """Count bytes from a writer or, with ``migrated``, from another satellite."""
         self._bytes["migrated_in" if migrated else "set"] += size_bytes
 
     def went(self, size_bytes: int, cause: Cause) -> None:
         self._bytes[cause] += size_bytes
 
     def figures(self) -> dict[str, int]:
-        """Return the counters by their names in ``messages.HOUSEKEEPING_FIELDS``."""
         return {f"bytes_{name}": size_bytes for name, size_bytes in self._bytes.items()}

@@ -43,7 +43,7 @@ class Router:
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
         self._next_hops: dict[int, SatelliteId] = {}
-        """Next hops found since the links were last ``_changes``; keys as in ``native.Transit``."""
+        """Next hops since the links' last ``_changes``; keys as in ``native.Transit``."""
         self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
@@ -53,18 +53,17 @@ class Router:
             self._grounds.popitem(last=False)
 
     def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
-        """Return the next hops that still hold, and the beams of ground hosts."""
+        """Return the valid next hops, and the beams of ground hosts."""
         if self._changes != self._links.changes:
             self._changes = self._links.changes
             self._next_hops.clear()
         return self._next_hops, self._grounds
 
     def heard_last(self, most: int) -> list[int]:
-        """Return the ``most`` ground hosts heard last."""
         return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
-        """Return the link for this satellite's own telemetry or command; None if there is no route."""
+        """Return the link for an own packet; None without a route."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             return self._beam(destination, packet)
@@ -75,9 +74,7 @@ class Router:
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
     ) -> tuple[SegmentBatch, LinkEnd] | Status:
-        """Return a copy of packets in transit with their hops counted, and their next link; or the reason why there is
-        none.
-        """
+        """Return a copy of packets in transit with hops counted, and their next link; or why there is none."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             beam = self._beam(destination, view)
@@ -92,7 +89,6 @@ class Router:
         return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
     def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
-        """Return the next hop to another satellite; None if there is no route."""
         next_hops, _ = self.known()
         key = there.plane << 12 | there.slot | _CAME[came]
         onward = next_hops.get(key)
@@ -117,13 +113,11 @@ class Router:
 # declares counts as up.
 
 LIFETIME_S = 200.0
-"""Seconds after which a declaration that was not repeated is forgotten: its origin may be dead, and the link up
-again.
-"""
+"""Lifetime of a declaration that is not repeated: its origin may be dead, and the link up again."""
 REFRESH_S = 60.0
-"""Seconds between repetitions of a declaration by a satellite with a dead link."""
+"""Interval at which a satellite with a dead link repeats its declaration."""
 MAX_DECLARATIONS = 360
-"""Declarations per packet, which is then no larger than a packet with a chunk of the default size."""
+"""Declarations per packet, which is no larger than one chunk's packet of the default size."""
 _MOST_AHEAD_MS = 60_000
 """Declarations from further in the future are refused: no later declaration would ever be newer."""
 
@@ -151,8 +145,8 @@ class Declaration(NamedTuple):
 class LinksBody(NamedTuple):
     """Body of LINKS, which a satellite sends to a neighbour.
 
-    ``pushed`` are the moves that operators added to the clock, at ``pushed_at_ms`` (0: before the start). ``late_s`` is
-    the lateness of the satellite's host, to 10 ms: its answers may take that much longer.
+    ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start). ``late_s`` is the host's lateness,
+    to 10 ms: its answers may take that much longer.
     """
 
     answer_me: bool
@@ -165,7 +159,6 @@ class LinksBody(NamedTuple):
         return self.pack_with([declaration.pack() for declaration in self.declarations])
 
     def pack_with(self, records: Sequence[bytes]) -> bytes:
-        """Pack the body with declarations that are already packed."""
         if len(records) > MAX_DECLARATIONS:
             raise InvalidInput(f"{len(records)} declarations: expected {MAX_DECLARATIONS} at most")
         flags, late = _ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
@@ -173,7 +166,7 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Parse a body, without declarations whose packed form is ``known``: in a storm, that is nearly all.
+        """Parse a body, without declarations whose packed form is ``known`` (in a storm, nearly all).
 
         Raises:
             MalformedPacket: the body contradicts itself.
@@ -197,8 +190,6 @@ class LinksBody(NamedTuple):
 
 
 class _Grid(dict[SatelliteId, _Four]):
-    """Cached four neighbours of each satellite of a torus."""
-
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
 
@@ -211,11 +202,10 @@ _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """Known state of the links of a torus: at most one declaration per satellite.
+    """Known state of a torus's links: at most one declaration per satellite.
 
-    Routes from a satellite are a shortest-path tree, grown once per change of the link state. While that changes all
-    the time, the tree is regrown only as a ``Throttle`` allows; until then the old tree is used, but never over a link
-    that is down here.
+    Routes from a satellite are a shortest-path tree, grown once per change. If changes keep coming, it is regrown only
+    as a ``Throttle`` allows; until then the old tree serves, but never over a link that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -224,48 +214,44 @@ class LinkState:
         self._declared: dict[SatelliteId, Declaration] = {}
         self._packed: dict[SatelliteId, bytes] = {}
         self.records: set[bytes] = set()
-        """Known declarations, packed."""
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
-        """Trees by requesting satellite: for each destination, the links on which a shortest path begins, as bits."""
+        """Trees by satellite: for each destination, the links on which a shortest path begins, as bits."""
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
-        """Satellites visited by searches so far: work that no packet shows."""
+        """Satellites visited by searches: work that no packet shows."""
         self.changes = 0
         """Counter of changes after which routes may differ."""
         self.healed = 0
-        """Count of links that came up again."""
         self._next_expiry_s: float | None = math.inf
         """None: computed when next read."""
 
     @property
     def clear(self) -> bool:
-        """Return True if no link is known to be down: the greedy path is then shortest."""
+        """Return True if no link is known to be down."""
         return not self._down
 
     def declared(self) -> list[Declaration]:
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        """Return ``declared``, packed, split by packet: at least one page."""
+        """Return the packed declarations by packet: at least one page."""
         known = list(self._packed.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
     def packed(self, origins: Iterable[SatelliteId]) -> list[bytes]:
-        """Return the known declarations of these satellites, packed."""
         return [self._packed[origin] for origin in origins if origin in self._packed]
 
     def made_ms(self, origin: SatelliteId) -> int:
-        """Return the time of its last known declaration; 0 if none is known."""
         declaration = self._declared.get(origin)
         return declaration.made_ms if declaration is not None else 0
 
     def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
         """Take a declaration. Return False if it is of another torus, known, too old, or from the future.
 
-        ``at_once`` means that it is this satellite's own, and routes from here must respect it now.
+        ``at_once``: it is the own declaration, which routes from here must respect now.
         """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
@@ -287,7 +273,6 @@ class LinkState:
         self.records.discard(self._packed.pop(origin, b""))
 
     def expire(self, now_s: float) -> None:
-        """Forget declarations that were not repeated."""
         old = [origin for origin, declared in self._declared.items() if _end_s(declared) <= now_s]
         for origin in old:
             self._forget(origin)
@@ -297,7 +282,6 @@ class LinkState:
 
     @property
     def next_expiry_s(self) -> float:
-        """Return the time of the next work for ``expire``; infinity: never."""
         if self._next_expiry_s is None:
             self._next_expiry_s = min(map(_end_s, self._declared.values()), default=math.inf)
         return self._next_expiry_s
@@ -306,9 +290,9 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """Return the next hop from ``here`` to ``there``: ``greedy`` if that is on a shortest path.
+        """Return the next hop from ``here`` to ``there``: ``greedy`` if it is on a shortest path.
 
-        If no path is known, the link state may be outdated: then ``greedy`` if its link is up, otherwise None.
+        Without a known path, the link state may be outdated: ``greedy`` if its link is up, otherwise None.
         """
         nearer = self._nearer(here, there)
         if nearer:
@@ -316,7 +300,7 @@ class LinkState:
         return greedy if self.is_up(here, greedy) else None
 
     def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
-        """Return the neighbours on which shortest paths begin, in their order."""
+        """Return the neighbours on which shortest paths begin."""
         tree = self._trees.get(here)
         if tree is None:
             tree = self._grow(here)
@@ -331,7 +315,7 @@ class LinkState:
         return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
     def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
-        """Search breadth-first from ``here``: a satellite is reached by every link that reaches a nearer neighbour."""
+        """Search breadth-first: a satellite is reached by every link that reaches a nearer neighbour."""
         self.trees_grown += 1
         tree, edge = {here: 0}, [here]
         down, neighbours = self._down, self._neighbours
@@ -352,11 +336,10 @@ class LinkState:
 
     @property
     def next_growth_s(self) -> float:
-        """Return the time of the next work for ``discard_trees``; infinity: never."""
         return self._growing.open_s if self._stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
-        """Discard the trees, so that the next lookup grows a tree from the present link state."""
+        """Discard the trees; the next lookup grows a new tree."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)
@@ -386,5 +369,4 @@ class LinkState:
 
 
 def _end_s(declaration: Declaration) -> float:
-    """Return the time at which a declaration is forgotten, unless it is repeated."""
     return declaration.made_ms / 1e3 + LIFETIME_S

@@ -1,10 +1,9 @@
 """Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
-``Sweep``: is the rest of each block still stored? The placement tag of a key says which servers hold its chunks, and
-how many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's
-servers, at the next sweep the second next, then the fourth. So a hole becomes known to all S servers in about log2 S
-sweeps, with one question per key and sweep. The same questions are asked before a handover, so that no dead block is
-handed over.
+``Sweep``: is the rest of each block still stored? A key's placement tag tells which servers hold its chunks, and how
+many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's servers,
+at the next sweep the second next, then the fourth. So all S servers learn of a hole in about log2 S sweeps, with one
+question per key and sweep. The same questions are asked before a handover, so that no dead block is handed over.
 
 1. A share that is not whole makes its key *suspect*. It may be on its way, or still be written.
 2. After ``confirm_s``, if the box has not moved, the satellite tries to prove that one of its chunks is lost
@@ -14,8 +13,8 @@ handed over.
 With copies, there is no suspicion while any copy of a share is whole: all places of a share are asked (CHECK), also for
 shares that are not whole here.
 
-``ReplicaRepair``: is each share that is whole here also whole at its next copy? If it is not, and there is room, the
-chunks are sent there.
+``ReplicaRepair``: is each share that is whole here also whole at its next copy? If not, and there is room, the chunks
+are sent there.
 """
 
 from __future__ import annotations
@@ -49,31 +48,29 @@ from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, O
 MOST_QUESTIONS = 8
 """HAS packets, each for 180 keys, of a sweep or handover."""
 MOST_BYTES = 16 << 20
-"""Bytes that a satellite sends for a repair sweep: copies are made in the background."""
+"""Bytes sent for a repair sweep, which is background work."""
 _SWEEP_PAGES = 8
 _REPAIR_PAGES = 8
 """HAS and CHECK packets of a sweep; the next sweep continues where it stopped."""
 _MOST_ATTEMPTS = 4
 _MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
-"""Distances in the ring of a key's other servers that are asked before a handover."""
+"""Distances in the ring of the other servers asked before a handover."""
 _FOUND = 1 << 30
-"""Count that marks a share as found at some place: no count of the other places reduces it to 0."""
+"""Count of a share found somewhere: no count of other places reduces it to 0."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """HAS on its way. ``expected`` is the number of chunks that the asked satellite must hold of each key."""
+    """HAS on its way. ``expected`` is the number of chunks that must be held of each key."""
 
     keys: list[bytes]
     expected: list[int]
     servers: dict[bytes, int]
-    """Server that the question is about, by key."""
+    """Server in question, by key."""
     asked_s: float
     lacking: dict[bytes, int]
-    """Number of places that may still have it, by key; shared by the questions about the same key. A place that does
-    not answer counts as having it.
-    """
+    """Places that may still have it, by key, shared by a key's questions. A silent place counts as having it."""
 
 
 @dataclass(slots=True)
@@ -83,12 +80,12 @@ class _Suspect:
     due_s: float
     moves: Moves
     nothing: bool
-    """True if nothing of the key is where that share belongs, so that any of its chunks is missing there."""
+    """True if nothing of the key is where that share belongs."""
     attempts: int = 0
 
 
 class Sweep:
-    """Suspicions of one satellite: they arise, are cleared or confirmed."""
+    """Suspicions of one satellite."""
 
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, gossip: Gossip, now_s: float) -> None:
         self._here = state.here
@@ -111,7 +108,7 @@ class Sweep:
         self._swept_to = b""
         self._swept_moves = state.locator.moves
         self._held_back: dict[Dead, Moves] = {}
-        """Settings that were held back from a handover, with the moves at that time; oldest first."""
+        """Settings held back from a handover, with the moves at that time; oldest first."""
 
     # --- The periodic sweep ---
 
@@ -119,7 +116,7 @@ class Sweep:
         return self._sweep_s
 
     def sweep(self, now_s: float) -> None:
-        """Examine the next keys, at a distance that doubles with each round over all keys. Not during a handover."""
+        """Examine the next keys, at a distance that doubles with each round. Not during a handover."""
         if now_s < self._sweep_s:
             return
         self._sweep_s = now_s + self._config.sweep_s
@@ -137,10 +134,9 @@ class Sweep:
     # --- Around a handover ---
 
     def before_handover(self, now_s: float) -> None:
-        """Check, after a move of the box, that what must leave is whole. New bursts wait for the answers.
+        """Check, after a move, that what must leave is whole. New bursts wait for the answers.
 
-        This is done only after a single step: after more steps, the places before the move are not known to be one step
-        off.
+        Only after a single step: otherwise the earlier places are not known to be one step off.
         """
         moves, before = self._locator.moves, self._locator.before
         if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
@@ -157,7 +153,7 @@ class Sweep:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
     def release_handover(self) -> None:
-        """Let new bursts leave if all answers have arrived."""
+        """Let new bursts leave once all answers have arrived."""
         if not self._asking:
             self._handover.fresh_from_s = 0.0
 
@@ -166,7 +162,7 @@ class Sweep:
         return bool(self._questions) or self._checks.asking
 
     def hold_back(self, burst: Burst, now_s: float) -> None:
-        """Remove suspect chunks from a burst: they leave after the attempt at a proof, if they are still here."""
+        """Remove suspect chunks from a burst: they leave after the attempt at a proof."""
         if not self._suspects or not burst.names:
             return
         key = burst.names[0][0]
@@ -178,9 +174,9 @@ class Sweep:
             self._handover.forget(burst, waiting)
 
     def _may_hold_back(self, suspected: Dead) -> bool:
-        """Return True if a setting may be held back: it may be at one count of moves only.
+        """Return True if a setting may be held back, which it may be at one count of moves only.
 
-        It arrives late at its place, so it looks dead from there at the next move. If held back again, it would never
+        It arrives late at its place, so it looks dead from there at the next move. Held back again, it would never
         follow a box that moves that often.
         """
         moves = self._held_back.setdefault(suspected, self._locator.moves)
@@ -193,8 +189,8 @@ class Sweep:
     def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
         """Check that these stored keys are whole: the own share, and the server ``distance`` further in the ring.
 
-        Return the keys beyond the limit of questions. ``before`` are the moves before the box last moved: then the
-        places before and after are asked, and one of them suffices.
+        Return the keys beyond the limit of questions. With ``before``, the moves before the last move, both places are
+        asked, and one of them suffices.
         """
         if self._replicas is not None:
             return self._examine_copies(self._replicas, keys, distance, now_s, before)
@@ -239,7 +235,7 @@ class Sweep:
     def _examine_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
-        """Check as ``_examine`` if there are copies: also shares that are not whole here."""
+        """Check as ``_examine`` with copies: also shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[tuple[bytes, int], int] = {}
         asked, unasked = 0, list[bytes]()
@@ -300,9 +296,9 @@ class Sweep:
         return ChunkRef.unpack(latest_ref(share)) if share else None
 
     def _incomplete_server(self, key: bytes) -> int | None:
-        """Return a server of whose chunks this satellite holds some, but not all.
+        """Return a server of which some chunks, but not all, are here.
 
-        Leftovers of an earlier value or placement of the key do not count.
+        Leftovers of an earlier value or placement do not count.
         """
         share = self._store.shares[key]
         packed = latest_ref(share)
@@ -315,7 +311,7 @@ class Sweep:
         return min((server for server, count in counts.items() if count < _chunks_of(server, ref)), default=None)
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
-        """Return the satellites of that server now and before; none if this satellite is one of them."""
+        """Return that server's satellites now and before; none if this satellite is among them."""
         tag, places = ref.tag, list[SatelliteId]()
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             try:
@@ -333,7 +329,7 @@ class Sweep:
         return min([suspect.due_s for suspect in self._suspects.values()])
 
     def confirm_suspicions(self, now_s: float) -> None:
-        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or were tried too often."""
+        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or tried too often."""
         values = []
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
@@ -349,10 +345,10 @@ class Sweep:
             self._proofs.ask(values, self._proved, now_s)
 
     def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Return chunks of the suspected share that are not here.
+        """Return the suspected share's missing chunks.
 
-        At most ``MAX_CHECKS_PER_PACKET`` are returned, because a reference may claim any number; a single chunk if
-        nothing of the share is in its place.
+        At most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any number; one chunk if nothing of the share
+        is in its place.
         """
         share = self._store.shares.get(key)
         if not share:
@@ -364,7 +360,6 @@ class Sweep:
         return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
 
     def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
-        """Drop the block if the loss is proved."""
         key = packed[:KEY_BYTES]
         share = self._store.shares.get(key)
         if self._suspects.pop(key, None) is not None and lost and share:
@@ -377,14 +372,12 @@ class Sweep:
             self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
 
     def _clear(self, key: bytes, server: int) -> None:
-        """End the suspicion, because the share was found."""
         known = self._suspects.get(key)
         if known is not None and known.server == server:
             del self._suspects[key]
 
 
 def _chunks_of(server: int, ref: ChunkRef) -> int:
-    """Return the number of chunks of the value on server ``server`` (0-based)."""
     return -(-(ref.chunks - server) // ref.tag.servers)
 
 
@@ -397,7 +390,7 @@ def _chunks_of(server: int, ref: ChunkRef) -> int:
 
 
 class ReplicaRepair:
-    """Recreates lost copies, if values have copies."""
+    """Recreation of lost copies."""
 
     def __init__(self, state: SatelliteState, checks: Checks, now_s: float) -> None:
         self._here = state.here
@@ -443,7 +436,7 @@ class ReplicaRepair:
             self._checks.ask(place, checks, self._send_lacking, now_s)
 
     def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
-        """Return the satellites of the next copies of shares that are whole here, of the latest setting of a key."""
+        """Return the satellites of the next copies of shares that are whole here, of a key's latest setting."""
         copies = []
         for (_, replica), (check, indices) in self._whole(key).items():
             ref = self._store.shares[key][indices[0]][0]
@@ -457,7 +450,7 @@ class ReplicaRepair:
         return copies
 
     def _whole(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
-        """Return the shares that are whole here, by server and copy: the check and the indices of the chunks."""
+        """Return the whole shares by server and copy: the check and the indices."""
         share = self._store.shares.get(key)
         if not share:
             return {}
@@ -471,7 +464,7 @@ class ReplicaRepair:
         return {name: entry for name, entry in checks.items() if len(entry[1]) == entry[0].expected}
 
     def _send_lacking(self, answer: Answer, now_s: float) -> None:
-        """Queue the chunks that another satellite lacks, within the budget of this sweep."""
+        """Queue chunks that another satellite lacks, within this sweep's budget."""
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):
