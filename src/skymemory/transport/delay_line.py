@@ -26,14 +26,12 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 Item = TypeVar("Item")
 
 GRAIN_S = 0.010
-"""Seconds within which packets of a run that arrive at their destination are delivered together, at the time of the
-last.
-"""
+"""Seconds within which packets of a run are delivered together, at the time of the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
-"""Bytes that a satellite may have in flight during a handover."""
+"""Bytes that a handover may have in flight."""
 _ERRORS_KEPT = 8_192
 RECENT_S = 60.0
-"""Age in seconds of the latest releases that percentiles cover; maximum and number cover all releases."""
+"""Age of releases that percentiles cover; maximum and number cover all."""
 
 
 class DelayLine(Generic[Item]):
@@ -60,7 +58,7 @@ class DelayLine(Generic[Item]):
         return self._timer.fileno()
 
     def push(self, delay_s: float, item: Item) -> float:
-        """Hold ``item`` from now on. Return when it is due, in seconds of the clock."""
+        """Hold ``item`` from now on. Return when it is due, by the clock."""
         due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
@@ -68,7 +66,7 @@ class DelayLine(Generic[Item]):
         return due_s
 
     def late_s(self) -> float:
-        """Return the time for which the first item has been due; negative if it is not, or there is none."""
+        """Return how long the first item has been due; negative if it is not, or there is none."""
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
@@ -94,8 +92,8 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """Return the lateness of releases: number, median and 99th percentile of the last minute, maximum of all;
-        seconds, never early.
+        """Return the lateness of releases in seconds: number, median and 99th percentile of the last minute, maximum of
+        all.
         """
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
@@ -107,7 +105,6 @@ class DelayLine(Generic[Item]):
         }
 
     def close(self) -> None:
-        """Drop all items."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.close()
@@ -173,8 +170,8 @@ class TimerFd:
 
 
 def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
-    """Return True if a batch goes before all that waits on its link: LINKS between satellites, as packets of routing
-    protocols do. Otherwise, a full queue would make a neighbour look dead.
+    """Return True for LINKS between satellites, which precede all that waits on their link, as packets of routing
+    protocols do: a full queue would otherwise make a neighbour look dead.
     """
     if not (isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId)):
         return False
@@ -183,7 +180,7 @@ def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
 
 
 def handover_timeout_s(timeout_s: float, links: Links) -> float:
-    """Return the timeout for the acknowledgement of a handover, including what may wait before it on one link."""
+    """Return a handover's timeout, including what may wait before it on a link."""
     return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
 
 
@@ -192,7 +189,7 @@ def groups(
 ) -> Iterator[tuple[float, SegmentBatch]]:
     """Yield datagrams that come to a link now in groups, each with the seconds until its last bit is sent.
 
-    Datagrams that the link loses are left out.
+    Lost datagrams are left out.
     """
     group: list[bytes] = []
     first_s = last_s = 0.0

@@ -17,7 +17,7 @@ _MOST_BITS = 8
 
 
 class FaultInjector:
-    """Injector for fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
+    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
 
     Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation. ``lost``, ``duplicated``, ``reordered``
     and ``corrupted`` count the faults, ``datagrams`` all datagrams.
@@ -49,7 +49,6 @@ class FaultInjector:
 
     @property
     def injected(self) -> int:
-        """Return the number of faults so far, of all kinds."""
         return self.lost + self.duplicated + self.reordered + self.corrupted
 
     def apply(self, data: bytes) -> list[tuple[bytes, float]]:
@@ -86,7 +85,7 @@ class FaultInjector:
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """Fault at ``time_s``: these satellites die, or this link is cut; with ``over``, they come back, empty."""
+    """Fault at ``time_s``: satellites die, or a link is cut; with ``over``, they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()
@@ -96,8 +95,8 @@ class FaultEvent:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Mean time between faults of each kind in the whole constellation (0: never), and their duration: drawn uniformly
-    from half to one and a half of ``lasts_s``.
+    """Mean time between faults of each kind in the constellation (0: never), and their duration: uniform from half to
+    one and a half of ``lasts_s``.
     """
 
     satellite_every_s: float = 0.0

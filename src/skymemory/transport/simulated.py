@@ -1,16 +1,16 @@
 """Simulated constellation over virtual time, in one object: exact to the event, and reproducible from a seed.
 
 Every link has its one-way delay; faults are drawn per datagram from a seeded injector. Satellites and clients are the
-same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: then satellites share
-the processors of their hosts (``simulated_host``).
+same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: satellites then share
+their hosts' processors (``simulated_host``).
 
-Packets to a neighbour hidden by the Earth are lost, and counted as ``packets_blocked``. Satellites detect this as they
-detect a dead neighbour, and route around it.
+Packets to a neighbour hidden by the Earth are lost, and counted as ``packets_blocked``. Satellites detect this as a
+dead neighbour, and route around it.
 
-If links have rates (``constellation.links``), every packet is sent when its link is free, and forwarded when its last
-bit has arrived. The machine of a forwarding satellite sees a run of packets only once, when its first packet arrives;
-each packet follows on the next link at its own time. At their destination, packets of a run that arrive within
-``GRAIN_S`` are delivered together, at the time of the last packet, as by receive offload.
+If links have rates (``constellation.links``), a packet is sent when its link is free, and forwarded when its last bit
+has arrived. The machine of a forwarding satellite sees a run of packets once, when the first arrives; each packet
+follows on the next link at its own time. At their destination, packets of a run that arrive within ``GRAIN_S`` are
+delivered together, at the time of the last, as by receive offload.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
 """One-way delay in seconds from one end of a link to the other."""
 Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
-"""Factory of a satellite, or of an object with the same interface (the satellite in C), from its own configuration."""
+"""Factory of a satellite, or of an object with the same interface (the satellite in C)."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
@@ -61,9 +61,7 @@ def no_delay(sender: Node, receiver: Node) -> float:
 
 
 class _Arrival(NamedTuple):
-    """Arrival of datagrams. ``order`` is the order at one time; ``data`` is datagrams of ``segment_bytes``, the last
-    maybe shorter.
-    """
+    """Datagrams of ``segment_bytes`` (the last maybe shorter). ``order`` breaks ties in time."""
 
     time_s: float
     order: int
@@ -77,7 +75,7 @@ class _Train:
     """Packets of one batch on one link with a rate, concatenated in ``data``: ``size`` bytes each, the last maybe
     fewer.
 
-    ``due_s`` is the arrival time of each packet; ``LOST``, or infinite before it has left.
+    ``due_s`` are their arrival times; ``LOST``, or infinite before departure.
     """
 
     __slots__ = (
@@ -115,18 +113,18 @@ class _Train:
         """True if they are delivered there, not forwarded as a run."""
         self.onward: _Train | None = None
         self.machine: object = None
-        """Machine that has forwarded them. It may be dead and replaced when the last of them arrive."""
+        """Machine that forwarded them; it may be dead and replaced when the last arrive."""
         self.first = -1
-        """First packet that has arrived and is not yet delivered; only for a train that ends."""
+        """First packet arrived and not yet delivered, if the train ends."""
         self.orders: list[int] = [0] * self.count if self.ends else []
         self.left = -1
-        """Last packet that has left; only for a train that ends."""
+        """Last packet that has left, if the train ends."""
         self.scheduled = False
-        """True if a delivery event is scheduled; only for a train that ends."""
+        """True if a delivery event is scheduled, if the train ends."""
 
 
 class SimulatedConstellation:
-    """All satellites of a torus, and any number of ground hosts, over virtual time that starts at 0."""
+    """Satellites of a torus, and any number of ground hosts, over virtual time from 0."""
 
     def __init__(
         self,
@@ -149,11 +147,11 @@ class SimulatedConstellation:
         """Create the constellation.
 
         Args:
-            offload: False delivers every datagram individually, as a kernel without receive offload does.
+            offload: False delivers every datagram individually, as without receive offload.
             clocks: the wrong clocks of some satellites.
             authority: the satellites' authority; a client's is in its config.
             limits: limits of the hosts; None: work takes no time, and no buffer overflows.
-            queues: link rates; None: everything passes at once.
+            queues: link rates; None: unlimited.
             buffer_bytes: credit that each receiver offers to its senders, without ``limits``.
             machine: factory of the satellites; None: ``SatelliteMachine``.
 
@@ -190,18 +188,17 @@ class SimulatedConstellation:
         self.satellites = {satellite: self._new_satellite(satellite) for satellite in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
         self._revived_s: dict[Node, float] = {}
-        """Time of each node's last revival, if any."""
         self._cut: set[frozenset[Node]] = set()
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._asked: dict[Node, int] = {}
-        """Revision of each client when it was last asked for packets; only if links have rates."""
+        """Revision of each client when last asked for packets, if links have rates."""
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
-        """Nodes with events, in order, so that a seed gives the same run in every process."""
+        """Nodes with events, ordered so that a seed gives the same run in every process."""
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
-        """Heap of earlier values of ``_timers``; an entry is valid if ``_timers`` still has it."""
+        """Heap of values of ``_timers``; an entry is valid if ``_timers`` still has it."""
         self.hosts: list[SimulatedHost] = []
         """Hosts, if there are limits."""
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
@@ -233,7 +230,7 @@ class SimulatedConstellation:
         return self._new_machine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
-        """Stop a satellite: it neither receives nor sends, and its memory is lost. Packets already sent arrive."""
+        """Stop a satellite and lose its memory. Packets already sent arrive."""
         self.flush()
         self._dead.add(satellite)
         self._timers.pop(satellite, None)
@@ -262,7 +259,6 @@ class SimulatedConstellation:
             self.kill(satellite)
 
     def revive_plane(self, plane: int) -> None:
-        """Restart all satellites of a plane, empty."""
         for satellite in [candidate for candidate in self.satellites if candidate.plane == plane]:
             self.revive(satellite)
 
@@ -272,7 +268,6 @@ class SimulatedConstellation:
         self._cut.add(frozenset((one, other)))
 
     def mend(self, one: Node, other: Node) -> None:
-        """Restore a link that was cut."""
         self._cut.discard(frozenset((one, other)))
 
     def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
@@ -313,9 +308,7 @@ class SimulatedConstellation:
             self.queues.forget(token)
 
     def step(self, limit_s: float) -> bool:
-        """Run the next event, not later than ``limit_s``. Return False (with the time at the limit) if there is
-        none.
-        """
+        """Run the next event, up to ``limit_s``. Return False (with the time at the limit) if there is none."""
         self.flush()
         return self.step_flushed(limit_s)
 
@@ -352,7 +345,7 @@ class SimulatedConstellation:
         return True
 
     def _run_hosts(self, timer_s: float, limit_s: float) -> bool:
-        """Run hosts for as long as their events come next. Return True if any ran."""
+        """Run hosts while their events come next. Return True if any ran."""
         worked = False
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
@@ -382,7 +375,7 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send the packets of machines that have had events, and record their timers."""
+        """Send the packets of machines with events, and record their timers."""
         for token, client in self._clients.items():
             # A client whose windows are full need not be asked again before it has received something.
             if client.wants_to_send and self._asked.get(token) != client.revision:
@@ -407,12 +400,11 @@ class SimulatedConstellation:
         self._touched.clear()
 
     def _depart(self, batch: SegmentBatch, sender: SatelliteId, receiver: LinkEnd) -> None:
-        """Send a host's batch after the link's delay."""
         if sender not in self._dead:
             self._send(batch, sender, cast(Node, receiver))
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Send a batch. Its datagrams without faults arrive together, as receive offload delivers them."""
+        """Send a batch. Datagrams without faults arrive together, as by receive offload."""
         if self._any_blocked and self._blocked(sender, receiver):
             self.satellites[cast(SatelliteId, sender)].counters.add("packets_blocked", batch.count)
             return
@@ -439,7 +431,7 @@ class SimulatedConstellation:
             self._arrive(run, link_s, sender, receiver)
 
     def _blocked(self, sender: Node, receiver: Node) -> bool:
-        """Return True if the Earth is between two satellites, so that packets between them are lost."""
+        """Return True if the Earth is between two satellites."""
         sight = self.sky.sight
         if sight is None or not isinstance(sender, SatelliteId) or not isinstance(receiver, SatelliteId):
             return False
@@ -457,7 +449,6 @@ class SimulatedConstellation:
     # --- Links with rates ---
 
     def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Put a batch on its link now."""
         assert self.queues is not None
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         if link in self._cut:
@@ -515,8 +506,8 @@ class SimulatedConstellation:
     def _schedule(self, train: _Train, at: int) -> None:
         """Schedule the next delivery of packets at their destination, from ``at`` on.
 
-        The event is the arrival of the last packet that, as far as is known now, is delivered together with the first.
-        So most packets need no event of their own.
+        The event is the arrival of the last packet that, as far as is known, is delivered together with the first. So
+        most packets need no own event.
         """
         due_s, last_left = train.due_s, train.left
         while at <= last_left and not 0.0 <= due_s[at] < math.inf:
@@ -539,7 +530,7 @@ class SimulatedConstellation:
         return last
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Process packets at the ends of their links, until an event needs timers or machines, or time reaches
+        """Process packets at the ends of their links, until a machine has received something or time reaches
         ``until_s``.
         """
         # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
@@ -564,7 +555,7 @@ class SimulatedConstellation:
                 self.now_s = arrival[0]
 
     def _passes(self, train: _Train, at: int) -> bool:
-        """Process a packet to be forwarded at the end of a link. Return True if a machine has received something."""
+        """Process a packet to be forwarded. Return True if a machine has received something."""
         if train.receiver in self._dead:
             return False
         if train.machine is None:
@@ -603,7 +594,6 @@ class SimulatedConstellation:
         return True
 
     def _give(self, train: _Train, first: int, last: int) -> None:
-        """Deliver packets to the machine at the end of the link."""
         receiver, size = train.receiver, train.size
         begin, end = first * size, min((last + 1) * size, len(train.data))
         if isinstance(receiver, SatelliteId):
@@ -621,8 +611,7 @@ class SimulatedConstellation:
     def _serve(
         self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
     ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
-        """Let a satellite serve plain requests and pass on packets in transit, without processing each, as a host
-        process does.
+        """Let a satellite serve plain requests and pass on packets in transit, as a host process does.
 
         Return True if the machine must see the run, and the packets that leave now. Hops are counted in ``data``.
         """
@@ -651,7 +640,7 @@ class SimulatedConstellation:
         return bool(kept), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
-        """Forward the first packet of a run at a satellite: its machine chooses the route for the whole run."""
+        """Forward a run when its first packet arrives: the satellite's machine chooses the route for all."""
         forwarder = train.receiver
         assert isinstance(forwarder, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[forwarder]
@@ -691,9 +680,7 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-    """Return the copies of a datagram after the faults of its link, then those of all links, with their extra
-    delays.
-    """
+    """Return the copies of a datagram after the faults of its link and of all links, with their extra delays."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -703,7 +690,7 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
 
 
 def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
-    """Return its packets concatenated, in runs of one size (the last maybe shorter)."""
+    """Return a batch's packets concatenated, in runs of one size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
@@ -718,7 +705,7 @@ def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
-    """Return True if receive offload would deliver ``data`` with the run: equally long, or shorter and the last."""
+    """Return True if receive offload would deliver ``data`` with the run."""
     segment_bytes = len(run[0])
     if len(run[-1]) != segment_bytes or not 0 < len(data) <= segment_bytes:
         return False
@@ -780,6 +767,6 @@ class SimulatedClient:
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:
-        """Disconnect. Packets already sent (hints without an answer) arrive; later packets to the client are lost."""
+        """Disconnect. Packets already sent arrive; packets still on their way to the client are lost."""
         self._constellation.flush()
         self._constellation.disconnect(self.machine.config)

@@ -1,9 +1,9 @@
 """Host process over virtual time: several satellites, one event loop, one processor whose work takes time.
 
-In each turn, the loop does the same as the loop of ``udp_host``: due timers, a slice of background work, packets whose
-link delay is over, and a bounded number of runs of each socket. It measures its lateness in the same way. Each step
-costs processor seconds according to its work (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's
-buffer, and are lost if that is full. Packets sent by a step leave when the step is over.
+In each turn, the loop does the same as in ``udp_host``: due timers, a slice of background work, packets whose link
+delay is over, and a bounded number of runs of each socket. It measures its lateness in the same way. Each step costs
+processor seconds (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's buffer, and are lost if it is
+full. A step's packets leave when it is over.
 
 The costs are constants, so a seed gives the same run on every computer.
 """
@@ -29,12 +29,10 @@ from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, 
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
-"""Callback that puts a batch of a satellite on the wire to a neighbour or a ground host, now."""
+"""Callback that puts a satellite's batch on the wire now."""
 
 _KERNEL_BYTES = 768
-"""Bytes that Linux charges to a socket's buffer for each run of datagrams in addition to its data: its own buffer
-header.
-"""
+"""Bytes that Linux charges to a socket's buffer per run of datagrams, for its own buffer header."""
 _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -46,13 +44,13 @@ _STEP_S = 1.0
 class WorkCosts:
     """Processor seconds of the satellites' code, by kind of work.
 
-    They were measured by ``benchmarks/satellite_work.py`` with the compiled helper on a core of a Xeon of 2021; costs
-    measured together are divided as described here. Declarations and searches have become cheaper since.
+    Measured by ``benchmarks/satellite_work.py`` with the compiled helper on a core of a Xeon of 2021; costs measured
+    together are divided as described here. Declarations and searches have become cheaper since.
     """
 
     wake_s: float = 12e-6
-    """Handling of one socket, or one delayed batch, by the event loop: half of what a busy host needs for a question
-    and its answer in addition to all other costs here.
+    """Handling of a socket or a delayed batch by the event loop: half of what a busy host needs for a question and its
+    answer, without all other costs here.
     """
     run_s: float = 2.2e-6
     """Receipt of a run of datagrams."""
@@ -71,7 +69,7 @@ class WorkCosts:
     forward_s: float = 11e-6
     """Forwarding of a packet, or a run, to a neighbour."""
     alarm_s: float = 6e-6
-    """Expiry of a satellite's timer, which is then set again."""
+    """Expiry and setting of a satellite's timer."""
     searched_s: float = 2.5e-6
     """Visit of a satellite in a search for routes."""
     planned_s: float = 0.9e-6
@@ -83,22 +81,21 @@ class WorkCosts:
     batch_s: float = 2e-6
     """Transfer of a batch to the kernel."""
     packet_s: float = 0.6e-6
-    """Additional cost of each packet of a batch that is forwarded or sent."""
+    """Cost of each packet of a forwarded or sent batch."""
 
     def times(self, factor: float) -> WorkCosts:
-        """Return the costs of a processor that is ``factor`` times slower."""
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Satellites and limits of the hosts. ``share`` is the share of one core (``set_share`` changes it)."""
+    """Satellites and limits of the hosts. ``share`` is the share of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
     costs: WorkCosts = WorkCosts()
     buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
-    """Buffer of each satellite's socket, as Linux grants it (twice the request)."""
+    """Buffer of each socket, as Linux grants it (twice the request)."""
 
 
 class _Held(NamedTuple):
@@ -112,8 +109,6 @@ class _Held(NamedTuple):
 
 
 class _Inbox:
-    """Receive buffer of a socket."""
-
     __slots__ = ("bytes", "full_since_s", "runs")
 
     def __init__(self) -> None:
@@ -124,9 +119,7 @@ class _Inbox:
 
 
 class SimulatedHost:
-    """Simulated host. ``machines`` are its satellites; ``forget`` removes a dead satellite, ``adopt`` brings it
-    back.
-    """
+    """Simulated host of the satellites ``machines``."""
 
     def __init__(
         self,
@@ -137,17 +130,15 @@ class SimulatedHost:
         depart: Depart,
         faults: FaultInjector | None,
     ) -> None:
-        """Create the host. ``lateness`` is shared with the machines; ``hold_s`` returns the one-way time of a link;
-        ``faults`` are injected into what its sockets receive.
+        """Create the host. ``lateness`` is shared with the machines; ``hold_s`` returns a link's one-way time;
+        ``faults`` apply to what its sockets receive.
         """
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
-        """Count of each kind of work."""
         self.lost_bytes = 0
         """Bytes of datagrams that a full buffer dropped."""
         self.busy_s = 0.0
-        """Processor seconds used so far."""
         self._limits = limits
         self._costs = {field.name: getattr(limits.costs, field.name) for field in fields(limits.costs)}
         self._hold_s = hold_s
@@ -159,7 +150,6 @@ class SimulatedHost:
         """Lag of its clock in seconds."""
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
-        """Satellites with background work to do."""
         self._rested_s = 0.0
         """End of the last slice of background work."""
         self.wake_s = 0.0
@@ -173,7 +163,7 @@ class SimulatedHost:
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
-        """Timer that a machine asked for, and the time at which it is due."""
+        """Timer that a machine asked for, and when it is due."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
@@ -198,7 +188,7 @@ class SimulatedHost:
         self._wake(now_s)
 
     def nudge(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record that the machine was called from outside: it may have packets to send, and another timer."""
+        """Record a call of the machine from outside: it may have packets to send, and another timer."""
         if satellite in self.machines:
             self._nudged[satellite] = None
             self._wake(now_s)
@@ -223,14 +213,13 @@ class SimulatedHost:
         self._sending = [entry for entry in self._sending if entry[1] != satellite]
 
     def adopt(self, satellite: SatelliteId, machine: SatelliteMachine, now_s: float) -> None:
-        """Add a revived satellite."""
         self.machines[satellite] = machine
         self._inboxes[satellite] = _Inbox()
         self._hidden[satellite] = 0, 0, 0
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """Set its share of a core from now on; 0 pauses it in its current step."""
+        """Set its share of a core; 0 pauses it in its current step."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:
@@ -239,7 +228,7 @@ class SimulatedHost:
         self.wake_s = self._next_s(now_s)
 
     def fall_behind(self, seconds: float) -> None:
-        """Stop its clock for ``seconds`` (a paused virtual machine), which it does not notice at once."""
+        """Stop its clock for ``seconds`` (a paused virtual machine), unnoticed at first."""
         self._behind_s += seconds
         self.wake_s = self._next_s(self._now_s)
 
@@ -247,7 +236,6 @@ class SimulatedHost:
 
     @property
     def _its_now_s(self) -> float:
-        """Return the time by its own clock."""
         return self._now_s - self._behind_s
 
     def _is_due(self, its_s: float) -> bool:
@@ -255,7 +243,6 @@ class SimulatedHost:
         return its_s + self._behind_s <= self._now_s
 
     def _wake(self, now_s: float) -> None:
-        """Wake up at ``now_s`` at the latest: there is work."""
         if self._share and not self._working:
             self.wake_s = min(self.wake_s, now_s)
 
@@ -276,7 +263,7 @@ class SimulatedHost:
         return max(now_s, next_due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
-        """End the current step, send its packets, and begin the next step."""
+        """End the current step, send its packets, and begin the next."""
         if self._working:
             self._working = False
             self._now_s = now_s
@@ -306,7 +293,7 @@ class SimulatedHost:
     # --- a turn of its loop ---
 
     def _next_turn(self) -> None:
-        """Queue the steps of a turn: timers that are due by now first, then the sockets."""
+        """Queue the steps of a turn: due timers first, then the sockets."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
@@ -490,7 +477,7 @@ class SimulatedHost:
             self._spend("control_s", packets)
 
     def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> int:
-        """Charge work that no packet shows. Return the number of packets that were postponed."""
+        """Charge work that no packet shows. Return the number of postponed packets."""
         now = machine.hidden_work
         before = self._hidden[satellite]
         if now == before:

@@ -1,9 +1,9 @@
 """Ground host over one UDP socket: drives the client's state machine in the callers' own threads.
 
-There is no thread and no event loop while all satellites answer: a read is a function call that returns when its bytes
-have arrived. If several threads wait at the same time, one of them serves the socket for all. Beams of different
-satellites share the socket; satellites delay their packets by the length of the beam. While satellites are silent, a
-thread serves the machine's timers between calls (``ProbeThread``).
+While all satellites answer, there is no thread and no event loop: a read is a function call that returns when its bytes
+have arrived. If several threads wait, one of them serves the socket for all. Beams share the socket; satellites delay
+their packets by the length of the beam. While satellites are silent, a thread serves the machine's timers between calls
+(``ProbeThread``).
 """
 
 from __future__ import annotations
@@ -33,25 +33,21 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
-"""Microseconds to poll an empty socket before sleeping: the next datagrams of an answer arrive sooner than a thread
-wakes.
-"""
+"""Time to poll an empty socket before sleeping: the next datagrams of an answer arrive sooner than a thread wakes."""
 _PLAIN_SPIN_US = 300
-"""Same for the answer of a satellite on this computer or a neighbouring computer, whose process must first be woken."""
+"""Same for an answer from this or a neighbouring computer, whose process must first be woken."""
 _MAX_RECEIVES = 64
-"""Receive calls before the machine processes what arrived; a single call if it has something to send."""
+"""Receive calls before the machine processes what arrived; one call if it has something to send."""
 _ANNOUNCE_EVERY_S = 1.0
-"""Seconds between announcements of a place, which a restarted host has forgotten."""
+"""Interval of place announcements: a restarted host has forgotten the place."""
 DRAIN_BYTES_PER_S = 400e6
-"""Bytes per second that this side can certainly receive: on long beams, this much may be in flight in addition to the
-receive buffer. A computer that cannot keep up loses datagrams and halves its window.
+"""Rate that this side can certainly receive: on long beams, this much may be in flight in addition to the receive
+buffer. A computer that cannot keep up loses datagrams and halves its window.
 """
 
 
 class FairLock:
-    """``OwnLock`` that threads get in turn: otherwise a thread that takes it again and again would keep all
-    others out.
-    """
+    """``OwnLock`` that threads get in turn: a thread that retakes it repeatedly would otherwise keep all others out."""
 
     __slots__ = ("_gate", "_lock")
 
@@ -94,11 +90,11 @@ class _Call:
         return not self.waiting or (self.any_of_them and (bool(self.finished) or now_s() >= self.until_s))
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until ``wake``, or for so long."""
+        """Sleep until ``wake``, at most ``seconds``."""
         self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
 
     def wake(self) -> None:
-        """Wake the sleeping thread. Call with the client's lock held."""
+        """Wake the thread. Call with the client's lock held."""
         if self._wakes.locked():
             self._wakes.release()
 
@@ -106,7 +102,7 @@ class _Call:
 class UdpClient:
     """Driver of a ``ClientMachine`` over UDP. Thread-safe: operations of several threads run together.
 
-    The config's ``window_bytes`` is replaced by what the socket's receive buffer and the round trip allow.
+    The config's ``window_bytes`` is replaced by what the receive buffer and the round trip allow.
     """
 
     def __init__(
@@ -125,9 +121,8 @@ class UdpClient:
 
         Args:
             refresh: may replace the keys of the config's authority. It is called before operations run, and returns the
-                time (``time.monotonic``) before which it need not be called again.
-            place: location of this host, if it differs from the plan's. It is announced to ``hosts``, which delay
-                beams, each second in which operations begin.
+                time (``time.monotonic``) until which it need not be called again.
+            place: location of this host, if not the plan's. It is announced to ``hosts``, which delay beams.
             unix_at_boot_s: time from which the clock counts (``UnixClock.count_from``).
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
@@ -157,9 +152,9 @@ class UdpClient:
         self._calls: dict[_Call, None] = {}
         """Calls under way, oldest first."""
         self._waiting: dict[int, _Call] = {}
-        """Calls by the number of an operation."""
+        """Calls by operation number."""
         self._unclaimed: dict[int, Finished] = {}
-        """Operations that ended while no call waited for them."""
+        """Operations that ended before a call waited for them."""
         self._leader: _Call | None = None
         self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
@@ -172,17 +167,16 @@ class UdpClient:
     def lock(self) -> FairLock:
         """Return the lock, held while operations are begun, not while they run.
 
-        It raises WrongProcess in a forked child: two processes on one socket would take each other's answers.
+        In a forked child it raises WrongProcess: two processes on one socket would take each other's answers.
         """
         return self._lock
 
     @property
     def address(self) -> Endpoint:
-        """Return the address at which it receives."""
         return self._sock.address
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Send and receive until all these operations have ended. Return the end of each, by its number.
+        """Send and receive until all these operations have ended. Return each end by number.
 
         An interruption (Ctrl-C) cancels them: nothing more is received into their buffers.
         """
@@ -191,16 +185,15 @@ class UdpClient:
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
         """Send and receive until any of these operations has ended, at most until ``until_s`` (of ``now_s``).
 
-        Return those that have ended. The caller runs the others again, or cancels them; an interruption cancels them
-        all.
+        Return those that have ended; the caller runs or cancels the others. An interruption cancels all.
         """
         return self._run(_Call(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
         """Begin a ``get`` and ``run`` it.
 
-        A small value on a near satellite, with nothing else under way, takes one call to send and one or two to
-        receive, and no operation.
+        A small value on a near satellite, with nothing else under way, takes one call to send, one or two to receive,
+        and no operation.
         """
         machine = self.machine
         with self._lock:
@@ -265,9 +258,9 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """Read the wall clock. Call with the lock held.
+        """Read the wall clock, with the lock held.
 
-        The clock is not set while operations are under way, because their deadlines would pass.
+        The clock is not set during operations, because their deadlines would pass.
         """
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
@@ -338,7 +331,6 @@ class UdpClient:
             self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
 
     def _lead(self, call: _Call) -> None:
-        """Serve the socket and timers until the call has ended."""
         while True:
             with self._lock:
                 self._send_and_deliver()
@@ -371,7 +363,7 @@ class UdpClient:
                     self._wake_leader()
 
     def _receive(self) -> bool:
-        """Process what has arrived. Return True if anything has."""
+        """Process what has arrived. Return False if nothing has."""
         machine = self.machine
         # With something to send, each answer may open a window: process it at once.
         calls = 1 if machine.wants_to_send or self._backlog else _MAX_RECEIVES
@@ -382,7 +374,7 @@ class UdpClient:
         return True
 
     def _serve_timers(self) -> float | None:
-        """Do a step of the probe thread. Return the seconds until the next step, or None when all satellites answer
+        """Do a step of the probe thread. Return the seconds until the next, or None when all satellites answer
         again.
         """
         with self._lock:
@@ -400,9 +392,7 @@ class UdpClient:
             return max(due_s - self.now_s(), 0.001)
 
     def close(self) -> None:
-        """Close the client. Calls of other threads that are under way end normally; the last of them closes the
-        socket.
-        """
+        """Close the client. Calls under way in other threads end normally; the last closes the socket."""
         if self._own.owner.elsewhere:
             return
         with self._lock:
@@ -454,13 +444,12 @@ class UdpClient:
             machine.handle_timer(now_s)
 
     def _wait_s(self, until_s: float) -> float:
-        """Return the seconds until a timer is due, at most until ``until_s``."""
         due_s, now_s = self.machine.next_timer_s(), self.now_s()
         wait_s = max(0.0, due_s - now_s) if due_s is not None else 1.0
         return max(0.0, min(wait_s, until_s - now_s))
 
     def _sleep(self, wait_s: float, events: int) -> None:
-        """Sleep until something arrives or can be sent, another thread calls, or ``wait_s`` has passed."""
+        """Sleep until data arrives or can be sent, another thread calls, or ``wait_s`` has passed."""
         self._poll.modify(self._sock.fileno(), events)
         if any(fd == self._woken.fileno() for fd, _ in self._poll.poll(wait_s * 1e3)):
             with suppress(BlockingIOError):
@@ -472,7 +461,7 @@ class UdpClient:
 
 
 class ProbeThread:
-    """Thread that serves a client's timers between calls while satellites are silent; ends when all answer again.
+    """Thread that serves a client's timers between calls until all satellites answer again.
 
     It calls ``step`` when the descriptor ``readable`` is readable, or after the seconds that the last step returned;
     None ends it.
@@ -488,7 +477,6 @@ class ProbeThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End and join the thread."""
         with suppress(OSError):  # it has ended
             self._stopper.send(b".")
         if self._thread is not threading.current_thread():

@@ -1,13 +1,11 @@
 """Satellites of one host over UDP: a socket each, one event loop, links with the delay of light.
 
 The state machines decide everything (``protocol.satellite.machine``). This module moves datagrams between them and the
-sockets, delays them by their link, and injects the configured faults. Beams are delayed here in both directions, so
-that a client needs no geometry. Rates (``constellation.links``) are applied here too: a client's packets wait here for
-their turn on its beam upwards.
+sockets, delays them by their link, and injects the configured faults. Beams are delayed and limited
+(``constellation.links``) here in both directions, so that a client needs no geometry.
 
-The loop's lateness is measured by its timers and by the time for which a socket was never found empty, and is shared
-with the machines (``Lateness``). Work that they postpone runs when the loop is idle, and for at least a fifth of the
-time.
+The loop's lateness is measured by its timers and by how long a socket was never found empty, and is shared with the
+machines (``Lateness``). Work that they postpone runs when the loop is idle, and for at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -49,30 +47,29 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
-"""Factor of ``max_backlog_bytes`` beyond which a satellite forwards nothing. Beyond the limit itself, it answers no
+"""Factor of ``max_backlog_bytes`` beyond which a satellite forwards nothing; beyond the limit itself, it answers no
 GET.
 """
 _FIGURES_KEPT_S = 0.5
-"""Seconds for which percentiles over many delays are reused by the host's other satellites."""
+"""Seconds for which the host's satellites share computed percentiles."""
 PATIENCE_S = 0.05
-"""Seconds, in addition to the round trip, that a neighbour may be busy before its silence counts."""
+"""Seconds beyond the round trip that a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from one socket before the others get their turn; a single batch if the loop is late."""
+"""Batches taken from a socket before the others get their turn; one if the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
 """Seconds between measurements of the loop's lateness."""
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
-"""Length of a slice of background work: a request that arrives meanwhile waits this long."""
+"""Length of a slice of background work, for which a request may have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """Configuration of one host process: its satellites, all others' addresses, delays and faults of the links.
+    """Configuration of one host process: its satellites, all addresses, delays and faults of the links.
 
-    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 means no delay; 1 the
-    delay of light along the links of ``shell``. ``onboard`` is the satellite that carries the client's host: its beam
-    has no length.
+    ``mine`` are its own satellites, ``everyone`` all. ``delay_scale`` 0 means no delay, 1 the delay of light along the
+    links of ``shell``. ``onboard`` is the satellite that carries the client's host: its beam has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -92,11 +89,9 @@ class HostSpec:
     links: Links | None = None
     """Link rates; None: unlimited."""
     sight_at: Callable[[GroundHost], Sight] | None = None
-    """Sight of a client with its own place; None: all clients are at the place of the plan's host."""
+    """Sight of a client with its own place; None: all clients are at the plan's place."""
     unix_at_boot_s: float | None = None
-    """Time from which the clock of this computer's processes counts (``UnixClock.count_from``); None: the wall
-    clock.
-    """
+    """Time from which this computer's processes count (``UnixClock.count_from``); None: the wall clock."""
 
 
 class UdpSatellite:
@@ -107,17 +102,15 @@ class UdpSatellite:
         self.sock = sock
         self.timer: asyncio.TimerHandle | None = None
         self.timer_s = self.alarm_s = 0.0
-        """Timer that the machine asked for, and the time at which it is due."""
+        """Timer that the machine asked for, and when it is due."""
         self.full_since_s = math.inf
         """Time since which its socket always had more than one batch."""
         self.waits = False
-        """True if it waits for a slice of background work."""
         self.closed = False
         self._loop = loop
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
 
     def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send a batch, after the backlog."""
         if self.closed:
             return
         unsent = batch if self._backlog else self.sock.send(batch, endpoint)
@@ -125,7 +118,7 @@ class UdpSatellite:
             self.wait_to_send(unsent, endpoint)
 
     def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link, and retransmitted."""
+        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
             self.machine.counters.add("packets_dropped", rest.count)
             return
@@ -157,7 +150,7 @@ class UdpSatellite:
 
 
 class UdpHost:
-    """Runner of the satellites of one host until closed. Construct it inside a running event loop."""
+    """Runner of one host's satellites until closed. Construct it inside a running event loop."""
 
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -198,8 +191,8 @@ class UdpHost:
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
-        """Time (Unix ms) and moves of the operators' last push, as known to satellites that died here: if all are dead,
-        no neighbour is left to learn it from.
+        """Unix ms and moves of the operators' last push, as known to satellites that died here: if all are dead, no
+        neighbour can tell.
         """
         try:
             for name, endpoint in spec.mine.items():
@@ -241,7 +234,7 @@ class UdpHost:
         return satellite
 
     def now_s(self) -> float:
-        """Return Unix time: the time base of the clock of the moves."""
+        """Return Unix time, in which the clock of the moves counts."""
         return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
@@ -362,7 +355,6 @@ class UdpHost:
         return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
 
     def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
-        """Hand runs in the receive buffer over to another satellite of this host."""
         terms = self._terms(satellite, now_s)
         if terms is not None:
             runs, served, passed = satellite.sock.serve_runs(runs, source, *terms)
@@ -406,7 +398,7 @@ class UdpHost:
     def _arrive_later(
         self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
-        """Deliver after the delay of the beam, if it came by a beam, and of the fault."""
+        """Deliver after the delays of the beam, if any, and of the fault."""
 
         def arrive() -> None:
             if satellite.closed:
@@ -425,7 +417,6 @@ class UdpHost:
     # --- out ---
 
     def _after(self, satellite: UdpSatellite) -> None:
-        """Send the machine's packets, and set its timer."""
         if satellite.closed:
             return
         machine = satellite.machine
@@ -444,12 +435,11 @@ class UdpHost:
             self._want_slice(satellite)
 
     def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
-        """Return True if the Earth is between them, so that packets between them are lost."""
+        """Return True if the Earth is between two satellites."""
         assert self._blocks is not None
         return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
 
     def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
-        """Return the delay of the link to a neighbour."""
         if self._over_gaps:
             return self.spec.shell.hop_one_way_s(self.spec.sky.torus, here, to) * self.spec.delay_scale
         return self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
@@ -460,12 +450,11 @@ class UdpHost:
         return max(self._link_s["slot"], *self._plane_links_s)
 
     def _plane_link_s(self, here: int, there: int) -> float:
-        """Return the delay between two neighbouring planes."""
         first = here if (there - here) % self.spec.sky.torus.planes == 1 else there
         return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send to a ground host: the faults of both directions of a beam are injected here."""
+        """Send to a ground host: faults of both directions of a beam are injected here."""
         hold_s = self._beam_one_way_s(satellite, endpoint) if self._delays is not None else 0.0
         if self.spec.faults is None:
             self._depart(satellite, batch, endpoint, hold_s)
@@ -485,7 +474,7 @@ class UdpHost:
         hold_s: float,
         to: SatelliteId | None = None,
     ) -> None:
-        """Send a batch after its delays. ``to`` is the satellite at this endpoint; None: it is a ground host's."""
+        """Send a batch after its delays. ``to`` is the satellite at this endpoint, None for a ground host."""
         if self._delays is None:
             satellite.transmit(batch, endpoint)
         elif self._queues is None:
@@ -499,9 +488,7 @@ class UdpHost:
     # --- time ---
 
     def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
-        """Record the place that a client announces, which may follow other packets of the client. Return those
-        packets.
-        """
+        """Record a client's announced place, which may follow other packets of the client. Return those."""
         packets = []
         for view, size in runs:
             at = (len(view) - 1) // size * size if size > 0 else 0
@@ -531,9 +518,7 @@ class UdpHost:
         return self._places[host][1] if host in self._places else self._sight
 
     def _beam_one_way_s(self, satellite: UdpSatellite, host: object) -> float:
-        """Return light's travel time between a ground host and this satellite, by its place to within a second's
-        flight.
-        """
+        """Return light's travel time between a ground host and this satellite, to within a second's flight."""
         address, moves = satellite.machine.config.address, satellite.machine.moves
         if address == self.spec.onboard:
             return 0.0
@@ -597,7 +582,7 @@ class UdpHost:
         self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
 
     def _look_at_wall_clock(self) -> None:
-        """Follow a wall clock that was set forward: with MACs, only once an authentic command has the same time."""
+        """Follow a wall clock that was set forward: with MACs, only after an authentic command has the same time."""
         authority = self.spec.authority
         if authority is None or authority.heard_by_wall:
             self._clock.follow_wall()
@@ -614,10 +599,7 @@ class UdpHost:
                 self._slice = self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """Do a slice of background work: its share of the time since the last slice.
-
-        It is repeated as soon as the loop has nothing else to do.
-        """
+        """Do a slice of background work, repeated when the loop has nothing else to do."""
         self._slice = None
         started_s = time.monotonic()
         # Long enough for its share of the time since the last slice, within bounds.
@@ -634,7 +616,7 @@ class UdpHost:
             self._slice = self._loop.call_soon(self._work)
 
     def _figures(self) -> dict[str, int]:
-        """Return this host's delay errors, lateness and faults, for every satellite's housekeeping."""
+        """Return the host's delay errors, lateness and faults, for housekeeping."""
         now_s = time.monotonic()
         if now_s >= self._figures_until_s:
             error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0
@@ -657,8 +639,8 @@ async def serve_host(
 ) -> None:
     """Run one host's satellites until ``stop`` is set.
 
-    ``on_host`` is called with the host, so that the caller can kill and revive satellites. ``on_ready`` is called once
-    all sockets are bound, with the host's ``shortfall``.
+    ``on_host`` is called with the host, so that the caller can kill and revive satellites; ``on_ready`` with the host's
+    ``shortfall``, once all sockets are bound.
 
     Raises:
         OSError: a port is in use; no socket stays bound.

@@ -1,8 +1,8 @@
 """Socket for both ends over UDP, which receives and sends whole batches.
 
-``BatchSocket`` makes no Python call per datagram if the helper is compiled. The default socket buffer holds some 25 of
-the datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Errors from the network are
-only counted: datagrams get lost, and the state machines retransmit.
+``BatchSocket`` makes no Python call per datagram if the helper is compiled. The default socket buffer holds some 25
+datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Network errors are only
+counted: datagrams get lost, and the state machines retransmit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Run = tuple[memoryview, int, Endpoint]
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs received in one call. Sixteen are 1 MiB, which is still in the processor's cache when it is processed."""
+"""Runs received in one call: sixteen are 1 MiB, which stays in the processor's cache until processed."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
-"""Factor by which Linux's grant and report exceed the request: it charges its own bookkeeping to the same buffer."""
+"""Factor of Linux's grant over the request: it charges its own bookkeeping to the same buffer."""
 
 PLACE = struct.Struct(">8sdd")
-"""Announcement of a client with its own place: the mark, degrees north and east. It is no packet of the protocol: only
-a simulation of the length of beams needs it.
+"""Announcement of a client with its own place: mark, degrees north and east. No packet of the protocol: only a
+simulation of beams needs it.
 """
 PLACE_MARK = b"SKYPLACE"
 
@@ -47,7 +47,7 @@ _thread = threading.local()
 
 
 def _scratch(slots: int) -> memoryview:
-    """Return this thread's receive buffer, shared by all its sockets, so that it stays small and cache-warm."""
+    """Return this thread's receive buffer, shared by its sockets to stay small and cache-warm."""
     view: memoryview | None = getattr(_thread, "view", None)
     if view is None or len(view) < slots * native.SLOT_BYTES:
         view = np.empty(slots * native.SLOT_BYTES, dtype=np.uint8).data
@@ -71,9 +71,8 @@ def udp_socket(ip: str) -> socket.socket:
 class BatchSocket:
     """Non-blocking socket bound to ``ip`` and ``port`` (0: any free port).
 
-    ``receive_buffer_bytes`` and ``send_buffer_bytes`` are what the kernel reports: twice the request if it was granted.
-    ``shortfall`` is a message if it was not, otherwise empty. ``offload`` is True if runs of datagrams can arrive in
-    one piece.
+    The buffer sizes are the kernel's: twice the request if granted; otherwise ``shortfall`` is a message. ``offload``
+    is True if runs of datagrams can arrive in one piece.
 
     Raises:
         OSError: the address cannot be bound.
@@ -119,7 +118,7 @@ class BatchSocket:
         return True
 
     def _ask(self, option: int, forced: int, wanted_bytes: int) -> int:
-        """Request a buffer, beyond the system's limit if permitted. Return what the kernel reports."""
+        """Request a buffer, beyond the system's limit if permitted. Return the kernel's grant."""
         self._set(socket.SOL_SOCKET, option, wanted_bytes)
         if self._socket.getsockopt(socket.SOL_SOCKET, option) < _BOOKKEEPING * wanted_bytes:
             self._set(socket.SOL_SOCKET, forced, wanted_bytes)
@@ -129,10 +128,7 @@ class BatchSocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Run]:
-        """Return runs that have arrived, at most one per slot.
-
-        The views are valid until this thread next calls ``receive`` of any socket.
-        """
+        """Return arrived runs, at most one per slot, valid until this thread next calls ``receive`` of any socket."""
         view = _scratch(self._slots)
         try:
             arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
@@ -144,7 +140,6 @@ class BatchSocket:
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
 
     def has_more(self) -> bool:
-        """Return True if datagrams are waiting."""
         waiting = fcntl.ioctl(self.fileno(), termios.FIONREAD, bytes(4))
         return any(waiting)
 
@@ -166,7 +161,7 @@ class BatchSocket:
     def serve(
         self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """Receive, but first answer plain requests at once, and send on packets in transit: see ``native.serve``."""
+        """Receive, but answer leading plain requests at once and send on packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
             arrivals, served, errors, passed = native.serve(
@@ -184,7 +179,7 @@ class BatchSocket:
     def serve_runs(
         self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
-        """Serve runs in this thread's buffer that another of its satellites hands over."""
+        """Serve runs in this thread's buffer, handed over by another of its satellites."""
         view = _scratch(self._slots)
         kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
         self.send_errors += errors
@@ -197,9 +192,9 @@ class BatchSocket:
         return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
-        """Send as much as the kernel takes now. Return the rest, to be sent when the socket is writable again.
+        """Send as much as the kernel takes now. Return the rest, to be sent when the socket is writable.
 
-        What the network refuses (no route, an ICMP error for an earlier datagram) is counted, and lost.
+        What the network refuses (no route, an ICMP error for an earlier datagram) is counted and lost.
         """
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
@@ -221,7 +216,7 @@ class BatchSocket:
         return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
 
     def send_each(self, packets: list[tuple[Buffer, str, int]]) -> int:
-        """Send each packet to its own host and port, like ``send``. Return how many the kernel has taken or refused."""
+        """Send each packet to its own endpoint. Return how many the kernel has taken or refused."""
         first = 0
         while first < len(packets):
             try:
@@ -237,7 +232,7 @@ class BatchSocket:
         return first
 
     def dropped(self) -> int:
-        """Return the datagrams that the kernel dropped because the receive buffer was full."""
+        """Return the number of datagrams that the kernel dropped from a full receive buffer."""
         figures = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
         return int(_MEMINFO.unpack(figures)[8]) if len(figures) == _MEMINFO.size else 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 _RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 STEP_S = 1.0
-"""Difference in seconds from which a wall clock was set; a smaller difference is drift, and its correction."""
+"""Difference from which a wall clock was set; less is drift, and its correction."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -29,13 +29,11 @@ def wall_s() -> float:
 
 
 running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
-"""Return seconds since some time in the past, including time in a suspend."""
+"""Seconds since some time in the past, including suspends."""
 
 
 def boot_id() -> str:
-    """Return the name of the present run of this computer, during which ``running_s`` continues; empty if the system
-    has none.
-    """
+    """Return the name of this computer's present run, during which ``running_s`` continues; empty if unknown."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -43,7 +41,7 @@ def boot_id() -> str:
 
 
 class UnixClock:
-    """Clock of one process. ``wall`` and ``running`` are its sources."""
+    """Clock of one process."""
 
     def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
         self._wall = wall

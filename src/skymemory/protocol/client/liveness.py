@@ -292,7 +292,7 @@ _NO_SATELLITE_ANSWERS = BreakerConfig(failures=1, first_wait_s=0.1, last_wait_s=
 
 
 class FailureDetector:
-    """Decides which satellites to probe, and when the gateway or the whole constellation (``breaker``) is dead."""
+    """Decisions on which satellites to probe, and when the gateway or the whole constellation (``breaker``) is dead."""
 
     def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
         self.breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)

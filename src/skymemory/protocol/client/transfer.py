@@ -653,7 +653,7 @@ _MAX_SILENCE_S = WRITING_S - 1.0
 
 
 class WriteKeepalive:
-    """Announces writes in progress to their satellites (RETAIN with WRITING), each half second.
+    """Announcements of writes in progress to their satellites (RETAIN with WRITING), each half second.
 
     A half-written value looks like a value that has lost its other half, both to readers without an index and to
     satellites that check if their blocks are whole. A write may take any time, so satellites cannot know that more will

@@ -37,8 +37,8 @@ OpenedRun = tuple[list[int], list[Chunk], int]
 """Indices, chunks, and their size in memory."""
 
 PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
-"""Arguments of ``native.serve``: the addresses that plain requests carry, the chunks, the placement tags whose chunks
-may be stored, the bytes of free memory, the terms of answers, and the guard that checks MACs if there are keys.
+"""Arguments of ``native.serve``: addresses of plain requests, chunks, placement tags whose chunks may be stored, bytes
+of free memory, terms of answers, and the guard that checks MACs if there are keys.
 """
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -47,9 +47,7 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
-"""Length of the first fields of the SKY header: version, operation, flags, status, addresses, ground host,
-request id.
-"""
+"""Length of the SKY header's first fields: version, operation, flags, status, addresses, ground host, request id."""
 
 
 @dataclass(slots=True)
@@ -65,9 +63,9 @@ class _Request:
 class ChunkService:
     """Service that stores chunks in the satellite's memory and answers requests for them.
 
-    Nearly all packets belong to two *plain* cases, each with a fast path: a GET by this satellite's own beam of chunks
-    that are all here (``answer_get``), and a run of sound SETs or MIGRATEs of one request (``store_runs``). A fast path
-    that does not apply changes nothing; the packet then takes the general path through the machine.
+    Nearly all packets are *plain*, with a fast path: a GET by the own beam of chunks that are all here
+    (``answer_get``), or a run of sound SETs or MIGRATEs of one request (``store_runs``). A fast path that does not
+    apply changes nothing; the packet then takes the general path.
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -86,12 +84,12 @@ class ChunkService:
         self._unanswered: dict[bytes, _Request] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
-        """Time that the packets being processed have waited in ``Postponed``, if the host was late."""
+        """Time that the current packets have waited in ``Postponed``."""
 
     # --- Fast paths ---
 
     def answer_get(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float, busy: bool) -> bool:
-        """Answer a plain GET. Return True if it was plain. ``busy`` means that nothing more may be queued."""
+        """Answer a plain GET. Return False if it is not plain. ``busy``: nothing more may be queued."""
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
@@ -111,7 +109,7 @@ class ChunkService:
         return True
 
     def store_runs(self, runs: list[native.Run], first: int, source: LinkEnd, now_s: float) -> int:
-        """Store plain SETs or MIGRATEs. Return how many of the runs, starting at ``first``, these were."""
+        """Store plain SETs or MIGRATEs. Return how many runs, from ``first`` on, these were."""
         view = runs[first][0]
         if (
             len(view) < COMMAND_PREFIX_BYTES
@@ -129,9 +127,7 @@ class ChunkService:
         return opened[3]
 
     def plain_requests(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
-        """Return what a transport needs to serve plain requests by itself until the next call; None if answers need
-        MACs.
-        """
+        """Return what a transport needs to serve plain requests until the next call; None if answers need MACs."""
         guard = None
         if self._gate is not None:
             if self._gate.every_packet:
@@ -160,7 +156,7 @@ class ChunkService:
         return packets
 
     def _count_read(self, key: bytes, chunks: int, ground: int) -> None:
-        """Account for chunks of a stored key that were sent to a ground host, whose lease then ends."""
+        """Account for chunks sent to a ground host, whose lease then ends."""
         if self._store.leases:
             self._store.release(key, ground)
         self._store.touch(key)
@@ -194,7 +190,7 @@ class ChunkService:
         self._migration.stored(request.key, indices, ref, request.header, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Store chunks of any keys and requests: whole packets whose checksums have been verified."""
+        """Store chunks of any keys and requests from verified packets."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
         self._now_s = now_s
@@ -210,7 +206,7 @@ class ChunkService:
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
     def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
-        """Return the request of a packet: same operation, addresses, ground host, request id and key."""
+        """Return the request of a packet."""
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._unanswered.get(name)
         if request is None:
@@ -237,7 +233,7 @@ class ChunkService:
         self._migration.stored(request.key, [index], ref, request.header, now_s)
 
     def _is_outdated(self, index: int, chunk: Chunk) -> bool:
-        """Return True if a handed-over chunk was set before the chunk that is here in its place.
+        """Return True if a handed-over chunk was set before the chunk in its place.
 
         A later value has more moves. At equal moves, and if the box goes back and forth, the place decides: a writer
         brings chunks to where they belong at the time, and no older chunk can follow them there.
@@ -271,7 +267,7 @@ class ChunkService:
             self._counters.add("chunks_replaced", outcome.replaced)
 
     def acknowledge(self, now_s: float) -> None:
-        """Send ACKs for what was stored or refused since the last call: usually one ACK per request."""
+        """Send ACKs for what was stored or refused since the last call, usually one per request."""
         if not self._unanswered:
             return
         for request in self._unanswered.values():
@@ -283,7 +279,7 @@ class ChunkService:
     # --- All other requests ---
 
     def get(self, packet: Packet, now_s: float) -> None:
-        """Answer with DATA for the requested chunks that are here, and a MISS for those that are not."""
+        """Answer with DATA for the requested chunks that are here, and a MISS for the others."""
         selection = Selection.unpack(packet.body)
         indices = selection.indices()
         chunks, missing = self._store.get_run(selection.key, indices)
@@ -311,7 +307,7 @@ class ChunkService:
         self._outbox.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 
     def forget(self, packet: Packet, now_s: float) -> None:
-        """Delete settings that a client found dead, except keys that were stored since the client looked."""
+        """Delete settings that a client found dead, except keys stored since it looked."""
         dead, since_s = messages.unpack_forget(packet.body)
         dead = [value for value in dead if not self._history.was_written_since(value[0], now_s - since_s)]
         self._history.deleted(dead, now_s)

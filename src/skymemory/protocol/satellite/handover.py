@@ -467,7 +467,10 @@ class Handover:
 
 
 def phase_of(here: SatelliteId) -> float:
-    """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row's satellites apart."""
+    """Return a satellite's position in its gap, 0 … 1.
+
+    Multiples of the golden ratio keep the satellites of a row or column apart, whatever their number.
+    """
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 

@@ -1,9 +1,9 @@
 """Handler of LINKS: which links to neighbours are alive; declared to all satellites, and learned from them.
 
-An idle link costs nothing: a neighbour is probed only when a packet is sent to it after it has been silent for a while.
-A neighbour that does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and the neighbour is
-probed again at intervals until it answers. A satellite that has just started greets its neighbours, which answer with
-all they know: the links that are down, and how far operators have moved the box.
+An idle link costs nothing: a neighbour is probed only when a packet is sent to it after a silence. A neighbour that
+does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and probes continue at intervals until
+it answers. A satellite that has just started greets its neighbours, which answer with all they know: the links that are
+down, and how far operators have moved the box.
 
 An overloaded host reads signs of life late. So a silence counts only while the own host was on time (``Lateness``), and
 a neighbour that reports its host's lateness gets that much longer to answer. A new declaration is flooded at once; if
@@ -34,39 +34,39 @@ _MOST_AHEAD_S = 60.0
 _REPORTED_LATE_S = 2.0
 """Seconds for which a neighbour's report of lateness counts; each of its LINKS repeats it."""
 _MOST_LATE_S = 1.0
-"""Limit of the prolongation of a timeout by lateness; beyond it, a silence does not count at all."""
+"""Greatest prolongation of a timeout by lateness; beyond it, a silence does not count."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
 """A link that is down is probed after 1, 2, 4, 8, 8 … s."""
 
 
 class _Neighbour:
-    """End of a link or (on a ring of two) of two links."""
+    """End of a link or, on a ring of two, of two links."""
 
     __slots__ = ("bits", "deadline_s", "down", "heard_s", "late_s", "late_until_s", "our_late_s", "retry_s", "tries")
 
     def __init__(self) -> None:
         self.late_s = 0.0
         self.late_until_s = -math.inf
-        """Lateness that it reported for its host, and the time until which that counts."""
+        """Reported lateness of its host, and until when it counts."""
         self.our_late_s = 0.0
         """Lateness of the own host at the last probe."""
         self.bits = 0
         self.heard_s = -math.inf
         self.deadline_s = math.inf
-        """Time at which the answer is overdue; for a neighbour that is down, the time of the next probe."""
+        """Time at which the answer is overdue; if it is down, time of the next probe."""
         self.tries = 0
         self.down = False
         self.retry_s = _FIRST_RETRY_S
 
 
 class Neighbours:
-    """Links of one satellite. ``links`` has the known state of all other satellites' links."""
+    """Links of one satellite. ``links`` has the state of all others."""
 
     def __init__(self, state: SatelliteState) -> None:
         self.links = state.links
         self.pushed_at_ms = 0
-        """Time of the operators' last known move of the box (Unix time)."""
+        """Unix time of the operators' last known move of the box."""
         self._here = state.here
         self._torus = state.sky.torus
         self._timeout_s = state.config.neighbour_timeout_s
@@ -75,7 +75,7 @@ class Neighbours:
         self._lateness = state.lateness
         self._flooding = Throttle()
         self._news: dict[SatelliteId, SatelliteId | None] = {}
-        """Satellites whose declarations are still to be flooded, with the neighbour that has them already."""
+        """Satellites whose declarations are to be flooded, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
@@ -84,7 +84,6 @@ class Neighbours:
 
     @property
     def pushed(self) -> Moves:
-        """Return the known moves that operators have added to the clock."""
         return self._locator.pushed
 
     # --- Traffic on the links ---
@@ -102,9 +101,7 @@ class Neighbours:
             self._send_all_known(neighbour, now_s)
 
     def used(self, link: object, now_s: float) -> None:
-        """Probe the neighbour at the end of a link by which a packet leaves, unless it was heard recently. The link
-        need not be a neighbour's.
-        """
+        """Probe the neighbour, if any, by whose link a packet leaves, unless it was heard recently."""
         neighbour = self._neighbours.get(link)  # type: ignore[call-overload]
         if neighbour is not None and neighbour.deadline_s == math.inf and neighbour.heard_s + _FRESH_S <= now_s:
             neighbour.tries = 0
@@ -116,8 +113,7 @@ class Neighbours:
             self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
-        """Process LINKS. Return the number of invalid packets, and True if an operator has pushed the box (now
-        ``pushed``).
+        """Process LINKS. Return the number of invalid packets, and True if an operator has pushed the box.
 
         Only the neighbour at the other end of the link is believed.
         """
@@ -160,16 +156,16 @@ class Neighbours:
             self._send_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """Replace a declaration in this satellite's name that still circulates, from before a restart or forged.
+        """Replace a circulating declaration in this satellite's name, from before a restart or forged.
 
-        A declaration so far ahead that no satellite believes it is ignored.
+        A declaration too far ahead to be believed is ignored.
         """
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
 
     def _probe_around(self, declaration: Declaration, now_s: float) -> None:
-        """Probe the neighbours near satellites declared silent: a dead satellite is rarely dead alone."""
+        """Probe the neighbours near silent satellites: a dead satellite is rarely dead alone."""
         for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
             if declaration.down >> bit & 1:
                 for near in (silent, *self._torus.neighbours(silent)):
@@ -213,7 +209,7 @@ class Neighbours:
         self._send_news(now_s)
 
     def probe_down(self, now_s: float) -> None:
-        """Probe the neighbours that are down as if they had just gone down, because the own host is on time again."""
+        """Probe the neighbours that are down, because the own host is on time again."""
         for neighbour in self._neighbours.values():
             if neighbour.down:
                 neighbour.retry_s = _FIRST_RETRY_S / 2
@@ -236,7 +232,7 @@ class Neighbours:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
-        """Flood which of this satellite's links are down now, with a time later than ``outdo_ms``."""
+        """Flood the own links that are down, with a time later than ``outdo_ms``."""
         # Later than all its earlier declarations, even if the clock was set back.
         made_ms = max(microseconds(now_s) // 1000, self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
@@ -262,7 +258,7 @@ class Neighbours:
                     self._outbox.send_links(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
 
     def _send_all(self, now_s: float, source: SatelliteId) -> None:
-        """Send the moves added by operators to the neighbours, except ``source``."""
+        """Send the operators' moves to the neighbours, except ``source``."""
         for name, neighbour in self._neighbours.items():
             if name != source and not neighbour.down:
                 self._outbox.send_links(name, self._body(now_s), now_s)

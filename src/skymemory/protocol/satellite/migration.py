@@ -1,8 +1,8 @@
 """Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
 
 Two copies of a chunk may meet on one satellite: if the box has moved far at once, one copy may arrive before the other
-has left. A satellite has one place for a chunk, whichever copy it is, and the bytes are the same. So it keeps the copy
-that belongs here and sends the other copy on from the same bytes, under its own replica number.
+has left. A satellite has one place for a chunk, and the bytes are the same. So it keeps the copy that belongs here and
+sends the other on from the same bytes, under its own replica number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from skymemory.protocol.wire import REPLICA_OFFSET, Op, Packet, SkyHeader, Statu
 
 
 class Migration:
-    """Sender and deleter of what ``Handover`` plans; decides for every stored chunk if it must leave again."""
+    """Execution of the plan of ``Handover``: sends and deletes chunks, and decides if a stored chunk must leave
+    again.
+    """
 
     def __init__(self, state: SatelliteState, sweep: Sweep, retention: Retention) -> None:
         self._here = state.here
@@ -41,7 +43,7 @@ class Migration:
     def stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
         """Record stored chunks of one placement: they stay, or leave again if the box has moved meanwhile.
 
-        A satellite that handed them over may know of a move that is not known here yet: then they stay for a while.
+        A satellite that handed them over may know of a later move: then they stay for a while.
         """
         sent_behind = self._locator.is_past((header.slot_moves, header.plane_moves))
         due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self._handover.grace_s
@@ -53,7 +55,7 @@ class Migration:
                 self._handover.stray((key, index), due_s)
 
     def _resolve_conflicts(self, due_s: float) -> None:
-        """Settle chunks that were stored in place of other copies: copies that belong elsewhere leave at ``due_s``."""
+        """Settle chunks stored in place of other copies: copies that belong elsewhere leave at ``due_s``."""
         conflicts, self._store.conflicts = self._store.conflicts, []
         for name, before in conflicts:
             chunk = self._store.peek(name)
@@ -68,15 +70,13 @@ class Migration:
     # --- The box moves: plan, send, delete ---
 
     def box_moved(self, urgent: bool = False) -> None:
-        """Let ``send_due`` plan the handover: once for all moves until then. ``urgent`` means that an operator moved
-        the box.
-        """
+        """Let ``send_due`` plan the handover, once for all moves until then. ``urgent``: an operator moved the box."""
         self._handover.moved = True
         self._urgent |= urgent
 
     @property
     def _plan_s(self) -> float:
-        """Return the time at which the next plan may be made.
+        """Return the earliest time of the next plan.
 
         The clock's own moves are rare; pushes, which may be forged, are throttled.
         """
@@ -88,7 +88,7 @@ class Migration:
         return min(soonest_s, self._plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
-        """Send all that is due: strays, new bursts, and retransmissions."""
+        """Send strays, new bursts and retransmissions that are due."""
         if self._handover.moved and now_s >= self._plan_s:
             self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
@@ -116,7 +116,7 @@ class Migration:
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
     def _send_as(self, name: ChunkName, replica: int) -> None:
-        """Send the chunk, if it is still here, to where its copy ``replica`` belongs."""
+        """Send the chunk to where its copy ``replica`` belongs."""
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -140,7 +140,6 @@ class Migration:
             self._outbox.migrate(burst.destination, burst.request_id, list(chunks.values()), now_s)
 
     def _chunk(self, name: Leaving) -> Chunk | None:
-        """Return the chunk, as the copy that it leaves as."""
         chunk = self._store.peek(name[:2])
         if chunk is None or len(name) == 2:
             return chunk
@@ -156,7 +155,7 @@ class Migration:
     # --- Answers ---
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
-        """Handle ACK: another satellite took (or refused) chunks; pins and expiries of their key follow them."""
+        """Handle ACK: another satellite took (or refused) chunks; pins and expiries of their key follow."""
         satellite = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         if not self._handover.awaits(packet.header.request_id, satellite):
             return
@@ -172,6 +171,6 @@ class Migration:
             self._retention.handed_over(satellite, selection.key, now_s)
 
     def unreachable(self, packet: Packet, now_s: float) -> None:
-        """Handle UNREACHABLE: there is no route to the destination of a burst."""
+        """Handle UNREACHABLE: no route to a burst's destination."""
         self._counters.add("packets_unroutable")
         self._handover.refused(packet.header.request_id, now_s)

@@ -40,8 +40,8 @@ _LEAST_CREDIT_BYTES = 128 * 1024
 
 
 class Outbox:
-    """Packer, signer and queue of packets. Every header carries the current moves and offers senders their share of
-    ``credit_bytes``.
+    """Queue of outgoing packets, which are packed and signed here. Every header carries the current moves and offers
+    senders their share of ``credit_bytes``.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Outbox:
         return bool(self._outgoing or self._links)
 
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return batches with the link each leaves by, except LINKS; each batch is returned once."""
+        """Return batches, except LINKS, with the link each leaves by."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Return LINKS as ``take``: they do not count as traffic, so they do not cause a probe of their neighbour."""
+        """Return LINKS as ``take``. They do not count as traffic: they cause no probe of their neighbour."""
         links, self._links = self._links, []
         return links
 
@@ -93,7 +93,6 @@ class Outbox:
         status: Status = Status.OK,
         flags: int = 0,
     ) -> None:
-        """Send a control packet to the sender of ``request``."""
         header = self._answer(request, op, status, flags)
         packet = build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
@@ -105,9 +104,7 @@ class Outbox:
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
     ) -> tuple[bytes, SegmentBatch] | None:
-        """Return key and DATA packets for a GET as received, if all requested chunks are in ``shares``; nothing is
-        queued.
-        """
+        """Return key and DATA packets for a GET, if all requested chunks are in ``shares``; nothing is queued."""
         answer = native.answer_get(get, shares, self.terms(now_s))
         if answer is None:
             return None
@@ -117,11 +114,11 @@ class Outbox:
         return key, self._signed(batch, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
-        """Return the header fields of an answer that come neither from the request nor from the chunks."""
+        """Return the header fields of an answer that depend neither on the request nor on the chunks."""
         return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
-        """Count packets that left by ``terms``: the sequence continues after them."""
+        """Count packets that left by ``terms``."""
         self._take_sequence(packets)
 
     def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
@@ -141,23 +138,22 @@ class Outbox:
     # --- Commands and notifications of this satellite ---
 
     def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
-        """Send a control packet to another satellite."""
         header = self._header(op, Address(*there), request_id)
         packet = build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
     def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Send MIGRATE to another satellite: a packet per chunk."""
+        """Send MIGRATE: a packet per chunk."""
         header = self._header(Op.MIGRATE, Address(*there), request_id, microseconds(now_s) & 0xFFFFFFFF)
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
-        """Send LINKS to a neighbour by the link to it, regardless of the routes."""
+        """Send LINKS by the link to a neighbour, regardless of the routes."""
         packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
         self._links.append((self._signed(single(packet), now_s), neighbour))
 
     def notify_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
-        """Send unsolicited telemetry to the ``most`` ground hosts heard last. Return how many there were."""
+        """Send unsolicited telemetry to the ``most`` ground hosts heard last. Return their number."""
         destination = Address(self._address.plane, self._address.slot, GROUND_SHELL)
         hosts = self._router.heard_last(most)
         for ground in hosts:
@@ -209,9 +205,7 @@ class Outbox:
         return first
 
     def _signed(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """Return the batch with MACs if the constellation has keys: all commands, but answers only if every packet has
-        a MAC.
-        """
+        """Add MACs if there are keys: to all commands, but to answers only if every packet has a MAC."""
         return batch if self._authority is None else self._authority.sign(batch, now_s)
 
     def _send(self, batch: SegmentBatch, destination: Address, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """Overload of a host: its measurement, and the queue of background packets that wait while it lasts.
 
-A process that was stopped, or has less processor time than it needs, reads everything late, including answers. While
-its host is late, a satellite gives its neighbours longer timeouts, so that it does not mistake its own delay for their
-death, and postpones background work.
+A process that was stopped, or has too little processor time, reads everything late, including answers. While its host
+is late, a satellite gives its neighbours longer timeouts, so as not to mistake its own delay for their death, and
+postpones background work.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from skymemory.native import Run
 from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
-"""Wait in seconds beyond which an event counts as late."""
+"""Wait beyond which an event counts as late."""
 _PERSISTS_S = 0.25
-"""Seconds without an event on time after which a host is overloaded: background work then yields to answers."""
+"""Seconds without an event on time after which background work yields to answers."""
 _FADES_S = 0.5
 """Time constant with which the worst wait decays."""
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""Age in seconds beyond which waiting packets are dropped: their sender has repeated them, or will."""
+"""Age at which waiting packets are dropped: their sender has repeated them, or will."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
 """Background only between satellites: a ground host waits for the answer."""
 
 
 class Lateness:
-    """Delay of a host with its own work: the wait of events before they were handled. All its machines share it.
+    """Delay of a host's events before they are handled, shared by its machines.
 
     A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289): a single long wait is
     a burst, which queues exist to absorb.
@@ -40,12 +40,10 @@ class Lateness:
         self._worst_s = 0.0
         self._worst_at_s = -math.inf
         self._on_time_s = math.inf
-        """Time at which an event was last on time; infinity: none has been late yet."""
+        """Last time that an event was on time; infinity: none has been late yet."""
 
     def measured(self, late_s: float, now_s: float) -> None:
-        """Record that an event was handled at ``now_s``, ``late_s`` after it was due. Call this for events on time,
-        too.
-        """
+        """Record an event handled ``late_s`` after it was due. Call this for events on time, too."""
         if late_s <= LATE_S:
             self._on_time_s = now_s
         elif self._on_time_s == math.inf:
@@ -54,23 +52,22 @@ class Lateness:
             self._worst_s, self._worst_at_s = late_s, now_s
 
     def at(self, now_s: float) -> float:
-        """Return the longest recent wait in seconds, decaying; rounded to a microsecond, so that it ends."""
+        """Return the longest recent wait, decaying; rounded to a microsecond, so that it ends."""
         if not self._worst_s:
             return 0.0
         wait_s = self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
         return round(wait_s * 1e6) / 1e6
 
     def is_late(self, now_s: float) -> bool:
-        """Return True if the host is overloaded."""
         return now_s - self._on_time_s > _PERSISTS_S
 
 
 class Postponed:
     """Bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
 
-    Background packets are requests between satellites for the benefit of later reads: handovers, checks of copies and
-    of suspected losses, gossip; also in transit. No read waits for them, and their sender repeats them. LINKS are not
-    background: late LINKS would make live satellites look dead.
+    Background packets are requests between satellites for the benefit of later reads, also in transit: handovers,
+    checks of copies and of suspected losses, gossip. No read waits for them, and their sender repeats them. LINKS are
+    not background: late LINKS would make live satellites look dead.
 
     Packets are copied, because a transport's buffer is valid only during the call.
     """
@@ -79,7 +76,6 @@ class Postponed:
         self._queue: deque[tuple[float, memoryview, int, LinkEnd]] = deque()
         self._bytes = 0
         self.kept = self.dropped = 0
-        """Packets so far."""
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -119,7 +115,7 @@ class Postponed:
 
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:
-    """Split a run into packets that have one operation, destination and status each."""
+    """Split a run into packets of one operation, destination and status each."""
     if size <= 0 or native.same_journey(view, size):
         yield view, size
     else:

@@ -43,7 +43,7 @@ class _Transfer:
 
 
 class Retention:
-    """Pins, leases and expiries of the satellite's memory: set, ended in time, and transferred."""
+    """Pins, leases and expiries of the satellite's memory."""
 
     def __init__(self, state: SatelliteState) -> None:
         self._store = state.store
@@ -148,7 +148,7 @@ class Retention:
     # --- Pins, leases and expiries follow the chunks ---
 
     def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
-        """Send the pin, the expiry and the leases of a key to the satellite that has taken chunks of it."""
+        """Send a key's pin, expiry and leases to the satellite that has taken chunks of it."""
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
@@ -182,7 +182,7 @@ class Retention:
         self._end_transfer(packet.header.request_id)
 
     def unsupported(self, packet: Packet, now_s: float) -> None:
-        """Handle UNSUPPORTED: a satellite of another release does not know RETAIN; the transfer ends."""
+        """Handle UNSUPPORTED: the other satellite does not know RETAIN; the transfer ends."""
         Capabilities.unpack_unsupported(packet.body)
         self._end_transfer(packet.header.request_id)
 

@@ -1,4 +1,4 @@
-"""Configuration of a satellite, and the state that its handlers share: chunk memory, clock, links, outbox, counters."""
+"""Configuration of a satellite, and the state that its handlers share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class EvictionConfig:
     """Treatment of dead blocks, pins and copies by one satellite. Times are in seconds.
 
     ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` the time for which evictions are
-    collected before they are announced; ``confirm_s`` the time from a suspicion to its proof, longer than a handover
-    takes.
+    collected; ``confirm_s`` the time from a suspicion to its proof, longer than a handover takes.
     """
 
     gossip: bool = False
@@ -46,7 +45,7 @@ class EvictionConfig:
     confirm_s: float = 2.0
     pin_share: float = 0.5
     replicas: int = 1
-    """Copies of each chunk in the constellation: a block is dead if all copies of a chunk are lost."""
+    """Copies of each chunk: a block is dead if all copies of a chunk are lost."""
 
     @classmethod
     def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
@@ -83,9 +82,7 @@ def parse_policies(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SatelliteConfig:
-    """Configuration of a satellite. ``credit_bytes`` is the real capacity of the transport's receive buffer; it is
-    offered to senders.
-    """
+    """Configuration of a satellite. ``credit_bytes`` is the capacity of the transport's receive buffer."""
 
     address: SatelliteId
     memory_bytes: int
@@ -101,18 +98,16 @@ class SatelliteConfig:
     """Name in ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_timeout_s: float = 0.05
-    """Time that a neighbour may take to answer a probe; depends on the length of the links."""
+    """Time for a neighbour to answer a probe; depends on the length of the links."""
     authority: Authority | None = field(default=None, repr=False)
     """Keys whose commands it obeys; None: any command."""
     first_request_id: int = 0
-    """Start of the request ids. If drawn at random, no stranger can guess them, and no id of an earlier life is
-    repeated.
-    """
+    """Start of the request ids. Drawn at random, it cannot be guessed, and ids of an earlier life are not repeated."""
 
 
 class SatelliteState:
-    """Shared state, given to every handler at construction. A handler acts on this state and sends through ``outbox``;
-    it calls other handlers only if it was constructed with them.
+    """State given to every handler. A handler acts on it and sends through ``outbox``; it calls other handlers only if
+    it was constructed with them.
     """
 
     def __init__(
@@ -149,12 +144,12 @@ class SatelliteState:
         )
         self.postponed = Postponed()
         self.timers_wait = False
-        """True if background timers have expired while the host was late; ``SatelliteMachine.work`` runs them."""
+        """True if background timers expired while the host was late; ``SatelliteMachine.work`` runs them."""
 
     def is_settled(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
-        """Return True if chunks ``indices`` of a key are neither being handed over nor still being written.
+        """Return True if these chunks of a key are neither being handed over nor still being written.
 
-        Only then does their absence here count towards a proof that they are lost.
+        Only then does their absence here count towards a proof of loss.
         """
         next_move_s = self.locator.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
