@@ -424,9 +424,9 @@ class SatelliteGate:
         """Count packets not admitted; answer the first sound command of a ground host, once per run."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
-        sound = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
-        if sound and sound[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
-            self._refuse(sound[0], source, now_s)
+        valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
+        if valid and valid[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
+            self._refuse(valid[0], source, now_s)
 
     def _may_answer(self, now_s: float) -> bool:
         now_us = microseconds(now_s)
@@ -447,10 +447,10 @@ def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryvie
     """Count packets that are not authentic: damaged as malformed, sound (returned) as refused."""
     if not packets:
         return []
-    sound = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
-    counters.add("packets_malformed", len(packets) - len(sound))
-    counters.add("packets_refused", len(sound))
-    return sound
+    valid = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
+    counters.add("packets_malformed", len(packets) - len(valid))
+    counters.add("packets_refused", len(valid))
+    return valid
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:

@@ -483,9 +483,9 @@ def unpack_retained(body: Buffer) -> list[Kept]:
 
 # --- Capabilities: protocol versions, operations and codecs, as stated in a PONG and in an UNSUPPORTED ---
 #
-# Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; one
-# that states nothing is of version 1. A client sends only stated operations, remembers for a while what a satellite
-# could not do, and never takes an unsupported operation for a dead satellite.
+# Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; a
+# satellite that states nothing is of version 1. A client sends only stated operations, remembers for a while what a
+# satellite could not do, and never mistakes an unsupported operation for a dead satellite.
 
 ASK_AGAIN_S = 60.0
 """Seconds for which a client believes that a satellite lacks an operation: a later release may replace it."""

@@ -496,8 +496,8 @@ def destination_of(packet: Buffer) -> Address:
 
 # --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---
 #
-# A ``SegmentBatch`` is what a machine hands to its transport. The UDP transport gathers headers and payloads into sends
-# with segmentation offload, without a copy; the simulated one joins them.
+# A machine hands a ``SegmentBatch`` to its transport. The UDP transport gathers headers and payloads into sends with
+# segmentation offload, without a copy; the simulated transport joins them.
 
 
 class Slices(Sequence[memoryview]):

@@ -129,7 +129,7 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
         events.append(FaultEvent(end_s, satellites, link, over=True))
 
     everyone = torus.satellites()
-    begun: list[tuple[float, str]] = []
+    starts: list[tuple[float, str]] = []
     for kind, every_s in (
         ("satellite", rates.satellite_every_s),
         ("plane", rates.plane_every_s),
@@ -137,8 +137,8 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
     ):
         time_s = begin_s
         while every_s and (time_s := time_s + random.expovariate(1 / every_s)) < until_s:
-            begun.append((time_s, kind))
-    for time_s, kind in sorted(begun):
+            starts.append((time_s, kind))
+    for time_s, kind in sorted(starts):
         satellite = random.choice(everyone)
         if kind == "plane":
             fail(time_s, tuple(SatelliteId(satellite.plane, slot) for slot in range(torus.slots_per_plane)), None)

@@ -597,10 +597,10 @@ class SimulatedConstellation:
         receiver, size = train.receiver, train.size
         begin, end = first * size, min((last + 1) * size, len(train.data))
         if isinstance(receiver, SatelliteId):
-            kept, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
+            unserved, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
             for batch, to in outgoing:
                 self._send(batch, receiver, to)
-            if kept:
+            if unserved:
                 self._touched[receiver] = None
                 view = memoryview(train.data)[begin:end]
                 self.satellites[receiver].receive_batch(view, size, train.sender, self.now_s)
@@ -621,11 +621,11 @@ class SimulatedConstellation:
             return True, []
         routes = machine.routes(now_s)
         transit = None if routes is None else (*routes, _NO_SOCKETS)
-        kept, served, _, passed = native.serve_runs(-1, data, [run], source, *requests, transit)
+        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, *requests, transit)
         outgoing: list[tuple[SegmentBatch, Node]] = []
-        if passed:
-            machine.passed(passed, now_s)
-            for _, _, link, _, remainder in passed:
+        if forwarded:
+            machine.passed(forwarded, now_s)
+            for _, _, link, _, remainder in forwarded:
                 for at, size, segment_bytes in remainder:
                     packets = data if size == len(data) else data[at : at + size]
                     outgoing.append((SegmentBatch(packets, segment_bytes), link))
@@ -637,24 +637,24 @@ class SimulatedConstellation:
                 outgoing.append((SegmentBatch(headers, width, payloads), link))
         if machine.wants_to_send:
             self._touched[here] = None
-        return bool(kept), outgoing
+        return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
         """Forward a run when its first packet arrives: the satellite's machine chooses the route for all."""
         forwarder = train.receiver
         assert isinstance(forwarder, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[forwarder]
-        kept, outgoing = self._serve(forwarder, train.data, (0, len(train.data), train.size), train.sender)
-        if kept:
+        unserved, outgoing = self._serve(forwarder, train.data, (0, len(train.data), train.size), train.sender)
+        if unserved:
             machine.receive_batch(train.data, train.size, train.sender, self.now_s)
             self._touched[forwarder] = None
-        if kept or machine.wants_to_send:
+        if unserved or machine.wants_to_send:
             outgoing += cast(list[tuple[SegmentBatch, Node]], machine.datagrams_to_send(self.now_s))
         for batch, receiver in outgoing:
             link = frozenset((forwarder, receiver))
-            plain = train.onward is None and batch.payloads is None and batch.count == train.count
+            is_same_run = train.onward is None and batch.payloads is None and batch.count == train.count
             blocked = self._any_blocked and self._blocked(forwarder, receiver)
-            if not plain or blocked or link in self._link_faults or link in self._cut:
+            if not is_same_run or blocked or link in self._link_faults or link in self._cut:
                 self._send(batch, forwarder, receiver)
                 continue
             queue, delay_s = self.queues.of(forwarder, receiver), self._delay_s(forwarder, receiver)

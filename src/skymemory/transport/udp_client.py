@@ -199,14 +199,14 @@ class UdpClient:
         with self._lock:
             self._look_at_wall_clock()
             now_s = self.now_s()
-            plain = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
-            if plain is None:
+            plain_read = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
+            if plain_read is None:
                 number = machine.get(info, out, now_s, replicas)
             else:
-                self._sock.send_each([(plain.packet, *self._satellites[plain.satellite])])
-                tallies, runs = self._receive_plain({plain.request_id: plain.landing})
+                self._sock.send_each([(plain_read.packet, *self._satellites[plain_read.satellite])])
+                tallies, runs = self._receive_plain({plain_read.request_id: plain_read.landing})
                 now_s = self.now_s()
-                outcome = machine.end_plain_get(plain, tallies, now_s)
+                outcome = machine.end_plain_get(plain_read, tallies, now_s)
                 if runs:
                     machine.receive_runs(runs, now_s)
                 if isinstance(outcome, Finished):
@@ -232,20 +232,20 @@ class UdpClient:
         with self._lock:
             self._look_at_wall_clock()
             how = key, value, chunk_bytes, strategy, servers, self.now_s()
-            plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
-            if plain is None:
+            plain_write = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
+            if plain_write is None:
                 number, info = machine.put(*how, replicas=replicas)
                 meanwhile(info)
             else:
-                endpoint = self._satellites[plain.satellite]
-                unsent = self._sock.send(plain.batch, endpoint)
+                endpoint = self._satellites[plain_write.satellite]
+                unsent = self._sock.send(plain_write.batch, endpoint)
                 if unsent is not None:
                     self._backlog.append((endpoint, unsent))
-                meanwhile(plain.transfer.info)
+                meanwhile(plain_write.transfer.info)
                 outcome = None
                 while outcome is None:
                     _, runs = self._receive_plain({})
-                    outcome = machine.end_plain_put(plain, runs, self.now_s())
+                    outcome = machine.end_plain_put(plain_write, runs, self.now_s())
                 if isinstance(outcome, Finished):
                     return outcome
                 number = outcome

@@ -273,13 +273,13 @@ class UdpHost:
     def _readable(self, satellite: UdpSatellite) -> None:
         quiet, now_s = True, self.now_s()
         for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
-            arrivals, served, passed = self._receive(satellite)
+            arrivals, served, forwarded = self._receive(satellite)
             quiet &= not satellite.machine.wants_to_send
             for endpoint, group in groupby(arrivals, key=itemgetter(2)):
                 quiet = False
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
-            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (passed and passed[0][3] > 1)
-            if len(arrivals) + len(served) + len(passed) <= 1 and not stream:
+            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (forwarded and forwarded[0][3] > 1)
+            if len(arrivals) + len(served) + len(forwarded) <= 1 and not stream:
                 satellite.full_since_s = math.inf
                 break  # nothing, or a single datagram and no stream: answer at once
         else:
@@ -295,9 +295,9 @@ class UdpHost:
         terms = self._terms(satellite, now_s) if self._direct else None
         if terms is None:
             return satellite.sock.receive(), [], []
-        arrivals, served, passed = satellite.sock.serve(self._names, *terms)
-        self._carried(satellite, served, passed, now_s)
-        return arrivals, served, passed
+        arrivals, served, forwarded = satellite.sock.serve(self._names, *terms)
+        self._carried(satellite, served, forwarded, now_s)
+        return arrivals, served, forwarded
 
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
         """Return what the native helper needs; None if the machine must see every packet now."""
@@ -357,8 +357,8 @@ class UdpHost:
     def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
         terms = self._terms(satellite, now_s)
         if terms is not None:
-            runs, served, passed = satellite.sock.serve_runs(runs, source, *terms)
-            self._carried(satellite, served, passed, now_s)
+            runs, served, forwarded = satellite.sock.serve_runs(runs, source, *terms)
+            self._carried(satellite, served, forwarded, now_s)
         if runs:
             satellite.machine.receive_runs(satellite.sock.received(runs), source, now_s)
         if satellite.machine.wants_to_send or runs:

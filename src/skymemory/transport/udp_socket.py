@@ -164,7 +164,7 @@ class BatchSocket:
         """Receive, but answer leading plain requests at once and send on packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
-            arrivals, served, errors, passed = native.serve(
+            arrivals, served, errors, forwarded = native.serve(
                 self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:], transit
             )
         except OSError:
@@ -174,7 +174,7 @@ class BatchSocket:
             return [], [], []
         self.send_errors += errors
         runs = [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
-        return runs, served, passed
+        return runs, served, forwarded
 
     def serve_runs(
         self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None

@@ -310,8 +310,8 @@ class ClientMachine:
         """Return the end of a plain read, or the number of the operation that continues it."""
         info = read.info
         if len(tallies) == 1:
-            request_id, echo_us, _, placed, duplicates, corrupt, foreign = tallies[0]
-            complete = request_id == read.request_id and placed == info.chunks
+            request_id, echo_us, _, placed_chunks, duplicates, corrupt, foreign = tallies[0]
+            complete = request_id == read.request_id and placed_chunks == info.chunks
             if complete and not (duplicates or corrupt or foreign) and verified(info, read.landing):
                 self._peers.peer(read.satellite).heard(since_s(echo_us, now_s), now_s)
                 return self._end_plain(TransferReport(info.value_bytes, info.chunks, 1), info, read.begun_s, now_s)
@@ -516,7 +516,7 @@ class ClientMachine:
                 self._writes.append(operation)
             elif len(operation.transfer.pending) > 1:
                 self._reads.append(operation)
-            else:  # soon done: it does not wait behind the requests of large values
+            else:  # soon done: it does not wait for the requests of large values
                 self._reads.appendleft(operation)
 
     def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
@@ -755,12 +755,12 @@ class ClientMachine:
                 if transfer.pending:
                     self._enqueue(request.operation)
         endings: dict[Operation, str] = {}
-        for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in awaited_runs:
+        for request, transfer, (_, echo_us, _, placed_chunks, duplicates, corrupt, foreign) in awaited_runs:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-            self._in_flight.answered(request, (placed + duplicates) * size_each)
+            self._in_flight.answered(request, (placed_chunks + duplicates) * size_each)
             if request.gap_since_s is not None and transfer.has(request.indices):
                 self._in_flight.completed(request, now_s)
-            proves_life = placed > 0 or self._gate is None
+            proves_life = placed_chunks > 0 or self._gate is None
             if corrupt:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
@@ -957,8 +957,8 @@ class ClientMachine:
     ) -> None:
         """Look elsewhere for chunks that a satellite does not hold, or end the read."""
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
-        asked = set(request.indices)
-        indices = [index for index in selection.indices() if index in asked]
+        requested = set(request.indices)
+        indices = [index for index in selection.indices() if index in requested]
         if selection.key != transfer.info.key or not indices:
             return
         self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))

@@ -174,7 +174,7 @@ class Checks:
         self, place: SatelliteId, checks: list[Check], on_answer: OnAnswer, now_s: float, answer_s: float = ANSWER_S
     ) -> None:
         """Send CHECKs; ``on_answer`` is called for each packet answered in time. Nothing is repeated."""
-        self._asked = {n: asked for n, asked in self._asked.items() if asked.until_s > now_s}
+        self._asked = {n: question for n, question in self._asked.items() if question.until_s > now_s}
         for at in range(0, len(checks), MAX_CHECKS_PER_PACKET):
             page = checks[at : at + MAX_CHECKS_PER_PACKET]
             number = self._next_request_id
@@ -185,12 +185,12 @@ class Checks:
 
     def answered(self, packet: Packet, now_s: float) -> None:
         """Handle CHECKED."""
-        asked = self._asked.pop(packet.header.request_id, None)
+        question = self._asked.pop(packet.header.request_id, None)
         results = unpack_found(packet.body)
-        if asked is not None and len(results) == len(asked.checks):
+        if question is not None and len(results) == len(question.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
             settled = bool(packet.header.flags & FLAG_SETTLED)
-            asked.on_answer(Answer(asked.place, asked.checks, results, same_moves, settled), now_s)
+            question.on_answer(Answer(question.place, question.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
         """Handle CHECK. Free memory is offered once per packet, not once per check."""
@@ -361,14 +361,14 @@ class LossProofs:
             for index, satellites in case.left.items():
                 check = Check(ref.key, setting_of(packed), ref.chunks, index, ref.chunks, ref.length_bytes)
                 for place in sorted(satellites):
-                    asked = by_place.setdefault(place, [])
-                    new_packets += len(asked) % MAX_CHECKS_PER_PACKET == 0
-                    asked.append((case, check))
+                    place_questions = by_place.setdefault(place, [])
+                    new_packets += len(place_questions) % MAX_CHECKS_PER_PACKET == 0
+                    place_questions.append((case, check))
             questions += new_packets if questions or len(places) > 1 else 1
             self._judge(case, now_s)  # for some chunk, there may be no satellite to ask
-        for place, asked in by_place.items():
-            for at in range(0, len(asked), MAX_CHECKS_PER_PACKET):
-                self._ask(place, asked[at : at + MAX_CHECKS_PER_PACKET], now_s)
+        for place, place_questions in by_place.items():
+            for at in range(0, len(place_questions), MAX_CHECKS_PER_PACKET):
+                self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
     def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
         def on_answer(answer: Answer, answered_s: float) -> None:

@@ -186,10 +186,10 @@ class SatelliteMachine:
         The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
         # 1. Authentication. An address can be forged: with keys, only an authentic packet is a sign of life.
-        heard = True
+        is_authentic = True
         if self._gate is not None:
-            runs, heard = self._gate.admit(runs, source, now_s)
-        if heard and isinstance(source, SatelliteId):
+            runs, is_authentic = self._gate.admit(runs, source, now_s)
+        if is_authentic and isinstance(source, SatelliteId):
             self.neighbours.heard(source, now_s)
         # 2. While the host is late, background packets wait.
         late = self.lateness.is_late(now_s)
@@ -250,8 +250,8 @@ class SatelliteMachine:
             # Answers to this ground host leave by the link on which it was heard.
             self._router.remember(int.from_bytes(good[0][start + 12 : start + 16], "big"), source)
             if not to_me:
-                sound = memoryview(b"".join(good)) if bad else view
-                self._forward(sound, segment_bytes, destination, source, now_s)
+                intact = memoryview(b"".join(good)) if bad else view
+                self._forward(intact, segment_bytes, destination, source, now_s)
                 return
         if good[0][start + 1] == Op.LINKS:
             self._links(good, source, now_s)
@@ -355,9 +355,9 @@ class SatelliteMachine:
         forwarded = self._router.forward(headers, batch.header_bytes, destination, source)
         if isinstance(forwarded, Status):
             return None
-        counted, link = forwarded
-        self.passed([(source, 0, link, counted.count, [])], now_s)
-        return SegmentBatch(counted.headers, counted.header_bytes, batch.payloads), link
+        forwarded_batch, link = forwarded
+        self.passed([(source, 0, link, forwarded_batch.count, [])], now_s)
+        return SegmentBatch(forwarded_batch.headers, forwarded_batch.header_bytes, batch.payloads), link
 
     @property
     def wants_to_send(self) -> bool:

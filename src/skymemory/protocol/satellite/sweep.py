@@ -222,14 +222,14 @@ class Sweep:
             places_left[key] = len(places)
             servers[key] = server
             for place in places:
-                asked, expected = by_place.setdefault(place, ([], []))
-                asked.append(key)
+                place_keys, expected = by_place.setdefault(place, ([], []))
+                place_keys.append(key)
                 expected.append(_chunks_of(server, ref))
         # 2. Ask each satellite about all its keys, a packet at a time.
-        for place, (asked, expected) in by_place.items():
-            for at in range(0, len(asked), MAX_KEYS_PER_PACKET):
+        for place, (place_keys, expected) in by_place.items():
+            for at in range(0, len(place_keys), MAX_KEYS_PER_PACKET):
                 page = slice(at, at + MAX_KEYS_PER_PACKET)
-                self._ask(place, _Question(asked[page], expected[page], servers, now_s, places_left))
+                self._ask(place, _Question(place_keys[page], expected[page], servers, now_s, places_left))
         return unasked
 
     def _examine_copies(
@@ -238,7 +238,7 @@ class Sweep:
         """Check as ``_examine`` with copies: also shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[tuple[bytes, int], int] = {}
-        asked, unasked = 0, list[bytes]()
+        question_count, unasked = 0, list[bytes]()
 
         def on_answer(answer: Answer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
@@ -253,10 +253,10 @@ class Sweep:
 
         for key in keys:
             for check, places in replicas.to_ask(key, distance, before):
-                if asked + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
+                if question_count + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
                     unasked.append(key)
                     break
-                asked += len(places)
+                question_count += len(places)
                 places_left[key, check.server] = len(places)
                 for place in places:
                     by_place.setdefault(place, []).append(check)
@@ -424,12 +424,12 @@ class ReplicaRepair:
         keys = self._store.keys_after(self._swept_to, limit)
         self._swept_to = keys[-1] if len(keys) == limit else b""
         by_place: dict[SatelliteId, list[Check]] = {}
-        asked = 0
+        question_count = 0
         for key in keys:
             for place, check in self._next_copies(key):
                 by_place.setdefault(place, []).append(check)
-                asked += 1
-            if asked >= limit:
+                question_count += 1
+            if question_count >= limit:
                 self._swept_to = key
                 break
         for place, checks in by_place.items():
