@@ -281,7 +281,6 @@ class SkyMap:
         return list(dict.fromkeys(chain.from_iterable(boxes)))
 
     def links_s(self, here: SatelliteId, there: SatelliteId) -> float:
-        """Return the one-way delay between two satellites."""
         slots, planes = self.torus.delta(here, there)
         return abs(slots) * self._links_s[0] + abs(planes) * self._links_s[1]
 
@@ -340,7 +339,6 @@ class Locator:
         return True
 
     def next_timer_s(self) -> float:
-        """Return the time of the box's next move, or infinity."""
         return math.inf if self.next_move_s is None else self.next_move_s
 
     def interval_s(self, now_s: float) -> float:
@@ -479,7 +477,6 @@ class FollowedClock:
 
     @property
     def _added(self) -> Moves:
-        """Return the correction so far."""
         now, base = self._clock.pushed, self._base.pushed
         return now[0] - base[0], now[1] - base[1]
 

@@ -77,7 +77,6 @@ class Window:
         self.in_flight_bytes = 0
         self._cut_until_s = 0.0
         self._uncut_bytes = 0
-        """Size before the last cut."""
 
     def offer(self, limit_bytes: int) -> None:
         if self._most_bytes is not None:
@@ -142,7 +141,6 @@ class Credit:
         self._least_bytes = min(least_bytes, buffer_bytes)
         self._senders: set[int] = set()
         self._before = 0
-        """Senders in the previous period."""
         self._until_s = -math.inf
         self.each_bytes = buffer_bytes
 

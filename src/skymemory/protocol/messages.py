@@ -103,7 +103,6 @@ class Presence:
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
-        """Return None if nothing of the key is held."""
         number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
         servers, server, strategy, _, held_count, slot_moves, plane_moves = placement
         if number == 0:
@@ -373,7 +372,6 @@ def pack_setting(value_crc: int, slot_moves: int, plane_moves: int) -> bytes:
 
 
 def pack_dead(dead: Sequence[Dead]) -> bytes:
-    """Pack the body of GONE."""
     if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET:
         raise InvalidInput(f"{len(dead)} dead values in one packet: expected 1 to {MAX_DEAD_PER_PACKET}")
     return _DEAD_COUNT.pack(len(dead), 0) + join_dead(dead)
@@ -514,7 +512,6 @@ class Capabilities:
         return bool(self.operations >> op & 1)
 
     def figures(self) -> dict[str, int]:
-        """Return them as fields of a PONG."""
         versions = self.lowest_version << 8 | self.highest_version
         return {"protocol_versions": versions, "operations": _signed(self.operations), "codecs": _signed(self.codecs)}
 
@@ -549,5 +546,4 @@ def _bits(numbers: tuple[int, ...]) -> int:
 
 
 OURS = Capabilities(VERSION, VERSION, _bits(tuple(op for op in Op if op.is_command)), _bits(CODEC_IDS))
-"""Capabilities of this release."""
 UNSTATED = Capabilities(1, 1, _bits(tuple(range(Op.SET, Op.CHECK + 1))), 0, stated=False)

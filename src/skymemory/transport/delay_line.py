@@ -28,7 +28,6 @@ Item = TypeVar("Item")
 GRAIN_S = 0.010
 """Seconds within which packets of a run are delivered together, at the time of the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
-"""Bytes that a handover may have in flight."""
 _ERRORS_KEPT = 8_192
 RECENT_S = 60.0
 """Age of releases that percentiles cover; maximum and number cover all."""

@@ -200,7 +200,6 @@ class SimulatedConstellation:
         self._alarms: list[tuple[float, int, Node]] = []
         """Heap of values of ``_timers``; an entry is valid if ``_timers`` still has it."""
         self.hosts: list[SimulatedHost] = []
-        """Hosts, if there are limits."""
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
             machines = {name: self.satellites[name] for name in names}
@@ -367,7 +366,6 @@ class SimulatedConstellation:
         return math.inf
 
     def settle(self, limit_s: float) -> None:
-        """Run until no event is left, or until ``limit_s``."""
         while self.step(limit_s):
             pass
 
@@ -483,7 +481,6 @@ class SimulatedConstellation:
         self.bytes_sent += len(data)
 
     def _leave(self, train: _Train, at: int) -> None:
-        """Put a packet that arrives now on the link of ``train``."""
         size = train.size if at + 1 < train.count else len(train.data) - at * train.size
         self.datagrams_sent += 1
         self.bytes_sent += size
@@ -498,7 +495,6 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
 
     def _go_on(self, train: _Train, at: int) -> None:
-        """Put a forwarded packet on the link of ``train`` now."""
         self._leave(train, at)
         if train.ends and not train.scheduled:
             self._schedule(train, at)
@@ -725,7 +721,6 @@ class SimulatedClient:
         return self._constellation.now_s
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Begin a ``get`` and ``run`` it."""
         with self.lock:
             number = self.machine.get(info, out, self.now_s(), replicas)
         return self.run([number])[number]
@@ -740,7 +735,6 @@ class SimulatedClient:
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` and ``run`` it."""
         with self.lock:
             how = chunk_bytes, strategy, servers, self.now_s()
             number, info = self.machine.put(key, value, *how, replicas=replicas)

@@ -115,7 +115,6 @@ class _Inbox:
         self.bytes = 0
         self.runs: deque[tuple[bytes, int, LinkEnd]] = deque()
         self.full_since_s = math.inf
-        """Time since which it always had more than one batch."""
 
 
 class SimulatedHost:
@@ -137,7 +136,6 @@ class SimulatedHost:
         self.lateness = lateness
         self.work: Counter[str] = Counter()
         self.lost_bytes = 0
-        """Bytes of datagrams that a full buffer dropped."""
         self.busy_s = 0.0
         self._limits = limits
         self._costs = {field.name: getattr(limits.costs, field.name) for field in fields(limits.costs)}
@@ -151,15 +149,12 @@ class SimulatedHost:
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
         self._rested_s = 0.0
-        """End of the last slice of background work."""
         self.wake_s = 0.0
         """Time of its next work; infinite: only after an event from outside."""
         self._left_s = 0.0
-        """Processor seconds left of the current step."""
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
         self._filled: dict[SatelliteId, None] = {}
-        """Sockets with datagrams, in the order of arrival."""
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
@@ -369,7 +364,6 @@ class SimulatedHost:
         self._release()
 
     def _release(self) -> None:
-        """Send one delayed batch; then the next."""
         item = heapq.heappop(self._line)
         self._spend("wake_s")
         self._sending.append((item.batch, item.satellite, item.other, 0.0))
@@ -430,7 +424,6 @@ class SimulatedHost:
     # --- out ---
 
     def _after(self, satellite: SatelliteId) -> None:
-        """Pack the machine's packets, and set its timer."""
         machine = self.machines.get(satellite)
         if machine is None:
             return

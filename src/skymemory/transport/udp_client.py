@@ -90,7 +90,6 @@ class _Call:
         return not self.waiting or (self.any_of_them and (bool(self.finished) or now_s() >= self.until_s))
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until ``wake``, at most ``seconds``."""
         self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
 
     def wake(self) -> None:
@@ -150,9 +149,7 @@ class UdpClient:
         self._own = OwnLock("the connection to the constellation", self._close_in_child)
         self._lock = FairLock(self._own)
         self._calls: dict[_Call, None] = {}
-        """Calls under way, oldest first."""
         self._waiting: dict[int, _Call] = {}
-        """Calls by operation number."""
         self._unclaimed: dict[int, Finished] = {}
         """Operations that ended before a call waited for them."""
         self._leader: _Call | None = None
@@ -433,7 +430,6 @@ class UdpClient:
                 return
 
     def _process(self, tallies: Sequence[Tally], runs: list[Run]) -> None:
-        """Give the machine what has arrived, and serve its timer."""
         machine, now_s = self.machine, self.now_s()
         if tallies:
             machine.receive_placed(tallies, now_s)

@@ -58,7 +58,6 @@ RECEIVE_ROUNDS = 4
 """Batches taken from a socket before the others get their turn; one if the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
-"""Seconds between measurements of the loop's lateness."""
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
 """Length of a slice of background work, for which a request may have to wait."""
@@ -164,7 +163,6 @@ class UdpHost:
         """Satellites with background work, each once."""
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
-        """End of the last slice of background work."""
         self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
         self._beat = loop.call_later(BEAT_S, self._measure_lateness)
@@ -180,7 +178,6 @@ class UdpHost:
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
         self._places: dict[object, tuple[str, Sight]] = {}
-        """Place and sight of clients with their own place, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._over_gaps = bool(spec.sky.torus.gaps)
@@ -435,7 +432,6 @@ class UdpHost:
             self._want_slice(satellite)
 
     def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
-        """Return True if the Earth is between two satellites."""
         assert self._blocks is not None
         return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
 
@@ -616,7 +612,6 @@ class UdpHost:
             self._slice = self._loop.call_soon(self._work)
 
     def _figures(self) -> dict[str, int]:
-        """Return the host's delay errors, lateness and faults, for housekeeping."""
         now_s = time.monotonic()
         if now_s >= self._figures_until_s:
             error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0

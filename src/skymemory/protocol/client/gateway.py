@@ -31,7 +31,6 @@ ACCESS_MODES: tuple[Access, ...] = get_args(Access)
 IDEAL_ONCE = "los"
 """Name of ``ideal`` in files and earlier releases."""
 _SKIPPED_S = 5.0
-"""Seconds until a silent gateway is tried again."""
 _MAX_CANDIDATES = 25
 
 

@@ -200,7 +200,6 @@ class Peers:
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Return True if a packet sent then or later has been answered."""
         return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
     def any_heard_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
@@ -301,7 +300,6 @@ class FailureDetector:
         self._gateway = gateway
         self._counters = counters
         self._doubted_s = -math.inf
-        """Time at which witnesses were last asked."""
         self._scouted_s: dict[SatelliteId, float] = {}
 
     def refuses(self, satellite: SatelliteId | None) -> bool:

@@ -244,9 +244,7 @@ class ClientMachine:
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
         self._writes: deque[Operation] = deque()
-        """Writes with chunks to send."""
         self._reads: deque[Operation] = deque()
-        """Reads with chunks to request."""
         self._probes: set[int] = set()
         """Numbers of the client's own PINGs, whose ends are not events."""
         self._pings_beside: dict[SatelliteId, int] = {}
@@ -384,7 +382,6 @@ class ClientMachine:
         return Finished(0, True, report, b"", info)
 
     def _take_over(self, transfer: Transfer, op: Op, plain: PlainRead | PlainWrite) -> int:
-        """Continue a plain read or write as an operation. Return its number."""
         operation, info = self._register(transfer, transfer.report, plain.begun_s), transfer.info
         request = self._in_flight.begin(
             operation,
@@ -554,7 +551,6 @@ class ClientMachine:
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
-        """Return a burst's time on the links after its beam."""
         assert self._gateway is not None
         return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
 
@@ -744,7 +740,6 @@ class ClientMachine:
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
-        """Process runs of DATA placed in the buffers of their reads."""
         # All runs are counted before any operation ends, because its end drops its requests.
         awaited_runs: list[tuple[Request, ReadTransfer, Tally]] = []
         for tally in tallies:

@@ -125,7 +125,6 @@ class Request:
 
     @property
     def link(self) -> Window:
-        """Return the narrowest window that it fills."""
         return self.lane or self.window
 
 
@@ -151,7 +150,6 @@ class InFlight:
         self.awaited: dict[int, Landing] = {}
         """Destination of the answers to reads, by request id."""
         self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
-        """Packed batches, each with the satellite whose beam it takes."""
         self._peers = peers
         self._gateway = gateway
         self._give_up_s = give_up_s

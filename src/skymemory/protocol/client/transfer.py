@@ -131,7 +131,6 @@ class WaitingBursts:
         for order, burst in enumerate(bursts):
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
         self._heads = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
-        """Heap: the first burst of each satellite that is not put aside."""
         self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
         """Satellites put aside, with the full window and its values at that time."""
 
@@ -146,7 +145,6 @@ class WaitingBursts:
         return self._bursts[self._heads[0][1]][0][1] if self._heads else None
 
     def drop(self, chunks: int) -> None:
-        """Remove so many chunks from ``first``."""
         order, satellite = self._heads[0]
         queue = self._bursts[satellite]
         indices = queue[0][1].indices
@@ -449,7 +447,6 @@ def can_hold(out: memoryview | Rows, value_bytes: int) -> bool:
 
 
 def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
-    """Return the landing of a value of which no chunk has arrived."""
     arrived, crcs = bytearray(info.chunks), bytearray(info.chunks * _CRC_BYTES)
     return info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, arrived, crcs
 
@@ -665,7 +662,6 @@ class WriteKeepalive:
 
     def __init__(self) -> None:
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}
-        """Writes by operation number, with the time of the last announcement."""
         self.next_s = math.inf
         """Time of the next call of ``due``; infinite without writes."""
 

@@ -38,7 +38,6 @@ from skymemory.protocol.wire import (
 
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
-"""Seconds to wait for an answer."""
 MOST_QUESTIONS_OF_PROOFS = 128
 """CHECK packets of a ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
 _MOST_PLACEMENTS = 32
@@ -184,7 +183,6 @@ class Checks:
             self._outbox.command(Op.CHECK, place, number, pack_checks(page), now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """Handle CHECKED."""
         question = self._asked.pop(packet.header.request_id, None)
         results = unpack_found(packet.body)
         if question is not None and len(results) == len(question.checks):

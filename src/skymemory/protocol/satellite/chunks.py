@@ -34,7 +34,6 @@ from skymemory.protocol.wire import (
 )
 
 OpenedRun = tuple[list[int], list[Chunk], int]
-"""Indices, chunks, and their size in memory."""
 
 PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
 """Arguments of ``native.serve``: addresses of plain requests, chunks, placement tags whose chunks may be stored, bytes
@@ -206,7 +205,6 @@ class ChunkService:
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
     def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
-        """Return the request of a packet."""
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._unanswered.get(name)
         if request is None:

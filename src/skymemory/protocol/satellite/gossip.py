@@ -65,7 +65,6 @@ class Notice:
     region: Region
     hops: int
     ground_notified: bool
-    """True if ground hosts were already notified."""
     dead: tuple[Dead, ...]
 
     def pack(self) -> bytes:

@@ -57,7 +57,6 @@ would otherwise cross the links indefinitely.
 _DELETED_TOGETHER_S = 0.05
 """Seconds within which deletions are done together: a timer per burst costs more than its deletion."""
 _SLOW = 2.0
-"""Timeout of a burst in mean round trips."""
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5

@@ -171,6 +171,5 @@ class Migration:
             self._retention.handed_over(satellite, selection.key, now_s)
 
     def unreachable(self, packet: Packet, now_s: float) -> None:
-        """Handle UNREACHABLE: no route to a burst's destination."""
         self._counters.add("packets_unroutable")
         self._handover.refused(packet.header.request_id, now_s)

@@ -98,7 +98,6 @@ class Outbox:
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Send DATA: a packet per chunk."""
         self._send(self._bulk(self._answer(request, Op.DATA), chunks, now_s), request.source, now_s)
 
     def data_for(
@@ -118,7 +117,6 @@ class Outbox:
         return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
-        """Count packets that left by ``terms``."""
         self._take_sequence(packets)
 
     def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
@@ -143,7 +141,6 @@ class Outbox:
         self._send(single(packet), header.destination, now_s)
 
     def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        """Send MIGRATE: a packet per chunk."""
         header = self._header(Op.MIGRATE, Address(*there), request_id, microseconds(now_s) & 0xFFFFFFFF)
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 

@@ -16,7 +16,6 @@ from skymemory.native import Run
 from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
-"""Wait beyond which an event counts as late."""
 _PERSISTS_S = 0.25
 """Seconds without an event on time after which background work yields to answers."""
 _FADES_S = 0.5

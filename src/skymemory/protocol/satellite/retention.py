@@ -52,11 +52,9 @@ class Retention:
         self._counters = state.counters
         self._lease_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
-        """Time before which no pin, lease or expiry ends."""
         self._transfers: dict[int, _Transfer] = {}
         """Transfers by request id, the next to be repeated first."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
-        """Destination and body of each transfer."""
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
     def receive(self, packet: Packet, now_s: float) -> None:

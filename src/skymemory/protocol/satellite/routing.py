@@ -300,7 +300,6 @@ class LinkState:
         return greedy if self.is_up(here, greedy) else None
 
     def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
-        """Return the neighbours on which shortest paths begin."""
         tree = self._trees.get(here)
         if tree is None:
             tree = self._grow(here)

@@ -265,7 +265,6 @@ class Sweep:
         return unasked
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """Handle PRESENCE: the answer to a HAS of this satellite."""
         self._learn(packet, now_s)
         self.release_handover()
 
