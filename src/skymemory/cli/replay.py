@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 UNITS = ("tokens", "characters", "ids")
 _MARGIN = 0.03
-"""Share of the context left free where lengths of prompts are approximate."""
+"""Fraction of the context left free if lengths of prompts are approximate."""
 _EVERY_S = 0.5
 _LATEST = 500
-"""Latest answers whose percentiles are shown."""
+"""Number of latest answers whose percentiles are shown."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -108,7 +108,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InvalidInput for options that exclude or need each other; reads no file."""
+    """Check options that exclude or need each other; read no file.
+
+    Raises:
+        InvalidInput: an invalid combination.
+    """
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -129,7 +133,7 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Replay:
-    """State of one replay: enough for a report whenever it ends."""
+    """State of a replay, enough for a report whenever it ends."""
 
     args: argparse.Namespace
     plan: LoadPlan
@@ -140,7 +144,6 @@ class _Replay:
     before: EngineCounts | None = None
     after: EngineCounts | None = None
     cut_at_s: float | None = None
-    """Seconds into the replay at which it was interrupted."""
 
     def report(self) -> Report:
         from skymemory.serving.replay.prompts import reusable_share
@@ -149,9 +152,9 @@ class _Replay:
 
         args = self.args
         stalls = self.player.stalls_s if self.player is not None else ()
-        ended = {outcome.number for outcome in self.outcomes}
-        sent = [request for request in self.plan.requests if request.number in ended]
-        # Over what was sent, not what was planned: an interrupted replay has reused less.
+        answered = {outcome.number for outcome in self.outcomes}
+        sent = [request for request in self.plan.requests if request.number in answered]
+        # Over the requests sent, not planned: an interrupted replay has reused less.
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
         slo = Slo(args.ttft_slo, args.tbt_slo)
@@ -159,7 +162,7 @@ class _Replay:
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
-    """Exit code 0 if an answer came, 1 if none did, 130 if it was interrupted; each prints the report."""
+    """Run the replay and print the report. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
     import asyncio
 
     from skymemory.serving.replay.client import base_url
@@ -167,26 +170,26 @@ def _replay(args: argparse.Namespace, key: str | None) -> int:
 
     requests = shapes(args)
     url = base_url(args.url)
-    # Opened before the replay: an hour of requests must not end at a folder that is not there.
+    # Opened before the replay: an hour of requests must not fail because of a missing folder.
     stream = sys.stderr if args.json else sys.stdout
     out = args.out.open("w", encoding="utf-8") if args.out is not None else None
     try:
-        one, interrupted = asyncio.run(_interruptible(args, requests, url, key, stream, out))
+        replay, interrupted = asyncio.run(_interruptible(args, requests, url, key, stream, out))
     finally:
         if out is not None:
             out.close()
-    report = one.report()
+    report = replay.report()
     if args.json:
-        print(json.dumps(_object(one, report, url, interrupted), indent=1))
+        print(json.dumps(_object(replay, report, url, interrupted), indent=1))
     else:
-        write_line("\n".join([*lines_of(report), *_engine_lines(one, report)]))
+        write_line("\n".join([*lines_of(report), *_engine_lines(replay, report)]))
         if interrupted:
             write_line("interrupted: the report covers what was done until then")
     return 130 if interrupted else 0 if report.completed else 1
 
 
 def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
-    """Requests of the trace or the generator, at the rate of ``--rate``."""
+    """Return the requests of the trace or the generator, at the rate of ``--rate``."""
     from skymemory.sim.trace import at_rate, jittered, read_trace
 
     if args.trace is not None:
@@ -202,14 +205,14 @@ def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
 
 
 def _generated(args: argparse.Namespace) -> list[TraceRequest]:
-    """Enough requests of the generator for ``--seconds`` or ``--requests``."""
+    """Generate enough requests for ``--seconds`` or ``--requests``."""
     from skymemory.sim.workload import WORKLOADS, generate
 
     kind = WORKLOADS[args.workload]
-    # A batch and a second more than asked: batches are spread over time, and the rest is cut off later.
+    # One batch and one second more than needed: batches are spread over time, and the excess is cut off later.
     if args.seconds is not None:
         return generate(kind, args.seconds * args.rate + kind.batch_s + 1.0, args.seed)
-    # A conversation has several turns, so this is more than enough nearly always; doubled until it is.
+    # A conversation has several turns, so this is nearly always enough; doubled until it is.
     span_s = 60.0 + 2 * args.requests / kind.conversations_per_s
     while len(requests := generate(kind, span_s, args.seed)) < args.requests:
         span_s *= 2
@@ -224,13 +227,13 @@ async def _interruptible(
     stream: TextIO,
     out: TextIO | None,
 ) -> tuple[_Replay, bool]:
-    """The replay, and whether SIGINT, SIGTERM or SIGHUP ended it; a second signal changes nothing."""
+    """Run the replay; return True with it if SIGINT, SIGTERM or SIGHUP ended it. A second signal has no effect."""
     import asyncio
 
     from skymemory.serving.replay.prompts import LoadPlan
 
-    one = _Replay(args, LoadPlan((), 0), [])
-    task = asyncio.ensure_future(_run(one, requests, url, key, stream, out))
+    replay = _Replay(args, LoadPlan((), 0), [])
+    task = asyncio.ensure_future(_run(replay, requests, url, key, stream, out))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: None if task.cancelling() else task.cancel())
@@ -238,11 +241,11 @@ async def _interruptible(
         await task
     # Cancelled before the first request: there is nothing to report, so it ends as any interrupted command.
     except asyncio.CancelledError:
-        if one.player is None:
+        if replay.player is None:
             raise KeyboardInterrupt from None
-        one.cut_at_s = one.player.clock()
-        return one, True
-    return one, False
+        replay.cut_at_s = replay.player.clock()
+        return replay, True
+    return replay, False
 
 
 async def _run(
@@ -287,7 +290,7 @@ async def _run(
 
 
 async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
-    """Probe the endpoint and settle which requests are sent with which prompts."""
+    """Probe the endpoint and choose the requests and their prompts."""
     from skymemory.serving.replay.play import calibrate, negotiate_features
     from skymemory.serving.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory.sim.trace import BLOCK_TOKENS
@@ -297,10 +300,10 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     known = await _known(client, args)
     one.model, context = client.target.model, args.context or known
     block = BLOCK_TOKENS * args.scale_lengths
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
 
     def clock() -> float:
-        return time.perf_counter() - began_s
+        return time.perf_counter() - started_s
 
     prompts: MakePrompt
     room = context
@@ -315,7 +318,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     else:
         one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
         prompts = word_prompts(WORDS, block, one.measure, args.seed)
-        # Words become tokens at a measured average rate: single prompts are off by a few percent.
+        # Words become tokens at a measured average rate: single prompts differ by a few percent.
         room = None if context is None else int(context * (1 - _MARGIN))
     one.plan = plan_requests(
         requests,
@@ -348,7 +351,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
 
 
 async def _known(client: Client, args: argparse.Namespace) -> int | None:
-    """The context's size if the endpoint reports it; with ``--model`` it need not list its models."""
+    """Return the context length if the endpoint reports it; with ``--model`` it need not list its models."""
     from skymemory.serving.replay.play import find_model
 
     try:
@@ -363,10 +366,10 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Counters of all ``urls`` together; None where there are none.
+    """Return the counters of all ``urls`` together; None without urls.
 
     Raises:
-        SkyMemoryError: one does not report them.
+        SkyMemoryError: an engine does not report them.
     """
     import aiohttp
 
@@ -387,7 +390,7 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
 
 
 def _engine_lines(one: _Replay, report: Report) -> list[str]:
-    """Counters of the engines beside what the answers said."""
+    """Return lines that compare the engines' counters with the answers."""
     if one.before is None or one.after is None:
         return []
     counted, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
@@ -421,7 +424,7 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
 
 
 class Progress:
-    """How far a replay is, in one line that is overwritten; only on a terminal."""
+    """Progress of a replay in one line that is overwritten; only on a terminal."""
 
     def __init__(
         self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
@@ -432,7 +435,7 @@ class Progress:
         self._asks = requests
 
     async def follow(self) -> None:
-        """Until cancelled, which erases the line."""
+        """Update the line until cancelled, then erase it."""
         import asyncio
 
         if not self._stream.isatty():
@@ -452,9 +455,9 @@ class Progress:
         from skymemory.serving.replay.report import Status
 
         latest = self._outcomes[-_LATEST:]
-        ttft = spread(one.ttft_s for one in latest if one.status is Status.COMPLETED)
-        late = spread(one.late_s for one in latest)
-        bad = sum(one.status is not Status.COMPLETED for one in self._outcomes)
+        ttft = spread(outcome.ttft_s for outcome in latest if outcome.status is Status.COMPLETED)
+        late = spread(outcome.late_s for outcome in latest)
+        bad = sum(outcome.status is not Status.COMPLETED for outcome in self._outcomes)
         words = (
             f"{max(0.0, self._player.clock()):6.1f} of {self._asks[-1].due_s:.1f} s: {self._player.begun:,} of "
             f"{len(self._asks):,} sent, {self._player.under_way:,} in flight, {len(self._outcomes) - bad:,} completed, "

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             daemon.serve([listener for _, listener in listeners])
         finally:
             for address, listener in listeners:
-                if address.path:  # while it listens: then it is ours
+                if address.path:  # while it listens, the file is this process's own
                     Path(address.path).unlink(missing_ok=True)
                 listener.close()
     return 0
