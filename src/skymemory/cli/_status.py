@@ -54,7 +54,7 @@ class StatusReport:
         return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
 
     def total(self, field: str) -> int:
-        """Return the sum of a housekeeping field over all satellites that answer."""
+        """Sum a housekeeping field over all satellites that answer."""
         return sum(answer.get(field, 0) for answer in self.answers.values() if answer)
 
     def worst(self, field: str) -> int:
@@ -170,9 +170,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
 
 
 def _links(report: StatusReport) -> dict[str, dict[str, float | int | None]] | None:
-    """Return for each link class the rate that other traffic leaves, lost packets and queued bytes; None
-    without links.
-    """
+    """Return the available rate, lost packets and queued bytes of each link class; None without links."""
     links = report.plan.links
     if links is None:
         return None

@@ -1,6 +1,5 @@
-"""``skymemory constellation``, to start, watch, change and stop a constellation of processes, and ``satellite``.
-
-``skymemory satellite`` runs one host's part of a constellation.
+"""``skymemory constellation``: start, watch, change and stop a constellation of processes;
+``satellite``: run a host.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 
 ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
-"""Values of ``protocol.client.gateway.ACCESS_MODES``, repeated so that the help needs no import, and ``los``, an alias
-of ``ideal``.
+"""Values of ``protocol.client.gateway.ACCESS_MODES``, copied so that the help needs no import, and
+``los`` (``ideal``).
 """
 _DEFAULT_PLACE = (40.0, -75.0)
 
@@ -726,8 +725,9 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 
 
 def _auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return the fields ``auth`` and ``keys_file`` of a plan. New keys go into the run directory, or next to a written
-    plan.
+    """Return the fields ``auth`` and ``keys_file`` of a plan.
+
+    New keys go into the run directory, or next to a written plan.
     """
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.plan import DEFAULT_AUTH

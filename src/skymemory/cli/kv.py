@@ -132,8 +132,8 @@ def _open(args: argparse.Namespace) -> Store:
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        others = "a constellation and disk do" if only_there == "list" else "a single tier does"
-        raise InvalidInput(f"{only_there}: {store.name} does not support it; {others}")
+        supported = "a constellation and disk do" if only_there == "list" else "a single tier does"
+        raise InvalidInput(f"{only_there}: {store.name} does not support it; {supported}")
     return store
 
 

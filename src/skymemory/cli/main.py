@@ -42,9 +42,7 @@ EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
-"""Option before a verb, for programs that start it: the verb ends when its standard input is closed, and so when its
-parent exits.
-"""
+"""Option before a verb, for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
 """Time from the end of standard input until the process exits without waiting for its verb."""

@@ -1,6 +1,4 @@
-"""``skymemory passes``: times at which satellites rise over a place. ``skymemory shells``: contents of a file of
-element sets.
-"""
+"""``skymemory passes``: satellites rising over a place. ``skymemory shells``: contents of a file of element sets."""
 
 from __future__ import annotations
 

@@ -189,7 +189,6 @@ def _replay(args: argparse.Namespace, key: str | None) -> int:
 
 
 def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
-    """Return the requests of the trace or the generator, at the rate of ``--rate``."""
     from skymemory.sim.trace import at_rate, jittered, read_trace
 
     if args.trace is not None:
@@ -344,8 +343,8 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     print(words, file=stream)
     if one.plan.too_long:
         write_line(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", stream)
-    for note in notes:
-        write_line(f"note: {note}", stream)
+    for remark in notes:
+        write_line(f"note: {remark}", stream)
     stream.flush()
     return prompts
 
@@ -382,10 +381,10 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
         try:
             async with session.get(where, timeout=aiohttp.ClientTimeout(total=10)) as answer:
                 answer.raise_for_status()
-                counted = counts_of(await answer.text())
+                counts = counts_of(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise SkyMemoryError(f"--metrics {where}: {connection_reason(error)}") from error
-        total = counted if total is None else total.plus(counted)
+        total = counts if total is None else total.plus(counts)
     return total
 
 
@@ -393,10 +392,10 @@ def _engine_lines(one: _Replay, report: Report) -> list[str]:
     """Return lines that compare the engines' counters with the answers."""
     if one.before is None or one.after is None:
         return []
-    counted, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
+    counts, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
     answered = (report.completed, report.prompt_tokens, report.cached_tokens, report.output_tokens)
     names = ("requests", "prompt tokens", "of them cached", "tokens answered")
-    for name, theirs, ours in zip(names, counted.all(), answered, strict=True):
+    for name, theirs, ours in zip(names, counts.all(), answered, strict=True):
         lines.append(f"    {name:<18}{'not counted' if theirs is None else f'{theirs:,.0f}':>14}{ours:>14,}")
     return lines
 
@@ -405,7 +404,7 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
     from skymemory.serving.replay.report import as_json
 
     args = one.args
-    counted = None if one.before is None or one.after is None else one.after.since(one.before)
+    counts = None if one.before is None or one.after is None else one.after.since(one.before)
     return {
         "url": url,
         "model": one.model,
@@ -419,7 +418,7 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
         "left_out": one.plan.too_long,
         "tokens_per_word": None if one.measure is None else round(one.measure.tokens_per_word, 4),
         **as_json(report),
-        "engines": None if counted is None else asdict(counted),
+        "engines": None if counts is None else asdict(counts),
     }
 
 

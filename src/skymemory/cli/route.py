@@ -1,8 +1,8 @@
-"""The router's two front ends: ``skymemory route``, an OpenAI-compatible proxy, and ``skymemory epp``, an endpoint
-picker for Envoy and gateways built on it.
+"""The router's front ends: ``skymemory route``, an OpenAI-compatible proxy, and ``skymemory epp``, an endpoint picker.
 
-Flags become a table of settings (``_flags``, ``_picker_flags``), equal to that of a settings file; they override the
-file. A flag that is not given is absent from the table, so that the file's value or the default applies.
+The picker serves Envoy and gateways built on it. Flags become a table of settings (``_flags``, ``_picker_flags``),
+equal to that of a settings file; they override the file. A flag that is not given is absent from the table, so that the
+file's value or the default applies.
 """
 
 from __future__ import annotations
@@ -178,7 +178,6 @@ def _run_server(server: Coroutine[Any, Any, int | None]) -> int:
 
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags as a table of settings."""
     table: dict[str, Any] = {
         "listen": args.listen,
         "strategy": args.strategy,
@@ -366,7 +365,6 @@ def _pick(args: argparse.Namespace) -> int:
 
 
 def _picker_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags as a table of settings."""
     from skymemory.router.envoy.endpoints import parse_endpoint
 
     table: dict[str, Any] = {

@@ -1,6 +1,4 @@
-"""``skymemory serve``: a small inference engine with OpenAI's API; ``skymemory vllm-args``: the start
-command of vLLM.
-"""
+"""``skymemory serve``: a small inference engine with OpenAI's API; ``skymemory vllm-args``: vLLM's start command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures an engine through its OpenAI endpoint for a cost model: prefill of single prompts, decoding in batches.
+"""Measurement of an engine through its OpenAI endpoint for a cost model: prefill of single prompts, batched decoding.
 
 A cell is a point to measure: a prompt length, or a batch and a context. The model is fitted on some cells and must
 predict the held-out cells between them.
@@ -102,10 +102,10 @@ def cut(prompt: Prompt, share: float) -> Prompt:
 
 
 class Measurement:
-    """Measures prefill and decoding of an engine.
+    """Measurement of an engine's prefill and decoding.
 
     ``on_progress`` receives the phase and the fraction done. ``spent``: measure the engine's processor time, which
-    other load hardly changes; None: measure wall-clock time, to the first chunk and between chunks. Any failed request
+    other load hardly changes; None: measure wall-clock time, to the first chunk and between chunks. A failed request
     raises SkyMemoryError.
     """
 
@@ -128,7 +128,7 @@ class Measurement:
     async def prefills(
         self, cells: Sequence[PrefillCell], repeats: int, statistic: str
     ) -> list[tuple[PrefillPoint, bool]]:
-        """Return each cell's point (the ``statistic`` of ``repeats``, each with a new prompt) and whether it is held
+        """Return each cell's point (the ``statistic`` of ``repeats``, each with a new prompt), and True if it is held
         out.
 
         Each round measures all cells in a new random order, so that drift affects all alike. The cached share is the
@@ -163,7 +163,7 @@ class Measurement:
     async def decodes(
         self, cells: Sequence[DecodeCell], repeats: int, statistic: str
     ) -> tuple[list[tuple[DecodePoint, bool]], list[DecodeCell]]:
-        """Return each cell's point and whether it is held out; and the cells whose requests never ran concurrently."""
+        """Return each cell's point, and True if it is held out; and the cells whose requests never ran concurrently."""
         samples: list[tuple[tuple[DecodeCell, float], float]] = []
         never = dict.fromkeys(cells)
         for turn in range(repeats):
@@ -199,9 +199,9 @@ class Measurement:
 
 
 def step_s(outcomes: Sequence[Outcome]) -> float:
-    """Return mean seconds per decoding step while all ``outcomes`` were being answered; nan if they hardly overlapped.
+    """Return the mean seconds per decoding step while all ``outcomes`` were being answered; nan without enough overlap.
 
-    Chunks that arrive together count as one step each, a chunk of several tokens as one step per token.
+    Chunks that arrive together count as a step each, a chunk of several tokens as a step per token.
     """
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     # Only the time in which all were decoding counts: before and after it the batch was smaller.

@@ -82,8 +82,8 @@ class StoreSettings:
     )
 
     def __post_init__(self) -> None:
-        given = [bool(self.address), bool(self.serve), self.constellation is not None]
-        if sum(given) != 1:
+        present = [bool(self.address), bool(self.serve), self.constellation is not None]
+        if sum(present) != 1:
             raise InvalidInput("expected one of address, serve and constellation")
         kind = self.address.partition("?")[0].partition(":")[0]
         if kind in _ONE_PROCESS:

@@ -283,7 +283,7 @@ class _OnRay:
         while not self._stopping.wait(_LOOK_S):
             try:
                 pending = pending or actor.look.remote(self.restarts, self._log_bytes)
-                look, pending = ray.get(pending, timeout=_LOOK_S), None
+                answer, pending = ray.get(pending, timeout=_LOOK_S), None
             except ray.exceptions.GetTimeoutError:
                 # Not placed yet; or its node is silent, and Ray does not know yet if it is lost.
                 if self._keeper and self.state.state != "restarting" and time.monotonic() - answered_s > _ANSWER_S:
@@ -298,9 +298,9 @@ class _OnRay:
                 self._show(replace(self.state, state="ended", pid=None, last_end=_reason(error)))
                 return
             answered_s = time.monotonic()
-            self._take(look)
+            self._take(answer)
             if (
-                look.state.state == "ended" and self.restarts
+                answer.state.state == "ended" and self.restarts
             ):  # it ended after its start and before it learned that it shall restart
                 ray.kill(actor, no_restart=False)
         with suppress(ray.exceptions.RayError):

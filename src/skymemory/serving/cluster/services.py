@@ -22,17 +22,14 @@ class Service:
     name: str
     kind: str
     words: tuple[str, ...]
-    """The command line."""
     address: str
-    """Address for clients."""
+    """Address for its clients."""
     role: str = ""
     """Role of an instance: ``prefill``, ``decode`` or ``both``."""
     engine: str = ""
     model: str = ""
     health: str = ""
-    """URL that answers 200 when the service is healthy, or ``unix://`` path of a socket that accepts; empty: use
-    ``address``.
-    """
+    """URL that answers 200 if healthy, or ``unix://`` path of a socket that accepts; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
     """True if the service stops when its standard input is closed."""
@@ -132,9 +129,7 @@ def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str,
 
 
 def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
-    """Return the router's settings file (TOML). ``backends``: name (group and number), URL and role of
-    each instance.
-    """
+    """Return the router's settings file (TOML). ``backends``: name (group and number), URL and role."""
     settings = dict(description.router.settings) if description.router is not None else {}
     simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in settings.items() if isinstance(value, dict)}

@@ -1,11 +1,11 @@
-"""Runs a cluster's services as processes of this computer: starts, watches, restarts and ends them.
+"""Supervisor of a cluster's services as processes of this computer: starts, watches, restarts and ends them.
 
 Each cluster has a supervisor process with a thread for each service. Its state is a file in the run directory, which
 other commands read without asking the supervisor. Until all services have been healthy at once, a service that ends
-fails the start, and all services are ended. After that, it is restarted after a pause, which doubles while the service
+fails the start, and all services are ended. After that it is restarted, after a pause that doubles while the service
 does not stay up.
 
-Services of this project end when their standard input is closed, and so with the supervisor, however it ends; other
+This project's services end when their standard input is closed, and so with the supervisor, however it ends; other
 services have a guard process.
 """
 
@@ -57,8 +57,6 @@ _TAIL_BYTES = 4096
 
 @dataclass(slots=True)
 class ServiceState:
-    """State of a service, as other processes see it."""
-
     name: str
     kind: str
     role: str
@@ -66,7 +64,7 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """State: waiting (for earlier services, or for resources on a node), starting, healthy, unhealthy, restarting or
+    """One of waiting (for earlier services, or for resources on a node), starting, healthy, unhealthy, restarting,
     ended.
     """
     pid: int | None = None
@@ -74,7 +72,7 @@ class ServiceState:
     """Start time of the process, opaque (``ProcessRecord``)."""
     restarts: int = 0
     last_end: str = ""
-    """How the previous process ended."""
+    """End of the previous process, such as its exit code."""
 
 
 @dataclass(slots=True)
@@ -86,7 +84,6 @@ class ClusterState:
     ready: bool = False
     """True once all services have been healthy at the same time."""
     failure: str = ""
-    """Reason why the start failed."""
     services: list[ServiceState] = field(default_factory=list)
 
     @property
@@ -97,15 +94,12 @@ class ClusterState:
 @dataclass(frozen=True, slots=True)
 class RayPlan:
     file: str
-    """Path of the description."""
     address: str
     """Address of the Ray cluster; ``auto``: from RAY_ADDRESS, or the cluster of which this computer is a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Input of the supervisor."""
-
     name: str
     services: tuple[Service, ...]
     constellation: str = ""
@@ -119,12 +113,12 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 
 def read_plan(directory: Path) -> Plan | None:
-    """Return the plan of the cluster in this directory; None: no cluster."""
+    """Return the plan of the cluster in this directory, None without a cluster."""
     return _read(directory / PLAN_NAME, Plan)
 
 
 def read_state(directory: Path) -> ClusterState | None:
-    """Return the state of the cluster in this directory; None: no cluster."""
+    """Return the state of the cluster in this directory, None without a cluster."""
     return _read(directory / STATE_NAME, ClusterState)
 
 
@@ -166,7 +160,7 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 
 class Supervisor:
-    """Runs the services of ``plan`` until ``stop``."""
+    """Supervisor of the services of ``plan``, until ``stop``."""
 
     def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
         """Create the supervisor. ``make``: replacement of ``Supervised``, which runs a service on this computer."""

@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class OpenPrompt:
-    """A prompt being served and its KV cache. It keeps its manager open."""
+    """Prompt being served and its KV cache. While it exists, its manager stays open."""
 
     manager: KVCManager
     salt: str
@@ -75,7 +75,7 @@ class PrefixCaches:
 
     @property
     def store(self) -> MemoryStore:
-        """Store of the blocks' values; it may be read in any thread."""
+        """Values of the blocks; may be read in any thread."""
         return self._store
 
     @property
@@ -108,7 +108,7 @@ class PrefixCaches:
         return chains
 
     def look(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
-        """Return the hashes of the prompt's full blocks, for each part of the model, and the number of leading cached
+        """Return the hashes of the prompt's full blocks for each part of the model, and the number of cached leading
         blocks.
         """
         manager = self._manager(salt)
@@ -122,7 +122,8 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Store blocks of the prompt, from block ``first`` on, with values written by another engine, for each part.
+        """Store values of the prompt's blocks, from block ``first`` on, for each part; another engine has computed
+        them.
 
         Returns:
             How many leading blocks of ``values`` are now cached in the first part.
@@ -200,7 +201,6 @@ class PrefixCaches:
             self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
 
     def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
-        """Queue one event for each run of consecutive new blocks."""
         size = self.block_tokens
         for first, last in _runs(came):
             extra: list[tuple[str, ...] | None] | None = None
@@ -227,7 +227,7 @@ class PrefixCaches:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each run of consecutive numbers; ``numbers`` must ascend."""
+    """Return the first and last number of each run of consecutive numbers; ``numbers`` ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -22,11 +22,11 @@ _LINGER_MS = 200
 
 
 class KVPublisher:
-    """Publishes KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
+    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
 
     ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port;
-    ``at`` and ``replay_at`` are the actual addresses. A replay request holds a sequence number. The answer is all kept
-    batches from that number on (the last 10,000 are kept), then the number -1.
+    ``at`` and ``replay_at`` are the actual addresses. A replay request holds a sequence number. The answer is the kept
+    batches from that number on (at most the last 10,000), then the number -1.
 
     Raises:
         InvalidInput: an endpoint cannot be bound.
@@ -98,7 +98,7 @@ MEDIUM = "GPU"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of one prompt. ``extra_keys``: one entry per block; a salt is in the first block's entry."""
+    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block; a salt is in the first block's entry."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

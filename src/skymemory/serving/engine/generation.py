@@ -1,4 +1,4 @@
-"""One generation: its parameters (``Generation``), token sampling (``Sampler``) and detokenizing (``TextStream``)."""
+"""A generation: its parameters (``Generation``), token sampling (``Sampler``) and detokenizing (``TextStream``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sampling:
     temperature: float = 1.0
     """0: greedy."""
     top_p: float = 1.0
-    """Sample from the most likely tokens with this total probability."""
+    """Total probability of the most likely tokens to sample from."""
     top_k: int = 0
     """Number of most likely tokens to sample from; 0: all."""
     min_p: float = 0.0
@@ -54,7 +54,7 @@ class RemotePrefill:
 @dataclass(frozen=True, slots=True)
 class Generation:
     ids: npt.NDArray[np.int64] = field(repr=False)
-    """The prompt: at least one token."""
+    """The prompt, at least one token."""
     max_tokens: int
     """Limit of generated tokens, at least 1; prompt and answer together fit into the context."""
     sampling: Sampling = Sampling()
@@ -63,14 +63,12 @@ class Generation:
     stops: tuple[str, ...] = ()
     """Stop strings; the answer ends before the first match."""
     stop_ids: frozenset[int] = frozenset()
-    """Stop tokens besides the model's EOS."""
+    """Stop tokens in addition to the model's EOS."""
     keep_stop: bool = False
     ignore_eos: bool = False
     skip_special: bool = True
     logprobs: int | None = None
-    """Number of most likely tokens to report per step besides the sampled token's log-probability; None: report
-    nothing.
-    """
+    """Number of most likely tokens to report, besides the sampled token, per step; None: no log-probabilities."""
     salt: str = ""
     """Cache salt; prompts with different salts never share blocks."""
     stream: bool = False
@@ -80,11 +78,11 @@ class Generation:
     request_id: str = ""
     """The client's id; empty: generate an id."""
     remote_decode: bool = False
-    """Another engine decodes: save the prompt's blocks as they are computed and report how many are stored."""
+    """True if another engine decodes: save the prompt's blocks as they are computed, and report how many are stored."""
     remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
-        """Return one generation per choice. Each gets its own seed if a seed is set, as in vLLM."""
+        """Return one generation per choice, with its own seed if a seed is set, as in vLLM."""
         seed = self.sampling.seed
         if self.choices == 1 or seed is None:
             return [self] * self.choices
@@ -93,7 +91,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Text of a token and its log-probability by the model, before ``Sampling`` is applied."""
+    """Text of a token and its log-probability in the model's own distribution."""
 
     token: str
     logprob: float
@@ -103,7 +101,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Output of one decoding step. The first step also means that the prompt has been computed."""
+    """Output of a decoding step. The first step also means that the prompt has been computed."""
 
     text: str
     """New text; may be empty while characters or stop strings are incomplete."""
@@ -136,9 +134,7 @@ class Sampler:
     """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
-        """Create the sampler. ``ends``: tokens that end the answer; they are not sampled among the first
-        ``min_tokens``.
-        """
+        """Create the sampler. ``ends``: tokens that end the answer; they cannot be among its first ``min_tokens``."""
         self._sampling = sampling = generation.sampling
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -261,7 +257,7 @@ class TextStream:
         return self._released(self._held + now[len(before) :], ended=False)
 
     def finish(self) -> str:
-        """Return the text held back, after the last token."""
+        """Return the text held back, because no token follows."""
         if self.stopped_by:
             return ""
         text = self._decode(len(self._ids))[len(self._decode(self._read)) :]

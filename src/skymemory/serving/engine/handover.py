@@ -38,8 +38,9 @@ _FETCH_THREADS = 4
 """Concurrent calls to the store. A waiting request occupies no thread."""
 _LEAST_CALL_S = 1.0
 _STORED_S = 0.5
-"""Time limit for a block that the other engine reports as stored: the store may answer late, or be handing the block
-over. An evicted block does not come back.
+"""Time limit for a block that the other engine reports as stored.
+
+The store may answer late, or be handing the block over; an evicted block does not come back.
 """
 _MOST_OFFERS = 4096
 """Limit of queued offers. Their blocks are leased in the prefix cache, so its budget bounds their bytes."""
@@ -64,13 +65,13 @@ class Outgoing:
     """State of saving one prompt's blocks."""
 
     eager: bool = False
-    """Save after each prefill step, because another engine waits for the blocks."""
+    """True if another engine waits for the blocks: save after each prefill step."""
     offered: int = 0
     """Leading blocks offered so far; used only in the engine's thread."""
     stored: int = 0
     """Leading blocks that are stored; written only by the saver's thread."""
     ended: Future[int] = field(default_factory=Future)
-    """The final value of ``stored``, set once no block is queued any more."""
+    """Final value of ``stored``, set once no block is queued any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class _Offer:
 
 
 class BlockSaver:
-    """Writes blocks of the prefix cache to a store, in its own thread, in the order of the offers."""
+    """Writer of the prefix cache's blocks to a store, in its own thread, in the order of the offers."""
 
     def __init__(self, store: Store, cache: MemoryStore, value_bytes: int, metrics: EngineMetrics) -> None:
         """Create the saver. ``value_bytes``: total size of a block's values over all parts."""
@@ -100,7 +101,7 @@ class BlockSaver:
         self._thread.start()
 
     def offer(self, chains: list[list[BlockHash]], outgoing: Outgoing) -> None:
-        """Queue the prompt's blocks that were not offered before. Call it in the engine's thread."""
+        """Queue the prompt's blocks that were not offered before. Called in the engine's thread."""
         first = outgoing.offered
         if len(chains[0]) <= first:
             return
@@ -153,7 +154,7 @@ class BlockSaver:
             self._cache.release(ticket)
 
     def _save(self, offer: _Offer) -> int:
-        """Save the offer; return how many of its leading blocks the store now has."""
+        """Save the offer; return how many of its leading blocks are now stored."""
         total = len(offer.chains[0])
         for start in range(offer.first, total, self._at_once):
             stop = min(total, start + self._at_once)
@@ -169,7 +170,7 @@ class BlockSaver:
         return total - offer.first
 
     def _put(self, chain: list[BlockHash], blocks: range) -> int:
-        """Store the missing blocks; return how many of the leading ``blocks`` the store has or has accepted."""
+        """Store the missing blocks; return how many leading blocks the store has or has accepted."""
         presence = self._store.lookup(chain[blocks.start : blocks.stop])
         missing = [index for index, status in zip(blocks, presence, strict=True) if status is Presence.MISS]
         values = self._cache.get_now([chain[index] for index in missing])
@@ -183,12 +184,12 @@ class BlockSaver:
 
 
 class BlockFetcher:
-    """Loads prompts' blocks from a store into the prefix cache. Used in the event loop."""
+    """Loader of prompts' blocks from a store into the prefix cache. Used in the event loop."""
 
     def __init__(
         self, store: Store, engine: Turns, caches: PrefixCaches, metrics: EngineMetrics, wait_s: float
     ) -> None:
-        """Create the fetcher. ``wait_s``: how long to wait for the next block while another engine prefills."""
+        """Create the fetcher. ``wait_s``: time limit for the next block while another engine prefills."""
         self._store = store
         self._engine = engine
         self._caches = caches
@@ -199,9 +200,9 @@ class BlockFetcher:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
     async def bring(self, generation: Generation) -> None:
-        """Load the stored blocks of this prompt.
+        """Load the stored blocks of the prompt.
 
-        If another engine prefills the prompt, go on until no new block has arrived for the time limit.
+        If another engine prefills it, continue until no new block has arrived for the time limit.
         """
         caches, remote = self._caches, generation.remote_prefill
         chains, at = await asyncio.wrap_future(self._engine.call(lambda: caches.look(generation.salt, generation.ids)))
@@ -259,9 +260,7 @@ class BlockFetcher:
         return admitted or None
 
     def _load(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        """Return the values; None for a missing or damaged value. Delete damaged values, so that they
-        are saved again.
-        """
+        """Return the values, None for missing or damaged values. Damaged values are deleted, to be saved again."""
         ticket = self._store.prepare_load(keys)
         try:
             values = self._store.complete_load(ticket)

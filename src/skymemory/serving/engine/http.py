@@ -40,7 +40,7 @@ _MAX_WORDS = 300
 """Longest quote of a parser's error, which may contain the whole request."""
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
-"""Larger bodies are parsed in a thread, because tokenizing them would delay running streams."""
+"""Size above which a body is parsed in a thread, because tokenizing it would delay running streams."""
 _LOG = logging.getLogger(__name__)
 _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
@@ -50,7 +50,7 @@ _Steps = asyncio.Queue[tuple[int, Step]]
 
 
 class OpenAIServer:
-    """HTTP handlers of one engine thread.
+    """HTTP handlers of an engine thread.
 
     Run the application with ``handler_cancellation=True``, so that a request is cancelled when its client disconnects.
     """
@@ -231,7 +231,7 @@ class OpenAIServer:
                 so_far = [newest[at] for at in sorted(newest)] if generation.usage_in_chunks else ()
                 await response.write(events.chunk(writer.chunk(choice, step, unsent[choice], begins, so_far)))
                 unsent[choice].clear()
-            if len(newest) == generation.choices and all(each.last for each in newest.values()):
+            if len(newest) == generation.choices and all(latest.last for latest in newest.values()):
                 if generation.include_usage:
                     await response.write(events.chunk(writer.usage_chunk([newest[at] for at in sorted(newest)])))
                 break
@@ -289,7 +289,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class _RequestHandler(web.RequestHandler):
-    """Answers malformed HTTP in JSON, without an entry in the log: it is the client's fault."""
+    """Handler that answers malformed HTTP in JSON. It does not log it, because it is the client's fault."""
 
     __slots__ = ()
 
@@ -311,8 +311,6 @@ class _RequestHandler(web.RequestHandler):
 
 
 class _Runner(web.AppRunner):
-    """Runner whose connections use ``_RequestHandler``."""
-
     @property
     def server(self) -> Any:
         web_server = super().server
@@ -358,7 +356,7 @@ class _Events:
 
 
 class ResponseBuilder:
-    """Builds the response objects of one request; all have the same id and creation time."""
+    """Builder of a request's response objects; all have the same id and creation time."""
 
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model

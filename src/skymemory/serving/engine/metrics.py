@@ -121,5 +121,4 @@ class EngineMetrics:
         self._ended.labels(**self._labels, finished_reason=how).inc()
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,6 @@
-"""Parses request bodies of /v1/completions and /v1/chat/completions into ``Generation``; raises ``ApiError``."""
+"""Parsers of request bodies of /v1/completions and /v1/chat/completions into ``Generation``; they raise
+``ApiError``.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ class _TransferParams(msgspec.Struct):
     """``kv_transfer_params`` as vLLM's proxies send them; the ``sky_…`` fields are this project's."""
 
     do_remote_decode: bool = False
-    """Prefill only; the answer has the parameters for the engine that decodes."""
+    """True to prefill only; the answer has the parameters for the engine that decodes."""
     do_remote_prefill: bool = False
     sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """Tokens of the prompt that are stored; absent: the other engine is still computing them."""
@@ -224,7 +226,7 @@ class RequestReader:
         )
 
     def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
-        """Return whether another engine decodes and, if another engine prefills, its parameters."""
+        """Return True if another engine decodes; and, if another engine prefills, its parameters."""
         if given is None:
             return False, None
         # vLLM's proxies send fields of other connectors as null: treat these as absent.
@@ -339,7 +341,6 @@ class RequestReader:
         return np.asarray(ids, dtype=np.int64)
 
     def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
-        """Return the limit of generated tokens."""
         available = self.context_tokens - prompt_tokens
         if available < (asked or 1):
             more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"

@@ -1,4 +1,4 @@
-"""Runs the engine in one process (model, prefix cache, engine thread and HTTP server), or several such processes."""
+"""The engine in a process (model, prefix cache, engine thread and HTTP server), or several such processes."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class EngineSettings:
     role: str = "both"
     """Role in ``ROLES``: a producer saves its blocks in the store, a consumer fetches blocks from it."""
     wait_s: float = 5.0
-    """Time limit of a request for the next block that another engine computes, and of a prefill's answer for its blocks
-    to be stored.
-    """
+    """Time limit for the next block that another engine computes, and for the blocks of a prefill to be stored."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -356,8 +354,9 @@ def _end_with(line: int) -> None:
 
 
 def _wait_for(children: set[int]) -> None:
-    """Wait for all children. Forward SIGINT and SIGTERM as SIGTERM, which also ends children that still load; if a
-    child fails, stop the others.
+    """Wait for all children; if a child fails, stop the others.
+
+    SIGINT and SIGTERM are forwarded as SIGTERM, which also ends children that are still loading.
     """
     stopped = False
 

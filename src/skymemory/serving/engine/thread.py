@@ -38,9 +38,9 @@ class Job:
     generation: Generation
     on_step: Callable[[Step], object]
     cancelled: bool = False
-    """Set by the handler when its client has disconnected."""
+    """True if the client has disconnected; set by the handler."""
     outgoing: Outgoing = field(default_factory=Outgoing)
-    """State of saving its blocks in the store, if the engine has a store."""
+    """State of saving the blocks in the store, if the engine has a store."""
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
@@ -49,7 +49,6 @@ class _Running:
     job: Job
     sequence: Sequence
     began_s: float
-    """Start of the prefill."""
     prefill_s: float | None = None
     """Duration of the prefill, once done."""
 
@@ -63,7 +62,10 @@ class EngineStopping(SkyMemoryError):
 
 
 class EngineThread:
-    """Serves jobs until closed: at most ``max_running`` at a time, ``max_waiting`` in the queue. Thread-safe."""
+    """Continuous batching of jobs in its own thread, until closed. Thread-safe.
+
+    At most ``max_running`` jobs run at a time and ``max_waiting`` are queued.
+    """
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class EngineThread:
             self._change.notify()
 
     def clear_cache(self) -> Future[int]:
-        """Delete all cached blocks between two turns; the future resolves to their number."""
+        """Delete all cached blocks between two turns; return a future of their number."""
         return self.call(self._caches.clear)
 
     def call(self, act: Callable[[], T]) -> Future[T]:

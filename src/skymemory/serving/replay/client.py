@@ -29,8 +29,6 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Endpoint and the way to call it."""
-
     url: str
     model: str
     chat: bool = False
@@ -238,7 +236,7 @@ class AnswerReader:
                 self._take(data, now_s)
 
     def close(self) -> None:
-        """Record the end of the stream.
+        """End the stream.
 
         Raises:
             BadAnswer: the answer is incomplete.

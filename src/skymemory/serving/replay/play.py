@@ -18,16 +18,14 @@ from skymemory.serving.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt
 from skymemory.serving.replay.report import Outcome, Status
 
 AHEAD = 64
-"""Bodies built in advance, because building a body takes some milliseconds."""
+"""Bodies built in advance, because building takes some milliseconds."""
 _SPARE_S = 0.03
-"""No body is built in advance within this time before the next request is due."""
+"""Time before the next due request in which no body is built in advance."""
 _TICK_S = 0.02
 _PROBE_ANSWER = 2
 
 Send = Callable[[PlannedRequest, bytes, Callable[[], float], float], Awaitable[None]]
-"""Sender of a request. Arguments: the request, its body, the clock, and the seconds it waited for the concurrency
-limit.
-"""
+"""Sender of a request: gets the request, its body, the clock, and the seconds it waited for the concurrency limit."""
 
 
 class OpenLoop:
@@ -58,7 +56,6 @@ class OpenLoop:
         self.stalls_s: list[float] = []
 
     def clock(self) -> float:
-        """Return the seconds since the start."""
         return time.perf_counter() - self._began_s
 
     async def play(self) -> None:

@@ -1,8 +1,8 @@
-"""The load plan (when each request is sent) and its prompts: equal block ids give equal text in the same place.
+"""The load plan (due times of requests) and its prompts: equal block ids give equal text in the same place.
 
 ``plan_requests`` turns a trace into requests. A prompt's text is made block by block. A block begins with its number,
-written in words of the vocabulary, so that even short blocks are all distinct. Its remaining words are random, seeded
-by the number and the seed. ``TokensPerWord`` is measured by two probes of the server.
+written in words of the vocabulary, so that even short blocks are distinct. Its other words are random, seeded by the
+number and the seed. ``TokensPerWord`` is measured by two probes of the server.
 """
 
 from __future__ import annotations
@@ -187,9 +187,7 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return about ``count`` pieces for ``ids``; exactly ``count`` if the last block can be cut or
-        extended to fit.
-        """
+        """Return about ``count`` pieces for ``ids``; exactly ``count`` if the last block can be cut or extended."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)
@@ -222,8 +220,9 @@ def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWo
 
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
-    """Make prompts of token ids from ``first`` to ``last``, with exactly the planned length, for servers that accept
-    ids.
+    """Make prompts of token ids from ``first`` to ``last``, of exactly the planned length.
+
+    For servers that accept token ids.
 
     Raises:
         InvalidInput: fewer than 16 ids.

@@ -18,10 +18,10 @@ REFUSALS = frozenset({429, 503})
 class Status(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
-    """The status code is in ``REFUSALS``."""
+    """Status code in ``REFUSALS``."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """The replay was stopped before the answer ended."""
+    """Replay stopped before the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ def _rounded(seconds: float) -> float | None:
 
 
 EXAMPLES = 8
-"""Limit of the kinds of faults in a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +143,23 @@ class Report:
     tbt_gaps: Spread
     """Times between chunks, over all answers."""
     tbt_means: Spread
-    """Mean time between tokens of each answer."""
+    """Mean times between tokens, of each answer."""
     late: Spread
     """Time from due until sent, without waits for the concurrency limit."""
     held_up: int
     """Requests that waited for the concurrency limit."""
     held_up_s: float
-    """Longest wait for the concurrency limit."""
+    """Longest wait for the concurrency limit, in seconds."""
     slo: Slo
     within_ttft: int
     within_tbt: int
     within_both: int
     retry_after: int
-    """Refusals with Retry-After."""
     prompt_tokens: int
     """Prompt tokens of the ``usage_answers``: completed requests whose answer reported usage."""
     usage_answers: int
     cached_tokens: int
-    """Cached tokens of the ``cached_answers``, which also reported cached tokens; their prompts have
-    ``cached_of_tokens``.
-    """
+    """Cached tokens of the ``cached_answers``, whose prompts have ``cached_of_tokens`` tokens in total."""
     cached_of_tokens: int
     cached_answers: int
     output_tokens: int
@@ -232,11 +228,10 @@ def report_of(
     wanted_in_tokens: bool = True,
     seconds: float | None = None,
 ) -> Report:
-    """Return the report of a replay.
+    """Build the report of a replay.
 
     Args:
-        outcomes: outcomes of the requests that were sent.
-        asked: requests planned.
+        asked: requests planned; ``outcomes`` are of the requests sent.
         wanted_in_tokens: False if prompts were made by characters, so that their lengths in tokens were not planned.
         seconds: the duration, if not until the last answer's end.
     """

@@ -74,7 +74,7 @@ class Room:
     def payer(self, now_s: float) -> Claim | None:
         """Return the client that must give way to the first waiting client.
 
-        None: memory is about to be freed, or no client is at fault yet.
+        None means that memory is about to be freed, or that no client is at fault yet.
         """
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):

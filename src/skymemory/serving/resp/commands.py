@@ -1,21 +1,20 @@
-"""The commands of the Redis protocol over any store: what ``redis-cli``, redis-py, LMCache and others need of a cache.
+"""The Redis commands over any store, as ``redis-cli``, redis-py, LMCache and others need them of a cache.
 
 There are two kinds of keys:
 
 - ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The store holds its value in the same form
-  as for every other SkyMemory client, without the trailer (a mark and a CRC) that ``store.redis`` appends. The trailer
-  is checked and removed here, and computed again for each reader. So a block is the same block if it was stored through
-  the daemon, by transformers or in the sky.
+  as for every other SkyMemory client: without the trailer (a mark and a CRC) that ``store.redis`` appends. The trailer
+  is checked and removed here, and computed again for each reader. So blocks stored through the daemon, by transformers
+  or in the sky are the same blocks.
 - Any other key is a name, and its value a named value (``store.named``), as ``skymemory kv`` stores it.
 
 **EXISTS leases.** Clients call EXISTS and then GET; LMCache's native client waits forever if the GET misses. So a key
 for which EXISTS answered 1 is leased for ``LEASE_S``, for its lifetime, or until the next GET. If a store cannot lease
-(Redis; satellites lease part of their memory), the value is read immediately and held in the daemon's own bounded
-memory; if that is full, EXISTS answers 0. A leased GET that misses nevertheless ends the connection; it never answers
+(Redis; satellites lease only part of their memory), the value is read immediately and held in the daemon's own bounded
+memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection ends; the answer is never
 nil. Only a write or an EXPIRE of 0 ends a lease earlier: a deleted value is gone.
 
-MULTI and EXEC: ``transactions``. Lines that are not commands: ``inline``. Waiting for memory, and giving way:
-``budget``.
+MULTI and EXEC: ``transactions``. Lines that are not commands: ``inline``. Waiting for memory: ``budget``.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
 """Limits of a store call (``Run``): requests, and bytes of values."""
 _REDIS_VERSION = b"7.2.0"
-"""Version by which clients choose the commands that they use."""
+"""Version from which clients derive the commands that they may use."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _NOT_AN_INTEGER = "value is not an integer or out of range"
@@ -80,16 +79,15 @@ class Session:
     transaction: Transaction | None = None
     watch: Watch = field(default_factory=Watch)
     kept: ExitStack | None = None
-    """Set while EXEC locks the keys of its commands, which then do not wait: resources to release after their replies
-    are sent.
+    """Resources of the replies to EXEC, released once they are sent.
+
+    It is set while EXEC holds the keys of its commands, which then do not wait.
     """
 
 
 @dataclass(slots=True)
 class Run:
-    """Pipelined GETs, or plain SETs, executed in a single call of the store. A constellation then fetches all values at
-    once.
-    """
+    """Pipelined GETs or plain SETs, executed in one store call, so that a constellation is asked for all at once."""
 
     verb: bytes
     requests: list[Sequence[Word]] = field(default_factory=list)
@@ -141,11 +139,11 @@ class Commands:
         self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
-        """The store if its values are views of its memory: they need no wait, no lease and no release."""
+        """The store, if its values are views of its memory: they need no wait, no lease and no release."""
         self._unix_time = unix_time
         self._writing = KeyLocks()
-        """Locks of the keys being written: a write may need several store calls (a lookup for NX, the value, its
-        lifetime).
+        """Locks of keys being written: a write may be several store calls (a lookup for NX, the value,
+        its lifetime).
         """
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
@@ -378,19 +376,19 @@ class Commands:
             raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
 
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Answer the questions of a starting client; an empty list is a valid answer for all known clients."""
+        """Answer the queries of starting clients; an empty list is valid for all known clients."""
         if words and _bytes(words[0]).upper() == b"COUNT":
             yield [protocol.integer(len(COMMANDS))]
         else:
             yield [protocol.array(())]
 
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Answer GET of the settings that benchmarks need; nothing can be set."""
+        """Answer GET of the settings that benchmarks read; nothing can be set."""
         if _bytes(words[0]).upper() != b"GET":
             raise Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
         known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
-        asked = {_bytes(word).lower() for word in words[1:]}
-        answers = {key: protocol.bulk(value) for key, value in known.items() if key in asked or b"*" in asked}
+        names = {_bytes(word).lower() for word in words[1:]}
+        answers = {key: protocol.bulk(value) for key, value in known.items() if key in names or b"*" in names}
         yield [session.reply.mapping(answers)]
 
     def _info(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -452,13 +450,13 @@ class Commands:
                 values = self._loaded(ticket, leases)
             pieces: Pieces = []
             for key, value in zip(keys, values, strict=True):
-                shown = None if value is None else self._shown(key, value)
+                value_pieces = None if value is None else self._shown(key, value)
                 lease = leases[key.stored]
-                if shown is None and lease is not None and lease.until_s > self._clock():
+                if value_pieces is None and lease is not None and lease.until_s > self._clock():
                     self.counters.add("lost_leases")
                     raise Close
-                self.counters.add("misses" if shown is None else "hits")
-                pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
+                self.counters.add("misses" if value_pieces is None else "hits")
+                pieces += [session.reply.null()] if value_pieces is None else _bulk_pieces(value_pieces)
             yield pieces
         finally:
             if session.kept is None:
@@ -549,9 +547,9 @@ class Commands:
         """
         with ExitStack() as reading:
             with self._written(session, [key.stored]):
-                shown = reading.enter_context(self._reading(session, key))
-                change(shown is not None)
-            yield [session.reply.null()] if shown is None else _bulk_pieces(shown)
+                pieces = reading.enter_context(self._reading(session, key))
+                change(pieces is not None)
+            yield [session.reply.null()] if pieces is None else _bulk_pieces(pieces)
             if session.kept is not None:
                 session.kept.push(reading.pop_all())
 
@@ -585,7 +583,7 @@ class Commands:
         return [_OK]
 
     def _setnx(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Execute SETNX and MSETNX."""
+        """Execute SETNX or MSETNX."""
         yield [protocol.integer(self._put(session, _pairs(words, "msetnx"), Options(b"NX")))]
 
     def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -607,8 +605,8 @@ class Commands:
     def _add(self, session: Session, word: Word, by: int) -> Pieces:
         key = _key(word)
         with self._written(session, [key.stored]):
-            with self._reading(session, key) as shown:
-                text = b"".join(piece[: _INT64_BYTES + 1] for piece in shown) if shown is not None else b"0"
+            with self._reading(session, key) as pieces:
+                text = b"".join(piece[: _INT64_BYTES + 1] for piece in pieces) if pieces is not None else b"0"
             number = _int64(text) + by
             if not -(1 << 63) <= number < 1 << 63:
                 raise Refused("increment or decrement would overflow")
@@ -632,8 +630,8 @@ class Commands:
             self._delete_held(keys)
             return True
         if options.keeps:
-            left_s = min(map(self.lifetimes.left_s, keys))
-            ttl_s = left_s if 0 < left_s < math.inf else None
+            remaining_s = min(map(self.lifetimes.left_s, keys))
+            ttl_s = remaining_s if 0 < remaining_s < math.inf else None
         if not all(self._put_lasting(stored)):
             raise Refused(_NO_ROOM, "OOM")
         if ttl_s is not None and not self.lifetimes.give(keys, ttl_s):
@@ -658,8 +656,9 @@ class Commands:
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers. End their leases before and after the write, because a lease may have
-        read the value meanwhile.
+        """Lock ``keys`` against other writers, and end their leases before and after the write.
+
+        A lease that begins during the write may hold the previous value.
         """
         with self._held(session, keys):
             try:
@@ -672,7 +671,7 @@ class Commands:
 
     @contextmanager
     def _held(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers; EXEC has already locked those of its commands."""
+        """Lock ``keys`` against other writers, unless EXEC has locked them already."""
         if session.kept is not None:
             yield
             return
@@ -744,12 +743,12 @@ class Commands:
         if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
             raise Refused("syntax error: expected NX, or XX and one of GT and LT")
         with (self._written if ttl_s <= 0 else self._held)(session, [key]):
-            left_s = self.lifetimes.left_s(key)
+            remaining_s = self.lifetimes.left_s(key)
             holds = {
-                b"NX": math.isinf(left_s),
-                b"XX": left_s < math.inf,
-                b"GT": ttl_s > left_s,
-                b"LT": ttl_s < left_s,
+                b"NX": math.isinf(remaining_s),
+                b"XX": remaining_s < math.inf,
+                b"GT": ttl_s > remaining_s,
+                b"LT": ttl_s < remaining_s,
             }
             if not all(holds[condition] for condition in conditions):
                 return [protocol.integer(0)]
@@ -778,8 +777,8 @@ class Commands:
         key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
             return -2
-        left_s = self.lifetimes.left_s(key)
-        return -1 if math.isinf(left_s) else max(0, math.floor(left_s / unit_s + 0.5))  # rounded as in Redis
+        remaining_s = self.lifetimes.left_s(key)
+        return -1 if math.isinf(remaining_s) else max(0, math.floor(remaining_s / unit_s + 0.5))  # rounded as in Redis
 
     def _type(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         is_there = self._store.lookup([_key(words[0]).stored]) == [Presence.HIT]
@@ -827,11 +826,11 @@ class Commands:
             if transaction.abort:
                 raise Refused(f"Transaction discarded because of {transaction.abort}.", "EXECABORT")
             keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
-            with ExitStack() as kept:
+            with ExitStack() as resources:
                 with self._held(session, keys):
                     replies = None
                     if not self._is_changed(session.watch):
-                        session.kept = kept
+                        session.kept = resources
                         try:
                             replies = self._execute(session, transaction)
                         finally:
@@ -851,7 +850,6 @@ class Commands:
         return now != list(watch.keys.values())
 
     def _execute(self, session: Session, transaction: Transaction) -> Pieces:
-        """Return the replies of all commands, executed in order."""
         replies: Pieces = []
         closes = False
         for words in transaction.requests:
@@ -1014,8 +1012,8 @@ def _to_store(key: Key, value: Word) -> Buffer:
     """Convert a client's value to its stored form."""
     stored: Buffer | str
     if isinstance(value, Framed):
-        sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
-        stored = value.data if sound else "corrupt"
+        is_sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
+        stored = value.data if is_sound else "corrupt"
     elif key.name:
         stored = key.front(memoryview(value).nbytes) + bytes(value)
     else:

@@ -20,9 +20,7 @@ _BACKSLASH, _QUOTE, _APOSTROPHE = b"\\\"'"
 
 
 def may_begin_with(byte: int) -> bool:
-    """Return True if a line of words may begin with ``byte``. TLS, HTTP/2 frames, STUN and database
-    greetings do not.
-    """
+    """Return True if a line of words may begin with ``byte``; TLS, HTTP/2, STUN and database greetings do not."""
     return byte in _FIRST
 
 

@@ -49,9 +49,7 @@ class Key:
 
 
 _key_of = lru_cache(256)(Key.of_bytes)
-"""Cache of ``Key.of_bytes``, which computes a digest: a SET asks before and after its value arrives, and a GET follows
-an EXISTS.
-"""
+"""Cache of ``Key.of_bytes``, which computes a digest: a SET needs it before and after its value, a GET after EXISTS."""
 
 
 def client_key(name: str) -> bytes:

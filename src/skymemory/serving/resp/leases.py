@@ -38,10 +38,10 @@ class Leases:
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
         """Lease the keys that exist; return for each key whether the next GET will find it."""
         exists = [presence is Presence.HIT for presence in self._store.lookup(keys)]
-        left_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
+        lifetimes_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
         return [
             is_present and self._begin(key, remaining_s)
-            for key, is_present, remaining_s in zip(keys, exists, left_s, strict=True)
+            for key, is_present, remaining_s in zip(keys, exists, lifetimes_s, strict=True)
         ]
 
     def _begin(self, key: bytes, left_s: float) -> bool:

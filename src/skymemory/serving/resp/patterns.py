@@ -39,9 +39,7 @@ def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
 
 
 def _one_of(glob: bytes, at: int) -> tuple[bytes, int]:
-    """Translate the set that begins after ``[``; return it and its end. A set that is not closed ends
-    with the pattern.
-    """
+    """Translate the set after ``[``; return it and its end. A set that is not closed ends with the pattern."""
     excluded = glob[at : at + 1] == b"^"
     at += excluded
     members = b""

@@ -19,8 +19,9 @@ from skymemory.serving.resp import inline
 from skymemory.store.base import Buffer
 
 LARGE_BYTES = 32 << 10
-"""Size from which an argument is received separately. Smaller arguments arrive with their request in one or two reads;
-copying them costs less than a call.
+"""Size from which an argument is received separately.
+
+Smaller arguments arrive with their request in one or two reads; copying them costs less than a call.
 """
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
@@ -60,7 +61,6 @@ class LargeArgument:
     """Announcement of a following argument of ``size_bytes``. ``head``: its first bytes, which have arrived already."""
 
     words: tuple[Word, ...]
-    """Arguments before it."""
     size_bytes: int
     head: bytes
 
@@ -204,9 +204,7 @@ class RequestParser:
         return True
 
     def _whole_words(self) -> list[Word] | None:
-        """Take all arguments that are certainly complete in a single call; return the words if the
-        request is complete.
-        """
+        """Take all arguments that are certainly complete in one call; return the words of a complete request."""
         most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
         most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
         before, under_way = self._at, self._missing
@@ -288,7 +286,7 @@ class RequestParser:
 
 
 class Reply:
-    """Encoder of replies in a connection's version of the protocol."""
+    """Encoder of replies in a connection's protocol version."""
 
     def __init__(self, version: int = 2) -> None:
         self.version = version

@@ -1,11 +1,12 @@
-"""Sockets of the store daemon, with a thread for each connection. Values are received directly into their final buffer
-and sent without copying.
+"""Sockets of the store daemon, with a thread for each connection.
 
-A thread that waits for a slow client, or for a satellite, blocks no other connection. Limits apply to what all
-connections share: the number of connections, the bytes of values in transfer, the size of a value. A client is
-disconnected if it neither reads nor writes within a value for ``stall_s``, or needs longer for it than ``stall_s`` plus
-the time of its bytes at ``LEAST_BYTES_PER_S``. A client that is idle between requests stays connected. While others
-wait for the memory that it holds (``budget``), a client is disconnected sooner.
+Values are received directly into their final buffer and sent without copying.
+
+A thread that waits for a slow client, or for a satellite, blocks no other connection. Everything that connections share
+is bounded: their number, the bytes of values in transfer, the size of a value. A client is disconnected if it neither
+reads nor writes within a value for ``stall_s``, or needs longer for the value than ``stall_s`` plus the time of its
+bytes at ``LEAST_BYTES_PER_S``. A client that is idle between requests stays connected. While others wait for the memory
+that it holds (``budget``), a client is disconnected sooner.
 """
 
 from __future__ import annotations
@@ -58,15 +59,18 @@ _MAX_PIECES = 512
 _SMALL_BYTES = 16 << 10
 """Size below which replies are collected, so that several answers to a pipeline go out in one call."""
 _PART_BYTES = 1 << 20
-"""Most bytes of a ``sendmsg``. On a Unix socket its timeout applies to every 32 KiB, so a larger call would hide a slow
-reader.
+"""Most bytes of a ``sendmsg``.
+
+On a Unix socket its timeout applies to every 32 KiB, so a larger call would not notice a slow reader.
 """
 _SEND_BUFFER_BYTES = 512 << 10
-"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait for
-each other 14 times in a value of 2.9 MB; a larger buffer falls out of the processor's cache before it is read.
+"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``.
+
+With the system's 208 KiB, writer and reader wait for each other 14 times in a value of 2.9 MB; a larger buffer falls
+out of the processor's cache before it is read.
 """
 _UNBOOKED_BYTES = 64 << 10
-"""Small arguments of a request that need no budget."""
+"""Bytes of a request's small arguments that need no budget."""
 _WHOLE_BYTES = 4 << 20
 """Largest value that is received in one call. For larger values the daemon checks the progress."""
 _DRAINED_BYTES = 1 << 20
@@ -84,16 +88,13 @@ LEAST_BYTES_PER_S = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a daemon."""
-
     connections: int = 1024
     value_bytes: int = 256 << 20
     stall_s: float = 30.0
 
 
 class Pace:
-    """Deadline by which a client must have transferred a message: ``stall_s`` plus the time of its bytes at
-    ``LEAST_BYTES_PER_S``.
+    """Deadline of a client's transfer: ``stall_s`` plus the time of its bytes at ``LEAST_BYTES_PER_S``.
 
     So a client that moves a byte now and then cannot hold memory forever.
     """
@@ -428,7 +429,7 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read what a client sends while it does not read its replies, as a client that writes a whole pipeline first.
+        """Read input while the client does not read its replies; some clients write a complete pipeline first.
 
         Returns:
             The number of bytes; 0 if the budget has no room or no more data will arrive.
@@ -572,8 +573,8 @@ class Outbox:
     """Sender of replies to one client: small replies are collected, large replies are sent without copying."""
 
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
-        """Create the outbox. ``read_ahead``: called while the client sends but does not read; returns the bytes it
-        read.
+        """Create the outbox. ``read_ahead``: called while the client sends but does not read; returns
+        the bytes read.
         """
         self._sock = sock
         self._stall_s = stall_s
@@ -630,9 +631,7 @@ class Outbox:
         self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
 
     def _await_client(self) -> None:
-        """Wait until the client takes data. Read its input meanwhile, because it may not read before it
-        has sent all.
-        """
+        """Wait until the client takes data. Read its input meanwhile: it may not read before it has sent everything."""
         now_s = time.monotonic()
         deadline_s, read_again_s = now_s + self._stall_s, now_s
         while now_s < deadline_s:
@@ -664,8 +663,7 @@ def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def listen_at(address: ListenAddress) -> socket.socket:
-    """Return a listening socket. A socket file at which no process listens is replaced; a new file is private to this
-    user.
+    """Return a listening socket. A new socket file is private to this user; a stale file is replaced.
 
     Raises:
         OSError: the address is in use or not an address of this computer.
@@ -690,8 +688,9 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that no other daemon replaces a socket in it. Continue without it after
-    ``_REPLACED_S``.
+    """Hold a lock on the folder, so that no other daemon replaces a socket in it.
+
+    After ``_REPLACED_S`` it continues without the lock.
     """
     fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:

@@ -23,7 +23,7 @@ _WORD_BYTES = 64
 
 @dataclass(slots=True)
 class Transaction:
-    """Commands between MULTI and EXEC. ``abort``: the reason for which EXEC will refuse them; empty: none."""
+    """Commands between MULTI and EXEC. ``abort``: the reason why EXEC will refuse them; empty: none."""
 
     requests: list[Sequence[Word]] = field(default_factory=list)
     size_bytes: int = 0
@@ -53,16 +53,12 @@ class Watch:
 
 
 class Watches:
-    """Watches of all clients. Thread-safe."""
-
     def __init__(self) -> None:
         self._by_key: dict[bytes, set[Watch]] = {}
         self._lock = threading.Lock()
 
     def add(self, watch: Watch, keys: Sequence[bytes]) -> bool:
-        """Report writes to ``keys`` to ``watch`` from now on. Return False and add none if it exceeds
-        ``MAX_WATCHED``.
-        """
+        """Report writes to ``keys`` to ``watch``; return False and add none if it exceeds ``MAX_WATCHED``."""
         with self._lock:
             new = [key for key in dict.fromkeys(keys) if key not in watch.keys]
             if len(watch.keys) + len(new) > MAX_WATCHED:
