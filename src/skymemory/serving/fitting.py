@@ -27,7 +27,7 @@ _LEAST_GAPS = 4
 _WARM = 2
 
 Spent = Callable[[], Awaitable[tuple[float, float]]]
-"""Source of the processor seconds that the engine has used for prefill and for decoding."""
+"""Source of the engine's processor seconds, for prefill and for decoding."""
 MakePrompt = Callable[[int, random.Random], Prompt]
 """Maker of a random prompt of about this many tokens."""
 K = TypeVar("K", bound=Hashable)
@@ -46,12 +46,11 @@ class PrefillCell:
 class DecodeCell:
     batch: int
     context: int
-    """Tokens of each prompt."""
     held_out: bool
 
 
 def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Return lengths for fitting from ``least``, doubling up to ``most``, and a held-out length between any two.
+    """Return lengths for fitting, doubling from ``least`` to ``most``, and a held-out length between any two.
 
     Raises:
         InvalidInput: fewer than three lengths, or invalid shares.
@@ -73,9 +72,9 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
 
 
 def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Return cells for batches of 1, 2, 4, … up to ``most_batch`` and the given contexts.
+    """Return cells for batches of 1, 2, 4, … up to ``most_batch`` and the contexts.
 
-    The batches in between and every second context are held out.
+    Batches in between and every second context are held out.
 
     Raises:
         InvalidInput: fewer than two batches or contexts.
@@ -94,7 +93,7 @@ def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
 
 
 def cut(prompt: Prompt, share: float) -> Prompt:
-    """Return the first ``share`` of the prompt's words or ids, at least one."""
+    """Return the first ``share`` of the prompt, at least a word or id."""
     if isinstance(prompt, str):
         words = prompt.split()
         return " ".join(words[: max(1, round(len(words) * share))])
@@ -226,7 +225,7 @@ def _good(outcome: Outcome) -> Outcome:
 
 
 def typical(values: Sequence[float], statistic: str) -> float:
-    """Return the ``median`` of repeated measurements, or the ``fastest``, for a machine with other load."""
+    """Return the ``median``, or the ``fastest`` for a machine with other load."""
     return min(values) if statistic == "fastest" else statistics.median(values)
 
 

@@ -138,8 +138,6 @@ class Instances:
 
 @dataclass(frozen=True, slots=True)
 class RouterPart:
-    """Table ``[router]``."""
-
     listen: str = setting("listen", text, "127.0.0.1:8080", "address to listen on; port 0: any free")
     settings: Mapping[str, object] = setting("settings", table, {}, "the router's settings, without backends")
 
@@ -156,8 +154,6 @@ class RouterPart:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesPart:
-    """Table ``[kubernetes]``, for manifests."""
-
     image: str = setting("image", text, "skymemory:latest", "of the router: deploy/Dockerfile")
     engine_image: str = setting("engine_image", text, "", "of our engine: with skymemory[hf,router,redis]")
     vllm_image: str = setting("vllm_image", text, "", "of vLLM: with skymemory[redis]")
@@ -219,7 +215,7 @@ class ClusterDescription:
 
 
 def read_description(path: Path) -> ClusterDescription:
-    """Read the cluster's description from a TOML file.
+    """Read a cluster's description from a TOML file.
 
     Raises:
         InvalidInput: an unreadable file or an invalid description.
@@ -240,7 +236,7 @@ class _Top:
 
 
 def description_of(content: Mapping[str, Any]) -> ClusterDescription:
-    """Build the description from the file's tables, as ``read_description`` does."""
+    """Build the description from the tables of its file."""
     groups = content.get("instances", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise InvalidInput("instances: expected [[instances]] tables, one for each group")

@@ -21,7 +21,7 @@ _PART_OF = "app.kubernetes.io/part-of"
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
 _START_PROBES = 120
-"""Probes every 5 s while an engine loads its model: 10 minutes."""
+"""Probes every 5 s while an engine loads its model."""
 _ENGINE_GRACE_S, _ROUTER_GRACE_S = 60, 45
 
 Manifest = dict[str, Any]
@@ -154,7 +154,7 @@ def _pod(container: dict[str, Any], grace_s: int) -> dict[str, Any]:
 
 
 def _policy(description: ClusterDescription) -> Manifest:
-    """Return a policy that lets only the router reach the engines; without a router, only pods of the same cluster."""
+    """Return a policy: only the router reaches the engines or, without a router, only pods of the same cluster."""
     engines = {_COMPONENT: "engine", _PART_OF: description.name}
     clients = {_PART_OF: description.name}
     if description.router is not None:
@@ -174,12 +174,11 @@ def _policy(description: ClusterDescription) -> Manifest:
 
 
 def as_yaml(objects: Sequence[Manifest]) -> str:
-    """Return YAML documents for `kubectl apply -f -`."""
     return "".join(f"---\n{_block(manifest, '')}" for manifest in objects)
 
 
 def _block(value: Any, indent: str) -> str:
-    """Return a table or list in block style; strings are quoted as in JSON, or literal if they have several lines."""
+    """Return a table or list in block style; strings as in JSON, or literal if they have several lines."""
     lines = []
     for key, child in value.items() if isinstance(value, dict) else ((None, item) for item in value):
         head = f"{indent}{key}:" if key is not None else f"{indent}-"

@@ -1,14 +1,14 @@
-"""A cluster's instances on the nodes of a Ray cluster; its store and router run on the supervisor's node.
+"""Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
 
 The supervisor is Ray's driver, on a node of the Ray cluster. As without Ray, other commands read its state file. Store
-and router are its own processes and must not move: engines have the store's address in their command lines, and clients
-have the router's. Each instance has an actor, a ``Keeper``, on a node where Ray finds its resources free.
+and router are its own processes and must not move: their addresses are in the engines' command lines and at the
+clients. Each instance has an actor, a ``Keeper``, on a node where Ray finds its resources free.
 
 Two parties restart instances. The keeper restarts a process that ended: it knows how the process ended, and it pauses,
-which Ray does not. Ray restarts a keeper whose node or worker was lost, on any node. Its instance then has another
-address; the router reads it from its settings file as soon as the instance is healthy.
+which Ray does not. Ray restarts a keeper whose node or worker was lost, on any node. The instance then has another
+address; the router reads it from its settings file once the instance is healthy.
 
-Keepers are not detached: however the supervisor ends, Ray ends them, and their processes end with them.
+Keepers are not detached: however the supervisor ends, Ray ends them, and their processes with them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ LOST = "its node or its Ray worker was lost"
 _CONNECT_S = 30.0
 _LOOK_S = 0.25
 _ANSWER_S = 5.0
-"""Time without an answer after which a keeper counts as unhealthy, until Ray decides whether it is lost."""
+"""Time without an answer after which a keeper counts as unhealthy, until Ray decides if it is lost."""
 _LOG_BYTES = 256 << 10
-"""Largest part of a log in a keeper's answer."""
 
 Log = logging.getLogger("skymemory.cluster")
 
@@ -86,26 +85,23 @@ def check(description: ClusterDescription) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A keeper's answer."""
-
     keeper: str
-    """Key of the keeper; each start of the actor has a new key."""
+    """Key of the keeper, new after each start of the actor."""
     state: ServiceState
     log: bytes
-    """New bytes of its log, at most ``_LOG_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """Store address that instances on all nodes use."""
+    """Address of the store for instances on all nodes."""
 
     address: str = ""
     ca: str = ""
-    """PEM of the authority that signed the store's certificate; empty: the system's authorities."""
+    """PEM of the authority that signed the store's certificate; empty: the system's."""
 
 
 class Keeper:
-    """Ray actor that runs an instance on its node. A folder holds the instance's log and the store's certificate."""
+    """Ray actor that runs an instance on its node, with a folder for its log and the store's certificate."""
 
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
@@ -127,12 +123,7 @@ class Keeper:
         self._thread.start()
 
     def look(self, restarts: bool, log_from: int) -> Look:
-        """Return the state and new log bytes.
-
-        Args:
-            restarts: True if the instance is restarted from now on when it ends.
-            log_from: bytes of the log that the caller has already.
-        """
+        """Return the state and the log from byte ``log_from`` on. ``restarts``: restart the instance when it ends."""
         self._one.restarts = self._one.restarts or restarts
         state = replace(self._one.state)  # before the log, which then contains everything that led to this state
         with suppress(FileNotFoundError), log_path(self._folder, state.name).open("rb") as log:
@@ -206,7 +197,7 @@ def _connect(address: str) -> str:
 
 
 def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
-    """Return a store daemon on this node that other nodes reach, with its own certificate and password."""
+    """Start a store daemon that other nodes reach, with its own certificate and password."""
     certificate = self_signed((host,))
     password = secrets.token_urlsafe(24)
     files = {STORE_CERTIFICATE: certificate.chain, STORE_KEY: certificate.key, STORE_PASSWORD: password.encode()}
@@ -225,7 +216,7 @@ def _served_store(what: str, directory: Path, host: str) -> tuple[Service, Share
 
 
 class _Addresses:
-    """Addresses of the instances, written to the settings file that the router follows."""
+    """Instance addresses, written to the settings file that the router follows."""
 
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
@@ -234,7 +225,6 @@ class _Addresses:
         self._lock = threading.Lock()
 
     def is_at(self, name: str, url: str) -> None:
-        """Record a healthy instance's address."""
         with self._lock:
             if self._urls.get(name) == url:
                 return
@@ -249,7 +239,7 @@ class _Addresses:
 
 
 class _OnRay:
-    """An instance's actor as the supervisor sees it; like ``Supervised``."""
+    """Counterpart of ``Supervised`` for an instance's actor."""
 
     def __init__(
         self,
@@ -269,7 +259,7 @@ class _OnRay:
         self._changed, self._stopping = changed, stopping
         self._keeper = ""
         self._earlier = 0
-        """Restarts of earlier keepers, including the restarts that they did."""
+        """Restarts of and by earlier keepers."""
         self._log_bytes = 0
 
     def run(self) -> None:
@@ -344,7 +334,6 @@ class _OnRay:
 
 
 def actor_options(group: Instances) -> dict[str, Any]:
-    """Return the actor's options: its resources as Ray names them."""
     wanted = {"CPU": 1.0, **group.resources}
     ray_names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     standard = {ray_names[name]: amount for name, amount in wanted.items() if name in ray_names}
@@ -353,7 +342,7 @@ def actor_options(group: Instances) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's cause rather than the worker's traceback; the traceback goes to the supervisor's log."""
+    """Return the error's cause; log the worker's traceback."""
     Log.error("%s", error)
     cause = getattr(error, "cause", None)
     lines: Sequence[str] = [line.strip() for line in str(cause or error).splitlines() if line.strip()]

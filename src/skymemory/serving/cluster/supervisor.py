@@ -1,9 +1,8 @@
-"""Supervisor of a cluster's services as processes of this computer: starts, watches, restarts and ends them.
+"""Supervisor of a cluster's services as processes of this computer.
 
-Each cluster has a supervisor process with a thread for each service. Its state is a file in the run directory, which
-other commands read without asking the supervisor. Until all services have been healthy at once, a service that ends
-fails the start, and all services are ended. After that it is restarted, after a pause that doubles while the service
-does not stay up.
+A supervisor has a thread for each service. Its state is a file in the run directory, which other commands read. Until
+all services have been healthy at once, a service that ends fails the start, and all services are ended. After that it
+is restarted, after a pause that doubles while the service does not stay up.
 
 This project's services end when their standard input is closed, and so with the supervisor, however it ends; other
 services have a guard process.
@@ -39,19 +38,19 @@ PLAN_NAME = "cluster-plan.json"
 ROUTER_FILE, SOCKET = "router.toml", "store.sock"
 STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD = "store.pem", "store.key", "store.password"
 RUN_FILES = (STATE_NAME, PLAN_NAME, ROUTER_FILE, SOCKET, STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD)
-"""Files of the run directory while the cluster runs; the logs are in the same directory."""
+"""Files that exist while the cluster runs; the logs are in the same directory."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
-"""First and longest pause before a restart; the pause doubles each time."""
+"""First and longest pause before a restart; it doubles each time."""
 LASTING_S = 30.0
-"""Healthy time after which the restart pause is ``FIRST_PAUSE_S`` again."""
+"""Healthy time after which the pause is ``FIRST_PAUSE_S`` again."""
 GRACE_S = 10.0
 """Time from SIGTERM, or from closing its input, until a service is killed."""
 _LOOK_S = 0.1
 _CHECK_S = 1.0
-"""Pause between health checks of a healthy service."""
+"""Pause between checks of a healthy service."""
 _CHECK_TIMEOUT_S = 3.0
 _MISSES = 3
-"""Consecutive failed checks that make a healthy service unhealthy. It is not ended, because it may be busy."""
+"""Consecutive failed checks that make a service unhealthy. It is not ended, because it may be busy."""
 _TAIL_BYTES = 4096
 
 
@@ -80,7 +79,6 @@ class ClusterState:
     name: str
     pid: int
     start: str
-    """Start time of the supervisor."""
     ready: bool = False
     """True once all services have been healthy at the same time."""
     failure: str = ""
@@ -95,7 +93,7 @@ class ClusterState:
 class RayPlan:
     file: str
     address: str
-    """Address of the Ray cluster; ``auto``: from RAY_ADDRESS, or the cluster of which this computer is a node."""
+    """Address of the Ray cluster; ``auto``: RAY_ADDRESS, or the cluster of this computer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Plan:
     constellation: str = ""
     """Run directory of a constellation that was started with the cluster."""
     ray: RayPlan | None = None
-    """Plan on Ray, whose services are planned only after the supervisor has joined the Ray cluster."""
+    """Ray cluster; its services are planned once the supervisor has joined it."""
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -113,12 +111,12 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 
 def read_plan(directory: Path) -> Plan | None:
-    """Return the plan of the cluster in this directory, None without a cluster."""
+    """Return the plan of the cluster in this directory, if any."""
     return _read(directory / PLAN_NAME, Plan)
 
 
 def read_state(directory: Path) -> ClusterState | None:
-    """Return the state of the cluster in this directory, None without a cluster."""
+    """Return the state of the cluster in this directory, if any."""
     return _read(directory / STATE_NAME, ClusterState)
 
 
@@ -146,7 +144,7 @@ def log_path(directory: Path, name: str) -> Path:
 
 
 def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
-    """Return the end of a service's log, from the beginning of a line if it has line ends."""
+    """Return the end of a service's log, if possible from the beginning of a line."""
     try:
         with log_path(directory, name).open("rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -160,8 +158,6 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 
 class Supervisor:
-    """Supervisor of the services of ``plan``, until ``stop``."""
-
     def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
         """Create the supervisor. ``make``: replacement of ``Supervised``, which runs a service on this computer."""
         self._directory = directory
@@ -177,11 +173,11 @@ class Supervisor:
         self._changed()
 
     def stop(self) -> None:
-        """Request the end of ``run``. Takes no lock, so that a signal handler may call it."""
+        """Request the end of ``run``; takes no lock, so that a signal handler may call it."""
         self._asked_to_stop = True
 
     def run(self) -> bool:
-        """Run until ``stop`` is called or the start fails, and end all services.
+        """Run until ``stop`` is called or the start fails; end all services.
 
         Returns:
             True if all services have been healthy at the same time.
@@ -224,7 +220,6 @@ class Supervisor:
         return True
 
     def _pause(self) -> bool:
-        """Sleep shortly; return True to stop."""
         time.sleep(_LOOK_S)
         return self._asked_to_stop
 
@@ -234,14 +229,11 @@ class Supervisor:
 
 
 class Supervised:
-    """A service, run in its own thread."""
-
     def __init__(
         self, service: Service, directory: Path, changed: Callable[[], None], stopping: threading.Event
     ) -> None:
         self.service = service
         self.restarts = False
-        """True if the service is restarted when it ends."""
         self.state = ServiceState(
             service.name, service.kind, service.role, service.engine, service.model, service.address
         )
@@ -298,7 +290,7 @@ class Supervised:
         return process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> float:
-        """Check the process until it ends or must be ended; return the seconds since it was first healthy."""
+        """Check the process until it ends or must be ended; return its seconds since it was first healthy."""
         healthy_s: float | None = None
         misses, check_s = 0, time.monotonic()
         while process.poll() is None and not self._stopping.wait(_LOOK_S):
@@ -361,7 +353,7 @@ def address_family(host: str) -> socket.AddressFamily:
 
 
 def _end_group(pid: int) -> None:
-    """Kill the remaining processes of its session: vLLM's engine processes outlive it."""
+    """Kill the remaining processes of the session: vLLM's engine processes outlive their parent."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -381,7 +373,7 @@ def end_orphans(state: ClusterState) -> int:
 
 
 def end_supervisor(state: ClusterState, patience_s: float) -> None:
-    """Ask the supervisor to end all services, and wait for its end.
+    """Ask the supervisor to end all services; wait for its end.
 
     Raises:
         SkyMemoryError: it did not end within ``patience_s``.
@@ -396,5 +388,4 @@ def end_supervisor(state: ClusterState, patience_s: float) -> None:
 
 
 def as_object(state: ClusterState) -> dict[str, Any]:
-    """Return the state as an object for ``--json``."""
     return {**asdict(state), "supervised": state.supervised}

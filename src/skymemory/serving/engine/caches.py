@@ -20,14 +20,14 @@ from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
 KEEP_SALTS = 8
-"""Number of salts whose managers stay open; blocks of all salts stay in the store."""
+"""Number of salts whose managers stay open; the store keeps blocks of all salts."""
 
 Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class OpenPrompt:
-    """Prompt being served and its KV cache. While it exists, its manager stays open."""
+    """Prompt being served; it keeps its manager open."""
 
     manager: KVCManager
     salt: str
@@ -185,7 +185,7 @@ class PrefixCaches:
         return manager
 
     def _close_idle(self, keep: int) -> None:
-        """Close the least recently used managers until ``keep`` are left, except those that serve a prompt."""
+        """Close the least recently used managers until ``keep`` are left, except managers in use."""
         busy = {prompt.salt for prompt in self._open}
         idle = [salt for salt in self._managers if salt not in busy]
         for salt in idle[: max(0, len(self._managers) - keep)]:
@@ -227,7 +227,7 @@ class PrefixCaches:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each run of consecutive numbers; ``numbers`` ascend."""
+    """Return the first and last number of each run; ``numbers`` ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -94,7 +94,7 @@ class KVPublisher:
 
 
 MEDIUM = "GPU"
-"""vLLM's name for the memory that the model computes from, used on CPUs too."""
+"""vLLM's name for the memory that the model computes from, also on CPUs."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -131,5 +131,5 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 def event_hash(block_hash: bytes) -> int:
-    """Return the last 64 bits of the hash: the block's number in events, truncated as in vLLM."""
+    """Return the last 64 bits of the hash, as vLLM truncates its own."""
     return int.from_bytes(block_hash[-8:], "big")

@@ -17,26 +17,20 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters with the meaning of OpenAI and vLLM; the defaults sample from the model's distribution."""
+    """Sampling parameters, as OpenAI and vLLM define them; the defaults sample from the model's distribution."""
 
     temperature: float = 1.0
     """0: greedy."""
     top_p: float = 1.0
-    """Total probability of the most likely tokens to sample from."""
     top_k: int = 0
-    """Number of most likely tokens to sample from; 0: all."""
+    """0: all."""
     min_p: float = 0.0
-    """Lowest probability of a sampled token, as a fraction of the most likely token's probability."""
     seed: int | None = None
     """None: random."""
     presence_penalty: float = 0.0
-    """Value subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """Value subtracted for each occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, factor of the others, for tokens of prompt and answer."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
-    """Values added to the logits of these tokens."""
     allowed: frozenset[int] | None = None
     """Tokens that may be sampled; None: any."""
 
@@ -46,7 +40,7 @@ class RemotePrefill:
     """Prefill by another engine, which stores the prompt's blocks."""
 
     tokens: int | None = None
-    """Tokens whose blocks are stored; None: the other engine is still computing and storing them."""
+    """Tokens whose blocks are stored; None: unknown, because the other engine is still computing."""
     wait_s: float | None = None
     """Time to wait for the next block; None: the engine's setting."""
 
@@ -104,17 +98,17 @@ class Step:
     """Output of a decoding step. The first step also means that the prompt has been computed."""
 
     text: str
-    """New text; may be empty while characters or stop strings are incomplete."""
+    """New text, possibly empty while a character or stop string is incomplete."""
     completion_tokens: int
     cached_tokens: int
     finish: str | None = None
-    """In the last step: "stop" or "length"."""
+    """"stop" or "length" in the last step."""
     stopped_by: str = ""
-    """In the last step: the stop string that ended the answer."""
+    """Stop string that ended the answer, in the last step."""
     error: str | None = None
-    """In the last step: the reason of a failure."""
+    """Reason of a failure, in the last step."""
     logprob: TokenLogprob | None = None
-    """Log-probability of this step's token, if requested; the token's text may follow in a later step."""
+    """Log-probability of this step's token, if requested; its text may follow in a later step."""
 
     @property
     def last(self) -> bool:
@@ -122,7 +116,7 @@ class Step:
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Limit below which decoding is greedy, because dividing by a smaller value overflows."""
+"""Limit below which decoding is greedy: dividing by less overflows."""
 
 
 class Sampler:
@@ -134,7 +128,7 @@ class Sampler:
     """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
-        """Create the sampler. ``ends``: tokens that end the answer; they cannot be among its first ``min_tokens``."""
+        """Create the sampler. ``ends``: tokens that end the answer; not among its first ``min_tokens``."""
         self._sampling = sampling = generation.sampling
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -152,9 +146,7 @@ class Sampler:
         )
         self._prompt = torch.from_numpy(generation.ids)
         self._counts: torch.Tensor | None = None
-        """Occurrences of each token in the answer, if penalties need them."""
         self._seen: torch.Tensor | None = None
-        """Mask of tokens in prompt or answer."""
         self._sampled = 0
 
     def sample(self, logits: torch.Tensor) -> int:
@@ -239,7 +231,7 @@ class TextStream:
         self._window = 0
         """First token to decode: correct spaces need the tokens before new tokens."""
         self._read = 0
-        """Number of tokens whose text has been returned or held back."""
+        """Tokens whose text has been returned or held back."""
         self._held = ""
         self._may_stop = True
         self.stopped_by = ""

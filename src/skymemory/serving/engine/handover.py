@@ -2,8 +2,8 @@
 
 A prefill engine offers the blocks of each prefill step to ``BlockSaver``, whose thread writes them to the store. A
 decode engine asks ``BlockFetcher`` for a prompt's blocks. It waits for them outside the engine's thread and puts them
-into the engine's own prefix cache as they arrive; the prompt then starts from that cache. Late, lost and damaged blocks
-are recomputed: the store never changes an answer.
+into the engine's own prefix cache, from which the prompt then starts. Late, lost and damaged blocks are recomputed: the
+store never changes an answer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from skymemory.store.memory import MemoryStore
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
 """Pause between two polls for missing blocks; it doubles while none arrives."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of one store call. A call's blocks count as progress, and are usable, as soon as it returns."""
+"""Bytes of one store call. Its blocks count as progress, and are usable, as soon as it returns."""
 _AHEAD_BLOCKS = 256
-"""Blocks asked for in one lookup."""
 _FETCH_THREADS = 4
-"""Concurrent calls to the store. A waiting request occupies no thread."""
+"""Concurrent store calls. A waiting request occupies no thread."""
 _LEAST_CALL_S = 1.0
 _STORED_S = 0.5
 """Time limit for a block that the other engine reports as stored.
@@ -62,16 +61,14 @@ class Turns(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """State of saving one prompt's blocks."""
-
     eager: bool = False
     """True if another engine waits for the blocks: save after each prefill step."""
     offered: int = 0
-    """Leading blocks offered so far; used only in the engine's thread."""
+    """Leading blocks offered so far. Used only in the engine's thread."""
     stored: int = 0
-    """Leading blocks that are stored; written only by the saver's thread."""
+    """Leading blocks that are stored. Written only by the saver's thread."""
     ended: Future[int] = field(default_factory=Future)
-    """Final value of ``stored``, set once no block is queued any more."""
+    """Final value of ``stored``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +77,8 @@ class _Offer:
     chains: list[list[BlockHash]]
     """Block hashes from the prompt's beginning, for each part of the model."""
     first: int
-    """First block that was not offered before."""
     tickets: list[LoadTicket]
-    """Leases that keep the blocks in the prefix cache until they are read."""
+    """Leases of the blocks in the prefix cache, until they are read."""
 
 
 class BlockSaver:
@@ -114,7 +110,7 @@ class BlockSaver:
         outgoing.offered = len(chains[0])
 
     def end(self, outgoing: Outgoing) -> None:
-        """Mark the prompt's offers as complete."""
+        """End the prompt's offers."""
         try:
             self._queue.put_nowait(outgoing)
         except queue.Full:
@@ -154,7 +150,7 @@ class BlockSaver:
             self._cache.release(ticket)
 
     def _save(self, offer: _Offer) -> int:
-        """Save the offer; return how many of its leading blocks are now stored."""
+        """Save the offer; return how many of its leading blocks are stored."""
         total = len(offer.chains[0])
         for start in range(offer.first, total, self._at_once):
             stop = min(total, start + self._at_once)
@@ -240,7 +236,7 @@ class BlockFetcher:
         return True
 
     def close(self) -> None:
-        """Shut down after running store calls have finished."""
+        """Shut down after running store calls."""
         self._threads.shutdown(cancel_futures=True)
 
     async def _next(self, generation: Generation, chains: list[list[BlockHash]], at: int) -> int | None:

@@ -1,7 +1,7 @@
 """HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
 
-Responses and Messages are translated to chat completions (``router.apis``). Every error has the format of its API,
-including the error for malformed HTTP (``make_runner``).
+Responses and Messages are translated to chat completions (``router.apis``). Every error has its API's format, even for
+malformed HTTP (``make_runner``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from skymemory.serving.engine.thread import EngineStopping, EngineThread, Job, Q
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
-"""Longest quote of a parser's error, which may contain the whole request."""
+"""Longest quote of a parser's error, which may contain the complete request."""
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
 """Size above which a body is parsed in a thread, because tokenizing it would delay running streams."""
@@ -46,7 +46,7 @@ _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Steps = asyncio.Queue[tuple[int, Step]]
-"""Steps of all choices of a request, each with the number of its choice."""
+"""Steps of all choices of a request, with the number of the choice."""
 
 
 class OpenAIServer:
@@ -139,7 +139,7 @@ class OpenAIServer:
         return self._parse(request.path, raw, packed)
 
     def _parse(self, path: str, raw: bytes, packed: bytes) -> tuple[Generation, Translation | None]:
-        """Return the generation, and the translation of its answer if the API is neither completions nor chat."""
+        """Return the generation, and the translation of its answer for an API other than completions and chat."""
         body = unpacked(raw, packed, MOST_BODY_BYTES)
         if path not in API_PATHS:
             return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None
@@ -196,7 +196,7 @@ class OpenAIServer:
             self._engine.submit(*jobs, has_place=True)
 
     async def _stored_tokens(self, generation: Generation, job: Job) -> int:
-        """Return the number of prompt tokens whose blocks are stored, once all are stored or ``wait_s`` is over."""
+        """Return how many prompt tokens have stored blocks, once all have or ``wait_s`` is over."""
         saved = asyncio.wrap_future(job.outgoing.ended)
         await asyncio.wait([saved], timeout=self._wait_s)
         blocks = min(job.outgoing.stored, len(generation.ids) // self._block_tokens)
@@ -262,7 +262,6 @@ def _failure(words: str) -> ApiError:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every exception to an error object of the request's API."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -333,12 +332,11 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def event(content: dict[str, object]) -> bytes:
-    """Return a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class _Events:
-    """Events of a stream: OpenAI's chunks, or their translation to another API."""
+    """Events of a stream: OpenAI's chunks, or their translation."""
 
     def __init__(self, made: StreamTranslation | None) -> None:
         self._made = made
@@ -356,7 +354,7 @@ class _Events:
 
 
 class ResponseBuilder:
-    """Builder of a request's response objects; all have the same id and creation time."""
+    """Response objects of a request, with the same id and creation time."""
 
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model
@@ -369,7 +367,7 @@ class ResponseBuilder:
         """Length of the text whose log-probabilities were sent, by choice."""
 
     def whole(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
-        """Return the response without streaming, from all steps of each choice."""
+        """Return the response without streaming."""
         answers: list[dict[str, object]] = []
         for index, steps in enumerate(choices):
             text = "".join(step.text for step in steps)
@@ -386,10 +384,10 @@ class ResponseBuilder:
     def chunk(
         self, index: int, step: Step, logprobs: Sequence[TokenLogprob], first: bool, so_far: Sequence[Step] = ()
     ) -> dict[str, object]:
-        """Return a chunk of a stream with a step of a choice and the ``logprobs`` not sent yet.
+        """Return a chunk of a stream, with the ``logprobs`` not sent yet.
 
-        The first chunk of a chat's choice names the role. ``so_far``: the latest step of each choice, if the chunk
-        shall include the usage.
+        The first chunk of a chat's choice names the role. ``so_far``: the latest step of each choice, to include the
+        usage.
         """
         content: dict[str, object]
         if self._chat:
@@ -401,11 +399,10 @@ class ResponseBuilder:
         return self._object(self._chunk_kind, [answer], **({"usage": self.usage(so_far)} if so_far else {}))
 
     def usage_chunk(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Return the final chunk, which has the usage and no choices."""
         return self._object(self._chunk_kind, [], usage=self.usage(lasts))
 
     def usage(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Return the usage from the last step of each choice; the prompt and its cached tokens count once."""
+        """Return the usage; the prompt and its cached tokens count once for all choices."""
         generated = sum(step.completion_tokens for step in lasts)
         return {
             "prompt_tokens": self._prompt_tokens,

@@ -35,7 +35,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """Fields of both kinds of bodies: OpenAI's, then vLLM's, with their meaning."""
+    """OpenAI's fields, then vLLM's."""
 
     model: str | None = None
     max_tokens: _Positive | None = None
@@ -125,8 +125,8 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
 """Unsupported fields that would change the answer, with the accepted values that have no effect.
 
 All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
-(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM too (``length_penalty`` without
-beam search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM, which ignores them as well.
+(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM (``length_penalty`` without beam
+search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM.
 """
 
 
@@ -134,10 +134,10 @@ class _TransferParams(msgspec.Struct):
     """``kv_transfer_params`` as vLLM's proxies send them; the ``sky_…`` fields are this project's."""
 
     do_remote_decode: bool = False
-    """True to prefill only; the answer has the parameters for the engine that decodes."""
+    """True to prefill only; the answer has the parameters for the decode engine."""
     do_remote_prefill: bool = False
     sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """Tokens of the prompt that are stored; absent: the other engine is still computing them."""
+    """Tokens of the prompt that are stored; absent: not known yet."""
     sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
 
 
@@ -375,7 +375,7 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], continues: bool = False
 ) -> tuple[str, bool]:
-    """Return the chat as a prompt, by the model's template or else a plain format, and whether to add special tokens.
+    """Render the chat by the model's template or else a plain format; return it and whether to add special tokens.
 
     ``continues``: the answer continues the last message.
 
@@ -397,9 +397,9 @@ def render_chat(
 
 
 def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> str:
-    """Return ``role: text`` in paragraphs. The next turn's prompt begins with this prompt and its answer.
+    """Return ``role: text`` in paragraphs, so that the next turn's prompt begins with this prompt and its answer.
 
-    ``continues``: the last message is the answer generated so far.
+    ``continues``: the last message is the answer so far.
     """
     done, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
     return "".join(f"{message['role']}: {message['content']}\n\n" for message in done) + (

@@ -57,12 +57,12 @@ class EngineSettings:
     max_running: int = 8
     max_waiting: int = 256
     kv_events: str | None = None
-    """ZeroMQ endpoint for publishing KV events; ``kv_replay`` is the endpoint for requesting missed batches."""
+    """ZeroMQ endpoint for KV events; ``kv_replay`` is for requesting missed batches."""
     kv_replay: str = "tcp://127.0.0.1:*"
     store: str = ""
     """Address of a store that engines share (``testbed.open_store``); empty: none."""
     role: str = "both"
-    """Role in ``ROLES``: a producer saves its blocks in the store, a consumer fetches blocks from it."""
+    """One of ``ROLES``: a producer saves its blocks in the store, a consumer fetches blocks."""
     wait_s: float = 5.0
     """Time limit for the next block that another engine computes, and for the blocks of a prefill to be stored."""
 
@@ -88,7 +88,7 @@ class EngineSettings:
 
 
 class Engine:
-    """All parts of an engine in this process, except its socket."""
+    """Engine in this process, without its socket."""
 
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
         """Load the model and start the engine's thread. ``progress`` shows what is loaded; default: none."""
@@ -191,8 +191,6 @@ def run_engine(
 ) -> None:
     """Serve until SIGINT or SIGTERM, on ``listener`` if given; the first line passed to ``say`` has the address.
 
-    ``progress`` shows what is loaded before that.
-
     Raises:
         InvalidInput: the address cannot be bound, or the settings are invalid.
     """
@@ -289,7 +287,7 @@ def _warm(ready: ReadyModel, context_tokens: int) -> None:
 def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]) -> None:
     """Run ``count`` engines until SIGINT or SIGTERM, at consecutive ports if ``settings`` has a port.
 
-    The engines end with this process, however it ends.
+    They end with this process, however it ends.
 
     Raises:
         InvalidInput: an address cannot be bound, or all engines would share a KV event endpoint.

@@ -33,14 +33,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One choice of a request; ``on_step`` is called in the engine's thread with each step."""
+    """One choice of a request; ``on_step`` gets each step, in the engine's thread."""
 
     generation: Generation
     on_step: Callable[[Step], object]
     cancelled: bool = False
     """True if the client has disconnected; set by the handler."""
     outgoing: Outgoing = field(default_factory=Outgoing)
-    """State of saving the blocks in the store, if the engine has a store."""
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
@@ -50,7 +49,6 @@ class _Running:
     sequence: Sequence
     began_s: float
     prefill_s: float | None = None
-    """Duration of the prefill, once done."""
 
 
 class QueueFull(Exception):
@@ -92,7 +90,7 @@ class EngineThread:
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
         self._fetching = 0
-        """Requests that wait for blocks of another engine before they are queued."""
+        """Requests that wait for another engine's blocks before they are queued."""
         self._calls: deque[Callable[[], object]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,7 +106,6 @@ class EngineThread:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens in the KV caches of running requests."""
         prefilling = self._prefilling
         busy = [*self._running, *([prefilling] if prefilling else [])]
         return sum(running.sequence.tokens for running in busy)
@@ -119,10 +116,10 @@ class EngineThread:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Reserve a place in the queue for a request that waits for blocks first.
+        """Reserve a place in the queue while a request waits for blocks.
 
         Raises:
-            QueueFull: the queue has no place left.
+            QueueFull: no place is left.
         """
         with self._change:
             self._check_room()
@@ -168,7 +165,7 @@ class EngineThread:
     def call(self, act: Callable[[], T]) -> Future[T]:
         """Run ``act`` between two turns; return a future of its result or exception.
 
-        The exception is EngineStopping if there is no further turn.
+        The exception is EngineStopping if no turn follows.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that has disconnected does not cancel it
@@ -218,7 +215,6 @@ class EngineThread:
         return [*([self._prefilling] if self._prefilling else []), *self._running]
 
     def _wait(self) -> bool:
-        """Wait for work; return False to stop."""
         with self._change:
             self._change.wait_for(
                 lambda: self._stopping or self._calls or self._waiting or self._prefilling or self._running
@@ -277,7 +273,6 @@ class EngineThread:
             self._keep(one)
 
     def _keep(self, one: _Running) -> None:
-        """Store the full blocks computed so far."""
         chains = self._caches.keep(one.sequence.prompt)
         if self._saver is not None and chains:
             self._saver.offer(chains, one.job.outgoing)
@@ -330,7 +325,7 @@ class EngineThread:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the EOS tokens of the model's generation config, or else of its tokenizer."""
+    """Return the EOS tokens of the generation config, or else of the tokenizer."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -366,18 +361,16 @@ class Sequence:
             tokenizer, generation.stops, keep_stop=generation.keep_stop, skip_special=generation.skip_special
         )
         self._prefilled = prompt.cached_tokens
-        """Tokens of the prompt that are in the cache."""
         self._last_token = 0
         self.generated = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache."""
         # The newest token enters the cache only with the next forward pass.
         return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
-        """Compute up to ``at_most`` more tokens of the prompt; return the first step when the prompt is complete."""
+        """Compute up to ``at_most`` more tokens of the prompt; return the first step after its end."""
         ids = self._generation.ids[self._prefilled : self._prefilled + at_most]
         logits = self._forward(torch.from_numpy(ids)[None])
         self._prefilled += len(ids)
@@ -410,7 +403,7 @@ class Sequence:
         return self._step(text, None, logprob)
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
-        """Return the log-probabilities of the last token and of the ``likeliest`` most likely tokens."""
+        """Return the log-probabilities of the last token and of the most likely tokens."""
         # From the model's own distribution, before penalties and temperature, as vLLM reports them by default.
         logprobs = logits.float().cpu().log_softmax(-1)
         best = logprobs.topk(min(likeliest, len(logprobs)))

@@ -1,4 +1,4 @@
-"""Streaming client of an OpenAI endpoint. It records when the chunks of an answer arrive."""
+"""Streaming client of an OpenAI endpoint that records the arrival of an answer's chunks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from skymemory.serving.replay.report import REFUSALS, Outcome, Status
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
-"""Sets of optional request fields, most fields first: some servers refuse fields that are not OpenAI's."""
+"""Optional request fields, most fields first: some servers refuse fields that are not OpenAI's."""
 _AFTER_DONE_S = 1.0
-"""Time limit for reading a stream to its end after ``[DONE]``, so that the connection can be reused."""
+"""Time to read the stream after ``[DONE]``, so that the connection can be reused."""
 _WORDS_OF_ERROR = 300
 
 Clock = Callable[[], float]
@@ -72,7 +72,7 @@ class Client:
         on_outcome: Callable[[Outcome], object],
         held_up_s: float = 0.0,
     ) -> None:
-        """Send the request and call ``on_outcome`` exactly once, even if this coroutine is cancelled."""
+        """Send the request and call ``on_outcome`` exactly once, even if cancelled."""
         sent_s = clock()
         reader = AnswerReader()
         fields: dict[str, Any] = {"status": Status.INTERRUPTED}
@@ -111,7 +111,7 @@ class Client:
             )
 
     async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> Outcome:
-        """Send a request outside of any schedule and return its outcome."""
+        """Send a request outside of any schedule."""
         outcomes: list[Outcome] = []
         wanted = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         request = PlannedRequest(0, clock(), (), wanted, output_tokens)
@@ -142,7 +142,7 @@ class Client:
             raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
-        """Post the body and read the answer. Raise the errors that ``send`` distinguishes."""
+        """Post the body and read the answer; raise the errors that ``send`` distinguishes."""
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -175,7 +175,7 @@ class _Refused(Exception):
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """Return the message of an OpenAI error, or the start of any other body, in one line."""
+    """Return the message of an OpenAI error, or the start of another body, in one line."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(text)
@@ -282,7 +282,7 @@ class AnswerReader:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Return True if the choice carries text, or stands for a token without text yet."""
+    """Return True if the choice carries text or stands for a token without text yet."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         has_content = any(
@@ -319,7 +319,6 @@ class EventReader:
 
     @property
     def unfinished(self) -> bool:
-        """True if the received bytes end inside an event."""
         return bool(self._rest or self._data)
 
     def feed(self, piece: bytes) -> list[str]:

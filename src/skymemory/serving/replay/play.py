@@ -18,9 +18,8 @@ from skymemory.serving.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt
 from skymemory.serving.replay.report import Outcome, Status
 
 AHEAD = 64
-"""Bodies built in advance, because building takes some milliseconds."""
 _SPARE_S = 0.03
-"""Time before the next due request in which no body is built in advance."""
+"""Time before a due request in which no body is built in advance."""
 _TICK_S = 0.02
 _PROBE_ANSWER = 2
 
@@ -131,7 +130,7 @@ class Endpoint:
 
 
 async def find_model(client: Client, model: str | None) -> Endpoint:
-    """Choose the model and set it as the client's.
+    """Choose the model and set it in the client.
 
     Raises:
         InvalidInput: several models and none named, or an unknown model.

@@ -26,7 +26,6 @@ class TokensPerWord:
     """Tokens that the server adds to every prompt (BOS, chat template)."""
 
     def words(self, tokens: int) -> int:
-        """Return how many words make ``tokens`` tokens, at least 1."""
         return max(1, round((tokens - self.added_tokens) / self.tokens_per_word))
 
 
@@ -66,14 +65,13 @@ class TraceEntry(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ids of the prompt's blocks, the last perhaps partial; equal ids mean equal prefixes."""
+        """Block ids, the last perhaps of a partial block; equal ids mean equal prefixes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     number: int
-    """Index in the trace."""
     due_s: float
     """Seconds after the start of the replay."""
     ids: tuple[int, ...]
@@ -83,11 +81,9 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Requests in order of their due times."""
-
     requests: tuple[PlannedRequest, ...]
     too_long: int
-    """Requests dropped because prompt and answer exceed the model's context."""
+    """Requests dropped because they exceed the model's context."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,7 +135,7 @@ def plan_requests(
 
 
 def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> float:
-    """Return the fraction of prompt tokens in a prefix that an earlier prompt had: the hit ratio of an unbounded cache.
+    """Return the fraction of prompt tokens in prefixes of earlier prompts: the hit ratio of an unbounded cache.
 
     ``block_tokens``: tokens per block id, after scaling; a prompt's last block may be shorter.
     """
@@ -198,7 +194,7 @@ class Pieces:
         return pieces + last[:size]
 
     def _drawn(self, block: int, at_least: int = 0) -> list[int]:
-        """Return a block's pieces, at least ``at_least``; the first pieces do not depend on that."""
+        """Return a block's pieces, at least ``at_least``; its first pieces do not depend on that."""
         number = self._numbers.setdefault(block, len(self._numbers))
         if number >= self._names:
             raise InvalidInput(f"more than {self._names:,} distinct blocks: send fewer requests")
@@ -210,7 +206,7 @@ class Pieces:
 
 
 def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWord, seed: int) -> MakePrompt:
-    """Make prompts of ``words``, as many words as make the planned number of tokens."""
+    """Make prompts of words, to the planned number of tokens."""
     pieces = Pieces(len(words), block_tokens / measure.tokens_per_word, seed)
 
     def prompt(request: PlannedRequest) -> str:
@@ -238,7 +234,7 @@ def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePro
 
 
 def character_prompts(words: Sequence[str], block_characters: float, seed: int) -> MakePrompt:
-    """Make prompts of ``words`` with the planned number of characters, for servers that report no usage."""
+    """Make prompts of the planned number of characters, for servers that report no usage."""
     longest = max(len(word) for word in words)
     mean = sum(len(word) + 1 for word in words) / len(words)
     if block_characters < HEAD * (longest + 1):

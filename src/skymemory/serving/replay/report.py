@@ -18,18 +18,16 @@ REFUSALS = frozenset({429, 503})
 class Status(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Status code in ``REFUSALS``."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Replay stopped before the answer ended."""
+    """Stopped with the replay before the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a request.
+    """Outcome of a request, with times in seconds since the start of the replay.
 
-    Times are seconds since the start of the replay. None and nan mean that the request did not get that far, or that
-    the server did not report the value.
+    None and nan mean that the request did not get that far, or that the server did not report the value.
     """
 
     number: int
@@ -42,9 +40,8 @@ class Outcome:
     """Arrival of the first chunk with content."""
     end_s: float = math.nan
     gaps_s: tuple[float, ...] = ()
-    """Times between consecutive chunks of the answer."""
     prompt_tokens: int | None = None
-    """Tokens reported by the server, like the next two fields."""
+    """Tokens that the server reported, as in the next two fields."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     http_status: int | None = None
@@ -54,26 +51,26 @@ class Outcome:
     whole: bool = True
     """True if the stream ended with ``[DONE]``."""
     held_up_s: float = 0.0
-    """Part of ``late_s`` that was spent waiting for the concurrency limit."""
+    """Part of ``late_s`` due to the concurrency limit."""
 
     @property
     def late_s(self) -> float:
-        """Seconds from the due time until the request was sent."""
+        """Seconds from due to sent."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending to the first chunk."""
+        """Seconds from sent to the first chunk."""
         return self.first_s - self.sent_s
 
     @property
     def due_ttft_s(self) -> float:
-        """Seconds from the due time to the first chunk: the user's wait, even if the client sent late."""
+        """Seconds from due to the first chunk: the user's wait, even if the client sent late."""
         return self.first_s - self.due_s
 
     @property
     def tbt_s(self) -> float:
-        """Mean time between tokens: from the first to the last chunk, divided by the tokens after the first."""
+        """Seconds from the first to the last chunk, per token after the first."""
         later_tokens = (self.output_tokens or len(self.gaps_s) + 1) - 1
         return sum(self.gaps_s) / later_tokens if later_tokens > 0 else math.nan
 
@@ -125,10 +122,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counts of requests and tokens, and spreads of times in seconds."""
+    """Counts of requests and tokens; times in seconds."""
 
     asked: int
-    """Requests planned, including the ``unsent`` requests."""
     unsent: int
     completed: int
     refused: int
@@ -141,15 +137,13 @@ class Report:
     """1st percentile of TTFT: the server's own time with the least queueing."""
     due_ttft: Spread
     tbt_gaps: Spread
-    """Times between chunks, over all answers."""
     tbt_means: Spread
-    """Mean times between tokens, of each answer."""
+    """Mean time between tokens of each answer."""
     late: Spread
-    """Time from due until sent, without waits for the concurrency limit."""
+    """Time from due to sent, without waits for the concurrency limit."""
     held_up: int
-    """Requests that waited for the concurrency limit."""
     held_up_s: float
-    """Longest wait for the concurrency limit, in seconds."""
+    """Longest wait for the concurrency limit."""
     slo: Slo
     within_ttft: int
     within_tbt: int
@@ -164,14 +158,13 @@ class Report:
     cached_answers: int
     output_tokens: int
     pieces: int
-    """Chunks of all answers."""
     short: int
     """Answers with fewer tokens than requested."""
     without_done: int
     length_errors: Spread
     """Reported over planned prompt tokens, minus 1."""
     faults: tuple[tuple[str, int, str], ...]
-    """Kinds of refusals and failures, their counts, and the first message of each kind."""
+    """Kinds of refusals and failures, with count and first message."""
     stall: Spread
     """Lateness of the client's event loop."""
     reusable: float
@@ -183,7 +176,6 @@ class Report:
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests within the SLO, per second."""
         return self.within_both / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -195,8 +187,8 @@ class Report:
     def client_kept_up(self) -> bool:
         """True if the client's own delays are negligible.
 
-        The p99 of late sending and of late reading must be at most 10 ms, or a tenth of ``quick_ttft_s``. Past
-        saturation, the median TTFT is mostly queueing and would excuse any client.
+        The p99 of late sending and of late reading is at most 10 ms, or a tenth of ``quick_ttft_s``. Past saturation,
+        the median TTFT is mostly queueing and would excuse any client.
         """
         return self.sent_in_time and self.looked_in_time
 
@@ -325,12 +317,11 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _tokens_of(outcome: Outcome) -> int:
-    """Return the tokens of an answer as reported, or else its number of chunks."""
+    """Return the reported tokens of an answer, or else its number of chunks."""
     return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
 
 
 def _faults(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int, str], ...]:
-    """Return the faults by kind, the most frequent first."""
     first: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     for outcome in outcomes:
@@ -496,7 +487,7 @@ class EngineCounts:
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Return the values of /metrics by name, summed over labels."""
+    """Return the values of /metrics, summed over labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}

@@ -36,7 +36,7 @@ class Claim:
     end: Callable[[], object]
     held_bytes: int = 0
     due_s: float = math.inf
-    """Deadline of what the client transfers now; infinite while the server does not wait for the client."""
+    """Deadline of the client's transfer; infinite while the server does not wait for the client."""
     waits: bool = False
     is_ended: bool = False
 
@@ -51,7 +51,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Room:
-    """Policy of the budget: which client gets memory, and which gives way. Not thread-safe."""
+    """Policy: which client gets memory, and which gives way. Not thread-safe."""
 
     limit_bytes: int
     fair_s: float
@@ -103,7 +103,6 @@ class ByteBudget:
         self._clock = clock
         self._freed = threading.Condition()
         self.ended_clients = 0
-        """Clients that were disconnected to free memory."""
 
     @property
     def used_bytes(self) -> int:

@@ -48,7 +48,7 @@ from skymemory.store.named import Listing, bare, named_payload
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
-"""Limits of a store call (``Run``): requests, and bytes of values."""
+"""Limits of a store call: requests, and bytes of values."""
 _REDIS_VERSION = b"7.2.0"
 """Version from which clients derive the commands that they may use."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
@@ -68,8 +68,6 @@ class Close(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """State of a connection."""
-
     number: int
     authenticated: bool
     claim: Claim
@@ -93,10 +91,8 @@ class Run:
     requests: list[Sequence[Word]] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     size_bytes: int = 0
-    """Bytes of the values set."""
 
     def takes(self, verb: bytes) -> bool:
-        """Return True if a request of this kind may join the run."""
         return verb == self.verb and len(self.keys) < RUN_VALUES and self.size_bytes < RUN_BYTES
 
     def add(self, key: Key, words: Sequence[Word]) -> None:
@@ -108,7 +104,6 @@ class Run:
 
 
 Pieces = list[Buffer]
-"""Buffers to send in this order."""
 
 
 class Commands:
@@ -161,7 +156,7 @@ class Commands:
             return self.counters.get("strangers") == 1
 
     def check_inline(self, words: Sequence[Word]) -> None:
-        """Check a line of words that may belong to another protocol.
+        """Check a line of words, which may belong to another protocol.
 
         Raises:
             Stranger: the line is not a command.
@@ -176,9 +171,9 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """Return the header of the next word, a value of ``size_bytes``, and how many of its last bytes are not stored.
+        """Return the header of the next word, a value, and how many of its last bytes are not stored.
 
-        The value can then be received after its header and is never copied.
+        The value can then be received after its header, without a copy.
 
         Raises:
             Refused, InvalidInput: the command will be refused; its value need not be received.
@@ -208,7 +203,7 @@ class Commands:
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Yield the replies to a request, in parts. A part's memory is released when the next part is requested.
+        """Yield the replies to a request, in parts. A part's memory is released when the next is requested.
 
         Raises:
             Close: the connection ends.
@@ -255,7 +250,7 @@ class Commands:
             return None
 
     def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
-        """Yield the replies to the requests of the run, as ``call`` does."""
+        """Yield the replies to a run's requests, as ``call`` does."""
         if len(run.requests) == 1:
             yield from self.call(session, run.requests[0])
             return
@@ -282,7 +277,7 @@ class Commands:
                 yield [error_reply(error)] * len(part)
 
     def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
-        """Split keys into parts whose values are read and sent together."""
+        """Split keys into parts that are read and sent together."""
         try:
             sizes = self._store.sizes([key.stored for key in keys])
         except SkyMemoryError:  # the read will report it
@@ -467,7 +462,6 @@ class Commands:
     def _release(
         self, session: Session, ticket: LoadTicket | None, leases: dict[bytes, Lease | None], booked_bytes: int
     ) -> None:
-        """Release the resources of values that were sent."""
         if ticket is not None:
             self._store.release(ticket)
         for lease in filter(None, leases.values()):
@@ -490,7 +484,7 @@ class Commands:
         ]
 
     def _shown(self, key: Key, value: memoryview) -> Pieces | None:
-        """Return a stored value in the client's form; None if it does not belong to its key."""
+        """Return a stored value in the client's form; None if it does not fit its key."""
         if key.name:
             payload = named_payload(value, key.name)
             return None if isinstance(payload, str) else [payload]
@@ -541,10 +535,7 @@ class Commands:
         yield from self._exchange(session, key, change)
 
     def _exchange(self, session: Session, key: Key, change: Callable[[bool], object]) -> Iterator[Pieces]:
-        """Yield the value under ``key`` before ``change``; no other client writes in between.
-
-        ``change`` is called with True if there is a value.
-        """
+        """Yield the value before ``change``, which gets True if there is a value; no other client writes in between."""
         with ExitStack() as reading:
             with self._written(session, [key.stored]):
                 pieces = reading.enter_context(self._reading(session, key))
@@ -555,7 +546,7 @@ class Commands:
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
-        """Yield the value under ``key`` in its client's form; it is valid within the context."""
+        """Yield the value under ``key`` in its client's form, valid within the context."""
         (size_bytes,) = self._store.sizes([key.stored])
         self._book(session, size_bytes or 0)
         ticket = None
@@ -583,7 +574,6 @@ class Commands:
         return [_OK]
 
     def _setnx(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Execute SETNX or MSETNX."""
         yield [protocol.integer(self._put(session, _pairs(words, "msetnx"), Options(b"NX")))]
 
     def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -620,7 +610,7 @@ class Commands:
             return self._put_held(stored, options)
 
     def _put_held(self, stored: Sequence[tuple[bytes, Buffer]], options: Options) -> bool:
-        """Store values as ``_put`` does, of keys that are locked already."""
+        """Store values as ``_put``, of keys that are locked already."""
         keys, ttl_s = [key for key, _ in stored], options.ttl_s
         if options.condition:
             wanted = Presence.HIT if options.condition == b"XX" else Presence.MISS
@@ -640,7 +630,7 @@ class Commands:
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Store values without lifetimes; lifetimes of previous values end."""
+        """Store values without lifetimes, ending the lifetimes of previous values."""
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
@@ -948,7 +938,7 @@ class Commands:
 
 
 class Refused(Exception):
-    """Error of a command that is not executed, or not completely; with the code of the error reply."""
+    """Error of a command that is not executed, or not completely. ``code``: of the error reply."""
 
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
@@ -994,7 +984,7 @@ def _key(word: Word) -> Key:
 
 
 def _keys_of(transaction: Transaction) -> Iterator[bytes]:
-    """Yield the stored keys of all commands. An invalid key is refused by its command."""
+    """Yield the stored keys of all commands; a command refuses its invalid keys."""
     for words in transaction.requests:
         keys = COMMANDS[_verb(words)].keys
         for word in words[keys.start : keys.stop : keys.step]:
@@ -1009,7 +999,6 @@ def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
 
 
 def _to_store(key: Key, value: Word) -> Buffer:
-    """Convert a client's value to its stored form."""
     stored: Buffer | str
     if isinstance(value, Framed):
         is_sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
@@ -1046,12 +1035,8 @@ _SET_OPTIONS = lifetimes.LIFETIMES | {b"KEEPTTL", b"NX", b"XX", b"GET"}
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Form of a command, and its function."""
-
     form: str
-    """Arguments, for the documentation."""
     least: int
-    """Fewest arguments."""
     most: int
     run: Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]
     keys: range = _NONE
@@ -1059,12 +1044,11 @@ class Command:
     values: range = _NONE
     """Positions of values, which are received as they are stored."""
     is_at_once: bool = False
-    """True if executed immediately even between MULTI and EXEC."""
+    """True if executed immediately between MULTI and EXEC, too."""
     is_never_queued: bool = False
     needs_no_password: bool = False
     """True if allowed before AUTH."""
     differs: str = ""
-    """Difference from Redis, for the documentation."""
 
 
 _LASTS = "of satellites it knows lifetimes given through this daemon; refused where the store has none"

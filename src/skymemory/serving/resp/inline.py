@@ -10,7 +10,7 @@ import re
 import string
 
 _HTTP = re.compile(rb"\sHTTP/[0-9](?:\.[0-9])?\s*$|^\s*host:", re.IGNORECASE)
-"""A request line of any method, even if the method is a command's name; or the header that all requests have."""
+"""Request line of any method, even if that is a command's name; or the header of all requests."""
 _FIRST = frozenset(string.printable.encode())
 _SPACE = frozenset(string.whitespace.encode())
 _ESCAPED = {ord(short): code for short, code in zip("nrtba", b"\n\r\t\b\a", strict=True)}

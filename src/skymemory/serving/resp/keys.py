@@ -18,7 +18,7 @@ _ODD_NAME = "\0bytes:"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of the protocol as the store knows it. ``name`` is empty for a block's key."""
+    """Key of the protocol and the store. ``name`` is empty for a block's key."""
 
     stored: bytes
     name: str = ""
@@ -40,11 +40,11 @@ class Key:
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
-        """Return how many more bytes the stored value has than the client's value (negative for a block)."""
+        """Return how many bytes the stored value has more than the client's (negative for a block)."""
         return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
 
     def front(self, size_bytes: int) -> bytes:
-        """Return the header that is stored before ``size_bytes`` bytes of a client's value."""
+        """Return the header that is stored before a client's value of ``size_bytes``."""
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 

@@ -30,9 +30,9 @@ class Leases:
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
-        """Leases by stored key, in the order in which they began."""
+        """Leases by stored key, oldest first."""
         self._beginning: dict[bytes, object] = {}
-        """Keys that are being leased now, each with the mark of its last ``begin``; a write removes the mark."""
+        """Keys being leased now, with the mark of their last ``begin``; a write removes the mark."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:

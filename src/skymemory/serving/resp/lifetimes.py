@@ -12,7 +12,7 @@ from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named import bare
 
 MAX_GIVEN = 1 << 16
-"""Limit of active lifetimes that one daemon has set in a store that cannot report them."""
+"""Limit of active lifetimes given by a daemon to a store that cannot report them."""
 
 
 class Lifetimes:
@@ -44,7 +44,7 @@ class Lifetimes:
         return self.all_left_s([key])[0]
 
     def all_left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return ``left_s`` of each key, with a single call of the store."""
+        """Return ``left_s`` of each key, with one store call."""
         if self._lasting is not None:
             return self._lasting.left_s(keys)
         now_s = self._clock()
@@ -77,15 +77,12 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of SET and GETEX."""
-
     condition: bytes = b""
     get: bool = False
     ttl_s: float | None = None
     """Lifetime; 0 or less: it has already ended."""
     persist: bool = False
     keeps: bool = False
-    """True for KEEPTTL."""
 
 
 _UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
@@ -124,7 +121,7 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
 
 
 def whole(word: bytes) -> int:
-    """Return the number.
+    """Parse a whole number.
 
     Raises:
         ValueError: not a whole number of at most 15 digits.

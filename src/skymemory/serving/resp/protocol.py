@@ -25,12 +25,12 @@ Smaller arguments arrive with their request in one or two reads; copying them co
 """
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
-"""Largest length that is accepted as a length. The socket's owner limits the size of values (``discard``)."""
+"""Largest number accepted as a length; the socket's owner limits values (``discard``)."""
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
-"""Limit of the total size of a request's arguments that are smaller than ``LARGE_BYTES``."""
+"""Limit of a request's arguments below ``LARGE_BYTES``, together."""
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
-"""Limits before authentication: number of arguments, and bytes of each (as in Redis)."""
+"""Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
 """Memory of an argument besides its bytes."""
 
@@ -85,17 +85,14 @@ class RequestParser:
         self._at = 0
         self._words: list[Word] = []
         self._missing = 0
-        """Arguments of the current request that have not been read."""
         self._small_bytes = 0
         self._large: LargeArgument | None = None
         self._ends = False
         """True if the CRLF after a large argument must follow."""
         self._discards = False
-        """True if the current request is dropped."""
         self._unread_bytes = 0
         """Remaining bytes of a large argument that is dropped."""
         self.is_inline = False
-        """True if the last request was a line."""
 
     def feed(self, data: Buffer) -> None:
         if self._at:
@@ -105,12 +102,10 @@ class RequestParser:
 
     @property
     def idle(self) -> bool:
-        """True between two requests."""
         return not self._missing and not self._ends and self._at == len(self._data)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the current request's arguments, without large arguments."""
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
     def head_of(self, large: LargeArgument) -> bytes:
@@ -126,7 +121,7 @@ class RequestParser:
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, behind: Buffer = b"") -> None:
-        """Add the complete value of the last ``LargeArgument``, and the bytes that were received after it."""
+        """Add the value of the last ``LargeArgument``, and the bytes received after it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
@@ -134,7 +129,7 @@ class RequestParser:
         self.feed(behind)
 
     def discard(self) -> None:
-        """Drop the request of the last ``LargeArgument``: ``next`` skips its remaining bytes, however many."""
+        """Drop the request of the last ``LargeArgument``: ``next`` skips its remaining bytes."""
         assert self._large is not None
         self._unread_bytes = self._large.size_bytes - len(self._large.head) + len(_CRLF)
         self._large, self._words, self._discards = None, [], True
@@ -187,7 +182,7 @@ class RequestParser:
         return list(words)
 
     def _read_over(self) -> bool:
-        """Skip the dropped request; return True when all of it has been read."""
+        """Skip the dropped request; return True at its end."""
         while self._missing:
             if not self._unread_bytes:
                 line = self._line()
@@ -317,7 +312,7 @@ def integer(number: int) -> bytes:
 
 
 def bulk_head(size_bytes: int) -> bytes:
-    """Return the bytes that precede ``size_bytes`` bytes of data; CRLF must follow the data."""
+    """Return the bytes that precede the data; CRLF must follow it."""
     return b"$%d\r\n" % size_bytes
 
 

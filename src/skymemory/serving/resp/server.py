@@ -51,13 +51,12 @@ from skymemory.serving.resp.protocol import (
 log = logging.getLogger("skymemory.store.daemon")
 
 _READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
-"""Bytes of a read; and of a read after which a large value may follow, whose first bytes must be copied into place."""
+"""Bytes of a read; and of a read before a large value, whose first bytes must be copied into place."""
 _CRLF_BYTES = 2
-"""Bytes after a value, received in the same call."""
 _MAX_PIECES = 512
 """Most buffers of a ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
-"""Size below which replies are collected, so that several answers to a pipeline go out in one call."""
+"""Size below which replies are collected, so that answers to a pipeline go out in one call."""
 _PART_BYTES = 1 << 20
 """Most bytes of a ``sendmsg``.
 
@@ -76,14 +75,14 @@ _WHOLE_BYTES = 4 << 20
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _BLOCKED_S = 0.1
-"""Time without progress after which the client's input is read while a reply waits."""
+"""Time without progress after which input is read while a reply waits."""
 _REPLACED_S = 2.0
-"""Time for which a daemon that replaces a socket file waits for other daemons that do the same."""
+"""Time to wait for other daemons that replace socket files."""
 _GRACE_S, _END_S = 2.0, 8.0
-"""Time limits at the end: for pending replies, and for store calls."""
+"""Time limits at the end, for pending replies and for store calls."""
 
 LEAST_BYTES_PER_S = 64 << 10
-"""Lowest average speed of a client within a value, a request or a reply; slower clients are disconnected."""
+"""Lowest average speed of a client within a value, a request or a reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class Daemon:
         return len(self._open)
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accept connections until ``stop`` is called, from a signal handler or another thread; then end them all.
+        """Accept connections until ``stop`` is called, from a signal handler or another thread; then end them.
 
         No connection uses the store afterwards, unless the store has not answered for ``_END_S``.
         """
@@ -182,7 +181,7 @@ class Daemon:
             self._wake.send(b"\0")
 
     def _end_all(self) -> None:
-        """End reading first, so that pending replies are sent; then end the connections."""
+        """End reading first, so that pending replies are sent; then the connections."""
         for how, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
             with self._lock:
                 connections = list(self._open.values())
@@ -251,7 +250,6 @@ class Daemon:
             self._forget(number)
 
     def _prepare(self, connection: Connection) -> None:
-        """Set timeouts, and begin TLS if configured."""
         sock = connection.sock
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -273,8 +271,6 @@ def _timeval(seconds: float) -> bytes:
 
 
 class Conversation:
-    """Requests and replies of one client."""
-
     def __init__(
         self, number: int, sock: socket.socket, commands: Commands, limits: Limits, stopping: threading.Event
     ) -> None:
@@ -289,16 +285,15 @@ class Conversation:
         self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
-        """Budget for the received part of the current request."""
+        """Budget of the received part of the current request."""
         self._booked_small_bytes = 0
         self._queued_bytes = 0
-        """Budget for commands that wait for EXEC."""
+        """Budget of commands that wait for EXEC."""
         self._collected: Run | None = None
-        """Received requests that are not answered yet, because another of the same kind seems to follow."""
+        """Received requests without an answer, because another of the same kind seems to follow."""
         self._collected_bytes = 0
-        """Budget for the collected requests."""
         self._ahead_bytes = 0
-        """Budget for data that was read while replies were being sent."""
+        """Budget of data that was read while replies were being sent."""
         self._is_fed = False
         """True if the parser has been fed since it last asked for data."""
         self._readable = select.poll()
@@ -354,13 +349,13 @@ class Conversation:
         self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
 
     def _end_for_others(self) -> None:
-        """Disconnect the client. Called by another thread, which waits for the memory that this client holds."""
+        """Disconnect the client. Called by another thread, which waits for memory."""
         log.info("connection %d held room that others waited for, and moved too little", self._session.number)
         with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
-        """Keep the request for a run; return False if it must be answered now, after the requests before it."""
+        """Keep the request for a run; return False if it must be answered now."""
         match = self._commands.run_key(self._session, words)
         if self._collected is not None and not (match and self._collected.takes(match[0])):
             self._answer_collected()
@@ -373,7 +368,6 @@ class Conversation:
         return True
 
     def _follows(self, run: Run) -> bool:
-        """Return True if more data has arrived than was parsed."""
         if run.verb == b"GET" and self._parser.idle:
             return False  # GETs arrive in one read
         return (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0) or bool(self._readable.poll(0))
@@ -451,15 +445,15 @@ class Conversation:
         return size_bytes
 
     def _settle_ahead(self, left_bytes: int = 0) -> None:
-        """Return the budget of the data read ahead, except for ``left_bytes`` that are not parsed yet."""
+        """Release the budget of data read ahead, except for ``left_bytes`` that are not parsed yet."""
         left_bytes = min(left_bytes, self._ahead_bytes)
         self._commands.budget.give_back(self._claim, self._ahead_bytes - left_bytes)
         self._ahead_bytes = left_bytes
 
     def _receive(self, large: LargeArgument) -> None:
-        """Receive the remaining bytes of a large argument into one buffer with its stored header.
+        """Receive the remaining bytes of a large argument after its stored header, into one buffer.
 
-        If the command will be refused anyway, nothing is kept.
+        Nothing is kept if the command will be refused anyway.
         """
         self._outbox.flush()
         try:
@@ -483,7 +477,7 @@ class Conversation:
         self._pace.begin()
 
     def _refuse(self, reply: bytes) -> None:
-        """Answer a request before it has arrived completely: a client reads the reply once it has sent the request."""
+        """Answer a request that has not arrived completely: the client reads the reply after sending it."""
         self._answer_collected()
         self._outbox.send([reply])
         self._outbox.flush()
@@ -507,7 +501,7 @@ class Conversation:
         return granted
 
     def _settle(self) -> None:
-        """Settle the budget of a request that has ended: only commands queued for EXEC remain booked."""
+        """Release the budget of an ended request, except for commands queued for EXEC."""
         budget, transaction = self._commands.budget, self._session.transaction
         booked_bytes = self._booked_bytes + self._queued_bytes
         queued_bytes = 0 if transaction is None else transaction.size_bytes
@@ -570,7 +564,7 @@ def receive_all(
 
 
 class Outbox:
-    """Sender of replies to one client: small replies are collected, large replies are sent without copying."""
+    """Replies to a client: small replies are collected, large replies are sent without copying."""
 
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
         """Create the outbox. ``read_ahead``: called while the client sends but does not read; returns

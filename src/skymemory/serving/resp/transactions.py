@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from skymemory.serving.resp.protocol import Framed, Word
 
 MAX_WATCHED = 4096
-"""Limit of the keys that a client watches."""
 _REQUEST_BYTES = 256
 """Memory of a queued request besides its words."""
 _WORD_BYTES = 64
@@ -46,7 +45,7 @@ def _size(word: Word) -> int:
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """Keys that a client watches: by stored key, whether a value existed."""
+    """Keys watched by a client, with True if a value existed."""
 
     keys: dict[bytes, bool] = field(default_factory=dict)
     is_changed: bool = False
