@@ -131,9 +131,8 @@ _ADVICE = {
 def os_error(error: OSError) -> str:
     """Return a system error for users: the file, the reason and advice, without a number."""
     reason = os_reason(error)
-    if error.errno in _ADVICE and reason == os.strerror(
-        error.errno
-    ):  # not for a file that this program refuses to read
+    # Not for a file that this program refuses to read.
+    if error.errno in _ADVICE and reason == os.strerror(error.errno):
         reason += f": {_ADVICE[error.errno]}"
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 

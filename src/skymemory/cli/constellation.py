@@ -1,6 +1,4 @@
-"""``skymemory constellation``: start, watch, change and stop a constellation of processes;
-``satellite``: run a host.
-"""
+"""``skymemory constellation``: operate a constellation of processes; ``skymemory satellite``: run a host."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ if TYPE_CHECKING:
 
 
 ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
-"""Values of ``protocol.client.gateway.ACCESS_MODES``, copied so that the help needs no import, and
-``los`` (``ideal``).
-"""
+"""Copy of ``protocol.client.gateway.ACCESS_MODES``, without its import, and ``los``, an alias of ``ideal``."""
 _DEFAULT_PLACE = (40.0, -75.0)
 
 

@@ -262,9 +262,8 @@ def _add_disagg(others: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if (
-            signal.getsignal(number) is signal.SIG_DFL
-        ):  # as for Ctrl-C: the stack unwinds, and everything that a demo started is ended
+        # As for Ctrl-C: the stack unwinds, and everything that a demo started is ended.
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     if args.what == "vllm":
         from skymemory.demo.vllm import run_vllm

@@ -1,4 +1,4 @@
-"""``skymemory optimise``: servers, placement, chunk, window and access for a load, and the curves behind the choice."""
+"""``skymemory optimise``: servers, placement, chunk, window and access for a load, with curves of each parameter."""
 
 from __future__ import annotations
 

@@ -127,8 +127,7 @@ class Measurement:
     async def prefills(
         self, cells: Sequence[PrefillCell], repeats: int, statistic: str
     ) -> list[tuple[PrefillPoint, bool]]:
-        """Return each cell's point (the ``statistic`` of ``repeats``, each with a new prompt), and True if it is held
-        out.
+        """Return each cell's point (the ``statistic`` of ``repeats`` with new prompts), and True if it is held out.
 
         Each round measures all cells in a new random order, so that drift affects all alike. The cached share is the
         share that the engine reports; without a report, only uncached prompts are measured.

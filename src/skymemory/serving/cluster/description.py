@@ -10,7 +10,7 @@ serve = "memory://1GiB"          # started with the cluster, for processes of on
 [[instances]]
 name = "prefill"
 role = "prefill"                 # prefill | decode | both
-# elastic = true                 # starts with both roles; the router changes its role, first this role, with the load
+# elastic = true                 # can do both; the router changes the role with the load, first this role
 engine = "skymemory"             # or vllm
 count = 2
 model = "small"
@@ -38,7 +38,7 @@ from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
 
 ROLES = {"prefill": "producer", "decode": "consumer", "both": "both"}
-"""Names that engines give to the roles of instances."""
+"""Roles of instances, with the engines' names for them."""
 ENGINES = ("skymemory", "vllm")
 MOST_INSTANCES = 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")

@@ -289,9 +289,8 @@ class _OnRay:
                 return
             answered_s = time.monotonic()
             self._take(answer)
-            if (
-                answer.state.state == "ended" and self.restarts
-            ):  # it ended after its start and before it learned that it shall restart
+            # It ended after its start and before it learned that it shall restart.
+            if answer.state.state == "ended" and self.restarts:
                 ray.kill(actor, no_restart=False)
         with suppress(ray.exceptions.RayError):
             if self._keeper:

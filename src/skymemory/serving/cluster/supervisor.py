@@ -63,9 +63,7 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """One of waiting (for earlier services, or for resources on a node), starting, healthy, unhealthy, restarting,
-    ended.
-    """
+    """One of waiting (for earlier services or for resources), starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
     start: str = ""
     """Start time of the process, opaque (``ProcessRecord``)."""

@@ -108,9 +108,7 @@ class PrefixCaches:
         return chains
 
     def look(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
-        """Return the hashes of the prompt's full blocks for each part of the model, and the number of cached leading
-        blocks.
-        """
+        """Return the hashes of the prompt's full blocks for each part, and the number of cached leading blocks."""
         manager = self._manager(salt)
         return manager.parts.hashes(ids), manager.blocks.prefix(manager.blocks.hashes(ids))
 
@@ -122,8 +120,7 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Store values of the prompt's blocks, from block ``first`` on, for each part; another engine has computed
-        them.
+        """Store another engine's values of the prompt's blocks, from block ``first`` on, for each part.
 
         Returns:
             How many leading blocks of ``values`` are now cached in the first part.

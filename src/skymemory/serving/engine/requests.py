@@ -1,6 +1,4 @@
-"""Parsers of request bodies of /v1/completions and /v1/chat/completions into ``Generation``; they raise
-``ApiError``.
-"""
+"""Parsing of /v1/completions and /v1/chat/completions bodies into ``Generation``; errors are ``ApiError``."""
 
 from __future__ import annotations
 

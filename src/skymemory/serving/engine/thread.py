@@ -140,8 +140,7 @@ class EngineThread:
         with self._change:
             if not self.alive:  # no thread would answer them
                 raise EngineStopping("the engine is stopping")
-            # Choices of a request are queued together: the queue may exceed its limit by the choices of the last
-            # request.
+            # Choices of a request are queued together, so the queue may exceed its limit.
             if not has_place:
                 self._check_room()
             self._waiting.extend(jobs)

@@ -137,9 +137,7 @@ class Commands:
         """The store, if its values are views of its memory: they need no wait, no lease and no release."""
         self._unix_time = unix_time
         self._writing = KeyLocks()
-        """Locks of keys being written: a write may be several store calls (a lookup for NX, the value,
-        its lifetime).
-        """
+        """Locks of keys being written, because a write may be several store calls (NX, value, lifetime)."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
         """Number of open connections, updated by the server."""
@@ -858,9 +856,8 @@ class Commands:
 
     def _dbsize(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         figures = self._store.stats()
-        entries = figures.get(
-            "entries", figures.get("values")
-        )  # memory and disk: values stored; sky: values in its index
+        # Memory and disk: stored values; sky: values in its index.
+        entries = figures.get("entries", figures.get("values"))
         if entries is None:
             raise Refused(f"a {self._store.name} store does not count its values")
         yield [protocol.integer(int(entries))]

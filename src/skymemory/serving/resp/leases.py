@@ -100,7 +100,7 @@ class Leases:
             return self._pop(key)
 
     def shorten(self, key: bytes, left_s: float) -> None:
-        """Let the lease of ``key`` end in ``left_s``, when its value expires."""
+        """End the lease of ``key`` in ``left_s`` at the latest, when its value expires."""
         with self._lock:
             lease = self._leases.get(key)
             if lease is not None:

@@ -89,7 +89,7 @@ _UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """Return the options in ``words``; None if one is not ``allowed`` or they contradict each other.
+    """Return the options in ``words``; None if an option is not ``allowed`` or contradicts another.
 
     Raises:
         ValueError: a lifetime is not a whole number above 0.

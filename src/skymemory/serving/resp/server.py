@@ -260,7 +260,7 @@ class Daemon:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_BLOCKED_S))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._limits.stall_s))
             return
-        sock.settimeout(self._limits.stall_s)  # TLS would restart a call after the system's timeout
+        sock.settimeout(self._limits.stall_s)  # TLS retries after the system's timeout
         secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection.sock = secured
         secured.do_handshake()
@@ -337,7 +337,7 @@ class Conversation:
         return True
 
     def _on_stranger(self, stranger: Stranger) -> None:
-        """Log the first stranger, count it, and end the connection. Its other data is dropped."""
+        """Count and log the stranger, and end the connection; its other data is dropped."""
         level = logging.WARNING if self._commands.on_stranger() else logging.DEBUG
         log.log(
             level,
@@ -567,9 +567,7 @@ class Outbox:
     """Replies to a client: small replies are collected, large replies are sent without copying."""
 
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
-        """Create the outbox. ``read_ahead``: called while the client sends but does not read; returns
-        the bytes read.
-        """
+        """Create the outbox. ``read_ahead``: called if the client sends without reading; returns the bytes read."""
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
