@@ -58,7 +58,7 @@ rate = argument(_parse_rate)
 
 
 def add_links(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a constellation, the host's place and the rates of links."""
+    """Add a constellation, the host's place and the rates of links."""
     add = parser.add_argument
     add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
     add("--lat", type=float, metavar="DEG", help="latitude of the host (default: the preset's)")
@@ -71,7 +71,7 @@ def add_links(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """Add ``--run-dir``: the folder with the running constellation's plan, pid files, logs and index."""
+    """Add ``--run-dir``: the folder of the constellation's plan, pid files, logs and index."""
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -86,7 +86,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
-    """Add ``--satellite``: the implementation of the satellites."""
+    """Add ``--satellite``: the satellites' implementation."""
     parser.add_argument(
         "--satellite",
         choices=("python", "c", "mixed"),

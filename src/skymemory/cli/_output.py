@@ -49,7 +49,7 @@ def _plain_form(character: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` in ASCII: arrows, signs, boxes and letters in their plain forms, all else as ``?``."""
+    """Return ``text`` in ASCII: plain forms of arrows, signs, boxes and letters, all else as ``?``."""
     return "".join(character if character.isascii() else _plain_form(character) for character in text)
 
 
@@ -102,7 +102,7 @@ def flush_output() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop output that cannot be written; otherwise the interpreter would report it at exit."""
+    """Drop output that cannot be written; the interpreter would report it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

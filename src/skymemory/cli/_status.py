@@ -42,7 +42,7 @@ class StatusReport:
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
     index: tuple[JournalState, int] | None = None
-    """State of the local index and its number of values; None without an index."""
+    """State of the local index and its number of values."""
 
     @property
     def healthy(self) -> bool:
@@ -54,11 +54,9 @@ class StatusReport:
         return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
 
     def total(self, field: str) -> int:
-        """Sum a housekeeping field over all satellites that answer."""
         return sum(answer.get(field, 0) for answer in self.answers.values() if answer)
 
     def worst(self, field: str) -> int:
-        """Return the largest value of a housekeeping field over all satellites that answer."""
         return max((answer.get(field, 0) for answer in self.answers.values() if answer), default=0)
 
     @property
@@ -87,7 +85,7 @@ class StatusReport:
 
 
 def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
-    """Inspect the processes of the run directory (none, if a plan file is given) and ping every satellite."""
+    """Inspect the run directory's processes (none, if a plan file is given) and ping every satellite."""
     if plan_path is not None:
         plan = load_plan(plan_path)
         hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) -> list[dict[str, object]]:
-    """Return rows of each engine with its own KV size, at each measured length, over the given rate."""
+    """Return rows of each engine with its own KV size, at each measured length."""
     rows = []
     for engine in engines:
         for tokens, seconds in engine.prefill:
@@ -283,7 +283,6 @@ def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path)
 
 
 def _edges(values: tuple[float, ...] | list[float]) -> list[float]:
-    """Return the edges of cells around these values on a logarithmic axis."""
     if len(values) == 1:
         return [values[0] / 2, values[0] * 2]
     middles = [math.sqrt(a * b) for a, b in pairwise(values)]

@@ -241,7 +241,7 @@ def _check_ports(services: Sequence[Service]) -> None:
 
 
 _CONSTELLATION_S = 600.0
-"""Time limit of `constellation up` and `down`, which have shorter limits of their own."""
+"""Time limit of `constellation up` and `down`, which have shorter limits themselves."""
 
 
 def _constellation(*words: str) -> None:

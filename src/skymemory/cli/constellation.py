@@ -330,7 +330,6 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
-    """Start the constellation of the options and print that it is up."""
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.flight import kinds_for
@@ -362,7 +361,6 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
 
 
 def _memory_words(plan: ConstellationPlan, directory: RunDirectory) -> str:
-    """Return what the processes use now, and the limit of their values."""
     from skymemory.testbed.supervisor import inspect
 
     used_bytes = sum(host.memory_bytes or 0 for host in inspect(directory))
@@ -685,7 +683,6 @@ def _links_of(path: Path | None) -> Links | None:
 
 
 def _ground_of(args: argparse.Namespace) -> Ground:
-    """Build ``Ground`` from the options of ``_add_ground_options``."""
     from skymemory.constellation.ground_track import parse_waypoints
     from skymemory.testbed.plan import Ground
 

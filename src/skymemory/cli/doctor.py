@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _printed(args: argparse.Namespace, result: Examination) -> int:
-    """Print the findings; return the exit code."""
     if args.json:
         findings = [{"what": finding.what, "well": finding.well, "words": finding.words} for finding in result.findings]
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))

@@ -381,7 +381,6 @@ def _row(held: bool, first: int, second: int, measured_s: float, fitted_s: float
 
 
 def _law(cost: CostModel) -> str:
-    """Return the fitted model in one or two lines."""
     per_token_s = (
         cost.shape.layers * cost.shape.weight_flops * cost.shape.width**2 / (cost.machine.flops_per_s * cost.mfu)
     )
@@ -421,7 +420,6 @@ def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict
 
 
 def _progress(what: str, share: float) -> None:
-    """Show progress in one line that is overwritten; only on a terminal."""
     if sys.stderr.isatty():
         line = f"measuring {what}: {share:.0%}" if what else ""
         print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def _lifetime(text: str) -> float:
 
 
 def _printable(name: str) -> str:
-    """Return the name with control characters escaped: a stored name must not control the terminal."""
+    """Escape control characters: a stored name must not control the terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
@@ -207,7 +207,6 @@ def _called(store: Store) -> str:
 
 
 def _probing(store: Store) -> dict[str, int | float]:
-    """Return how many keys were looked up at the satellites and adopted by the index."""
     stats = store.stats()
     return {name: stats.get(f"index_{name}", 0) for name in ("keys_probed", "values_adopted")}
 
@@ -256,7 +255,7 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
 
 
 def _key_hint(key: str) -> str:
-    """Return a hint about the key of a file, if the user typed a path."""
+    """Return a hint for users who typed a path."""
     name = Path(key).name
     return f"; keys are names, not paths: did you mean {name!r}?" if name and name != key else ""
 
@@ -335,7 +334,6 @@ def _prefetch(args: argparse.Namespace) -> int:
 
 
 def _bring(expected: list[Expectation], run_dir: Path | None) -> list[int]:
-    """Prefetch the blocks of each expectation; return their numbers."""
     from skymemory.store.base import bring_near
     from skymemory.testbed.connect import open_constellation
 

@@ -45,7 +45,7 @@ END_WITH_STDIN = "--end-with-stdin"
 """Option before a verb, for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
-"""Time from the end of standard input until the process exits without waiting for its verb."""
+"""Time from the end of standard input until the process exits, even if its verb still runs."""
 
 _IN_FILE_OF = {
     "epp": "route",
@@ -71,11 +71,7 @@ def _load(verb: str) -> ModuleType:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter for narrow terminals.
-
-    If the usage line with all options does not fit, it is shortened to ``[options]``. A long list of choices is
-    wrapped.
-    """
+    """Help formatter for narrow terminals: shortens a long usage line to ``[options]`` and wraps lists of choices."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -115,7 +111,6 @@ class Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{verb + ': ' if verb else ''}{message}; see `{self.prog} --help`")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse arguments and refuse unknown options, because the verb's parser knows which options exist."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]

@@ -165,7 +165,6 @@ def _setting(one: Outcome) -> str:
 
 
 def _draw(found: Optimum, path: Path) -> None:
-    """Draw a panel for each parameter: get and set, each with its lower bound."""
     from skymemory.view.drawing import ORANGES, SERIES, new_figure, save
 
     figure = new_figure(12.0, 6.4)

@@ -35,7 +35,6 @@ _MARGIN = 0.03
 """Fraction of the context left free if lengths of prompts are approximate."""
 _EVERY_S = 0.5
 _LATEST = 500
-"""Number of latest answers whose percentiles are shown."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -204,7 +203,6 @@ def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
 
 
 def _generated(args: argparse.Namespace) -> list[TraceRequest]:
-    """Generate enough requests for ``--seconds`` or ``--requests``."""
     from skymemory.sim.workload import WORKLOADS, generate
 
     kind = WORKLOADS[args.workload]
@@ -289,7 +287,6 @@ async def _run(
 
 
 async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
-    """Probe the endpoint and choose the requests and their prompts."""
     from skymemory.serving.replay.play import calibrate, negotiate_features
     from skymemory.serving.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory.sim.trace import BLOCK_TOKENS
@@ -389,7 +386,6 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
 
 
 def _engine_lines(one: _Replay, report: Report) -> list[str]:
-    """Return lines that compare the engines' counters with the answers."""
     if one.before is None or one.after is None:
         return []
     counts, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
@@ -434,7 +430,6 @@ class Progress:
         self._asks = requests
 
     async def follow(self) -> None:
-        """Update the line until cancelled, then erase it."""
         import asyncio
 
         if not self._stream.isatty():

@@ -447,7 +447,6 @@ def _write_envoy_config(args: argparse.Namespace, at: str, settings: Settings) -
 
 
 def _bound(listen: str, port: int) -> str:
-    """Return the address in ``listen`` with the actual port."""
     return format_address(host_and_port(listen)[0], port)
 
 

@@ -138,5 +138,4 @@ def _ms(seconds: float | None) -> str:
 
 
 def _table(rows: list[list[str]], left: int) -> None:
-    """Print the rows; the first row is the head, the first ``left`` columns are swept parameters."""
     Table(rows[0], rows[1:], left=range(left), keys=left).print()

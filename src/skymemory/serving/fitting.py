@@ -229,7 +229,6 @@ def typical(values: Sequence[float], statistic: str) -> float:
 
 
 def grouped(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
-    """Group values by key, in order of first occurrence."""
     groups: dict[K, list[float]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -95,8 +95,6 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """Table ``[[instances]]``: a group of equal engines."""
-
     name: str = setting("name", _name, "", "of the group; instances are NAME-1, NAME-2 …; default: the role")
     role: str = setting("role", _one_of(*ROLES), "both", "prefill, decode or both")
     elastic: bool = setting(
@@ -236,7 +234,6 @@ class _Top:
 
 
 def description_of(content: Mapping[str, Any]) -> ClusterDescription:
-    """Build the description from the tables of its file."""
     groups = content.get("instances", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise InvalidInput("instances: expected [[instances]] tables, one for each group")

@@ -21,7 +21,6 @@ _PART_OF = "app.kubernetes.io/part-of"
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
 _START_PROBES = 120
-"""Probes every 5 s while an engine loads its model."""
 _ENGINE_GRACE_S, _ROUTER_GRACE_S = 60, 45
 
 Manifest = dict[str, Any]

@@ -93,8 +93,6 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """Address of the store for instances on all nodes."""
-
     address: str = ""
     ca: str = ""
     """PEM of the authority that signed the store's certificate; empty: the system's."""

@@ -101,7 +101,6 @@ def instance(group: Instances, name: str, host: str, port: int, store: str) -> S
 
 
 def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the arguments of ``skymemory``."""
     shared = ("--store", store, "--role", group.engine_role) if store else ()
     listen = _url(host, port).removeprefix("http://")
     return ("serve", "--model", group.model, "--listen", listen, *shared, *group.options)

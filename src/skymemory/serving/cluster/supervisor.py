@@ -47,7 +47,6 @@ GRACE_S = 10.0
 """Time from SIGTERM, or from closing its input, until a service is killed."""
 _LOOK_S = 0.1
 _CHECK_S = 1.0
-"""Pause between checks of a healthy service."""
 _CHECK_TIMEOUT_S = 3.0
 _MISSES = 3
 """Consecutive failed checks that make a service unhealthy. It is not ended, because it may be busy."""
@@ -109,12 +108,10 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 
 def read_plan(directory: Path) -> Plan | None:
-    """Return the plan of the cluster in this directory, if any."""
     return _read(directory / PLAN_NAME, Plan)
 
 
 def read_state(directory: Path) -> ClusterState | None:
-    """Return the state of the cluster in this directory, if any."""
     return _read(directory / STATE_NAME, ClusterState)
 
 
@@ -142,7 +139,6 @@ def log_path(directory: Path, name: str) -> Path:
 
 
 def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
-    """Return the end of a service's log, if possible from the beginning of a line."""
     try:
         with log_path(directory, name).open("rb") as log:
             size = log.seek(0, os.SEEK_END)

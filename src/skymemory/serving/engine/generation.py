@@ -55,9 +55,7 @@ class Generation:
     choices: int = 1
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
-    """Stop strings; the answer ends before the first match."""
     stop_ids: frozenset[int] = frozenset()
-    """Stop tokens in addition to the model's EOS."""
     keep_stop: bool = False
     ignore_eos: bool = False
     skip_special: bool = True
@@ -90,7 +88,6 @@ class TokenLogprob:
     token: str
     logprob: float
     likeliest: tuple[tuple[str, float], ...] = ()
-    """The most likely tokens, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +101,7 @@ class Step:
     finish: str | None = None
     """"stop" or "length" in the last step."""
     stopped_by: str = ""
-    """Stop string that ended the answer, in the last step."""
     error: str | None = None
-    """Reason of a failure, in the last step."""
     logprob: TokenLogprob | None = None
     """Log-probability of this step's token, if requested; its text may follow in a later step."""
 

@@ -78,7 +78,6 @@ class _Offer:
     """Block hashes from the prompt's beginning, for each part of the model."""
     first: int
     tickets: list[LoadTicket]
-    """Leases of the blocks in the prefix cache, until they are read."""
 
 
 class BlockSaver:
@@ -236,7 +235,6 @@ class BlockFetcher:
         return True
 
     def close(self) -> None:
-        """Shut down after running store calls."""
         self._threads.shutdown(cancel_futures=True)
 
     async def _next(self, generation: Generation, chains: list[list[BlockHash]], at: int) -> int | None:

@@ -336,8 +336,6 @@ def event(content: dict[str, object]) -> bytes:
 
 
 class _Events:
-    """Events of a stream: OpenAI's chunks, or their translation."""
-
     def __init__(self, made: StreamTranslation | None) -> None:
         self._made = made
 
@@ -354,8 +352,6 @@ class _Events:
 
 
 class ResponseBuilder:
-    """Response objects of a request, with the same id and creation time."""
-
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model
         self._chat = generation.chat
@@ -364,10 +360,8 @@ class ResponseBuilder:
         self._id = f"{'chatcmpl' if generation.chat else 'cmpl'}-{generation.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
-        """Length of the text whose log-probabilities were sent, by choice."""
 
     def whole(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
-        """Return the response without streaming."""
         answers: list[dict[str, object]] = []
         for index, steps in enumerate(choices):
             text = "".join(step.text for step in steps)

@@ -22,7 +22,6 @@ MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_WAIT_MS = 600_000
 _MOST_BIAS = 100.0
-"""Limit to which biases are clamped, as in vLLM."""
 _Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 

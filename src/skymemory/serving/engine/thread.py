@@ -324,7 +324,6 @@ class EngineThread:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the EOS tokens of the generation config, or else of the tokenizer."""
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -402,7 +401,6 @@ class Sequence:
         return self._step(text, None, logprob)
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
-        """Return the log-probabilities of the last token and of the most likely tokens."""
         # From the model's own distribution, before penalties and temperature, as vLLM reports them by default.
         logprobs = logits.float().cpu().log_softmax(-1)
         best = logprobs.topk(min(likeliest, len(logprobs)))

@@ -98,7 +98,6 @@ class OpenLoop:
         return sum(until_s - max(since_s, due_s) for since_s, until_s in self._full)
 
     async def _until(self, due_s: float) -> None:
-        """Sleep until ``due_s``, building bodies in advance while there is time."""
         while len(self._bodies) < AHEAD and self._made < len(self._requests) and self.clock() < due_s - _SPARE_S:
             self._make_one()
             await asyncio.sleep(0)  # chunks are read between any two bodies; otherwise they would appear late

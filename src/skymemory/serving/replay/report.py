@@ -12,7 +12,6 @@ from enum import StrEnum
 from skymemory.metrics import Spread, percentile, spread
 
 REFUSALS = frozenset({429, 503})
-"""HTTP statuses of an overloaded server."""
 
 
 class Status(StrEnum):
@@ -20,7 +19,6 @@ class Status(StrEnum):
     REFUSED = "refused"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Stopped with the replay before the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,6 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sent to the first chunk."""
         return self.first_s - self.sent_s
 
     @property
@@ -138,12 +135,10 @@ class Report:
     due_ttft: Spread
     tbt_gaps: Spread
     tbt_means: Spread
-    """Mean time between tokens of each answer."""
     late: Spread
     """Time from due to sent, without waits for the concurrency limit."""
     held_up: int
     held_up_s: float
-    """Longest wait for the concurrency limit."""
     slo: Slo
     within_ttft: int
     within_tbt: int
@@ -487,7 +482,6 @@ class EngineCounts:
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Return the values of /metrics, summed over labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}

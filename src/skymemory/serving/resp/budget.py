@@ -155,5 +155,4 @@ class ByteBudget:
 
 
 def due_s(size_bytes: int) -> float:
-    """Return the deadline for ``size_bytes`` that a client starts to transfer now."""
     return time.monotonic() + SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S

@@ -140,7 +140,6 @@ class Commands:
         """Locks of keys being written, because a write may be several store calls (NX, value, lifetime)."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
-        """Number of open connections, updated by the server."""
         self.counters = SharedCounters()
 
     @property
@@ -248,7 +247,6 @@ class Commands:
             return None
 
     def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
-        """Yield the replies to a run's requests, as ``call`` does."""
         if len(run.requests) == 1:
             yield from self.call(session, run.requests[0])
             return
@@ -275,7 +273,6 @@ class Commands:
                 yield [error_reply(error)] * len(part)
 
     def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
-        """Split keys into parts that are read and sent together."""
         try:
             sizes = self._store.sizes([key.stored for key in keys])
         except SkyMemoryError:  # the read will report it
@@ -376,7 +373,6 @@ class Commands:
             yield [protocol.array(())]
 
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Answer GET of the settings that benchmarks read; nothing can be set."""
         if _bytes(words[0]).upper() != b"GET":
             raise Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
         known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
@@ -472,7 +468,6 @@ class Commands:
             raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
-        """Return the values of a load; a value that a lease holds is not read again."""
         leased = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
         if len(leased) == len(ticket.keys):
             self._store.release(ticket)
@@ -608,7 +603,6 @@ class Commands:
             return self._put_held(stored, options)
 
     def _put_held(self, stored: Sequence[tuple[bytes, Buffer]], options: Options) -> bool:
-        """Store values as ``_put``, of keys that are locked already."""
         keys, ttl_s = [key for key, _ in stored], options.ttl_s
         if options.condition:
             wanted = Presence.HIT if options.condition == b"XX" else Presence.MISS
@@ -751,7 +745,6 @@ class Commands:
             yield [protocol.integer(self._persist_held(key))]
 
     def _persist_held(self, key: bytes) -> bool:
-        """Remove a lifetime; return True if there was a lifetime."""
         return self.lifetimes.left_s(key) < math.inf and self._give_lifetime(key, math.inf)
 
     def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -1044,7 +1037,6 @@ class Command:
     """True if executed immediately between MULTI and EXEC, too."""
     is_never_queued: bool = False
     needs_no_password: bool = False
-    """True if allowed before AUTH."""
     differs: str = ""
 
 

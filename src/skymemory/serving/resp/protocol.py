@@ -32,7 +32,6 @@ MAX_SMALL_BYTES = 64 << 20
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
 """Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
-"""Memory of an argument besides its bytes."""
 
 _CRLF = b"\r\n"
 
@@ -91,7 +90,6 @@ class RequestParser:
         """True if the CRLF after a large argument must follow."""
         self._discards = False
         self._unread_bytes = 0
-        """Remaining bytes of a large argument that is dropped."""
         self.is_inline = False
 
     def feed(self, data: Buffer) -> None:
@@ -182,7 +180,6 @@ class RequestParser:
         return list(words)
 
     def _read_over(self) -> bool:
-        """Skip the dropped request; return True at its end."""
         while self._missing:
             if not self._unread_bytes:
                 line = self._line()
@@ -223,7 +220,6 @@ class RequestParser:
         return self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
 
     def _argument(self) -> LargeArgument | NeedData | None:
-        """Read an argument; return None once it is read."""
         begin = self._at
         line = self._line()
         if line is None:
@@ -281,8 +277,6 @@ class RequestParser:
 
 
 class Reply:
-    """Encoder of replies in a connection's protocol version."""
-
     def __init__(self, version: int = 2) -> None:
         self.version = version
 
@@ -303,7 +297,6 @@ def simple(text: str) -> bytes:
 
 
 def error(text: str, code: str = "ERR") -> bytes:
-    """Return an error reply; ``text`` becomes one line."""
     return f"-{code} {' '.join(text.split())}\r\n".encode()
 
 

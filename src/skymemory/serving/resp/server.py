@@ -69,7 +69,6 @@ With the system's 208 KiB, writer and reader wait for each other 14 times in a v
 out of the processor's cache before it is read.
 """
 _UNBOOKED_BYTES = 64 << 10
-"""Bytes of a request's small arguments that need no budget."""
 _WHOLE_BYTES = 4 << 20
 """Largest value that is received in one call. For larger values the daemon checks the progress."""
 _DRAINED_BYTES = 1 << 20
@@ -121,8 +120,6 @@ class Pace:
 
 @dataclass(slots=True)
 class Connection:
-    """Client's socket, which TLS replaces with another, and the thread that serves it."""
-
     sock: socket.socket
     thread: threading.Thread | None = None
 
@@ -391,7 +388,6 @@ class Conversation:
         self._pace.begin()
 
     def _read(self) -> bool:
-        """Read more of a request; return False if the connection must end."""
         self._outbox.flush()
         if self._is_fed:
             return True
@@ -426,7 +422,7 @@ class Conversation:
         """Read input while the client does not read its replies; some clients write a complete pipeline first.
 
         Returns:
-            The number of bytes; 0 if the budget has no room or no more data will arrive.
+            The number of bytes; 0 without budget or data.
         """
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
@@ -445,7 +441,6 @@ class Conversation:
         return size_bytes
 
     def _settle_ahead(self, left_bytes: int = 0) -> None:
-        """Release the budget of data read ahead, except for ``left_bytes`` that are not parsed yet."""
         left_bytes = min(left_bytes, self._ahead_bytes)
         self._commands.budget.give_back(self._claim, self._ahead_bytes - left_bytes)
         self._ahead_bytes = left_bytes
@@ -680,10 +675,7 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that no other daemon replaces a socket in it.
-
-    After ``_REPLACED_S`` it continues without the lock.
-    """
+    """Lock the folder, so that no other daemon replaces a socket in it; continue without after ``_REPLACED_S``."""
     fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:
         while time.monotonic() < deadline_s:
