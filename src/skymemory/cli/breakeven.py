@@ -192,8 +192,8 @@ def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
     cells = []
     for row in rows:
         places = [
-            [row[where]["way"], format_duration(row[where]["ttft_s"]), f"{row[where]['joules']:.0f} J"]
-            for where in ("ground", "board")
+            [row[place]["way"], format_duration(row[place]["ttft_s"]), f"{row[place]['joules']:.0f} J"]
+            for place in ("ground", "board")
         ]
         energy = f"{row['held_j_per_hour']:.0f} J"
         cells.append(

@@ -438,9 +438,9 @@ def _logs(directory: Path, name: str, lines: int) -> int:
 
     if lines < 1:
         raise InvalidInput(f"--lines {lines}: expected 1 or more")
-    known = sorted(path.stem for path in directory.glob("*.log"))
-    if name not in known:
-        raise InvalidInput(f"no log of {name!r} in {directory}; {suggestion(name, known)}")
+    names = sorted(path.stem for path in directory.glob("*.log"))
+    if name not in names:
+        raise InvalidInput(f"no log of {name!r} in {directory}; {suggestion(name, names)}")
     for line in log_tail(directory, name, 1 << 20).splitlines()[-lines:]:
         print(line)
     return 0

@@ -247,20 +247,20 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
         if args.engine is not None:
             words = ("serve", "--model", args.engine, "--listen", "127.0.0.1:0", "--threads", str(args.threads))
             # Room for all cached shares at once, and for batches twice as large as the measured batches.
-            more = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
-            (url,) = await stack.enter_async_context(service("the engine", 1, *words, *more))
+            options = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
+            (url,) = await stack.enter_async_context(service("the engine", 1, *words, *options))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
         client = Client(session, Target(base_url(url), args.model or ""))
-        known = await find_model(client, args.model)
+        endpoint = await find_model(client, args.model)
         least, most = args.lengths
         # A measured prompt needs room for a few tokens of its answer, and for tokens that a server prepends.
-        if known.context_tokens is not None and most + 8 > known.context_tokens:
+        if endpoint.context_tokens is not None and most + 8 > endpoint.context_tokens:
             raise InvalidInput(
-                f"--lengths {least}-{most}: expected at most {known.context_tokens - 8} for {known.model}"
+                f"--lengths {least}-{most}: expected at most {endpoint.context_tokens - 8} for {endpoint.model}"
             )
-        make = await _prompts(args, client, known.context_tokens)
+        make = await _prompts(args, client, endpoint.context_tokens)
         spent = _spent(session, base_url(url)) if args.clock == "processor" else None
         measuring = Measurement(client, make, time.perf_counter, args.seed, _progress, spent)
         try:
@@ -273,7 +273,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
                 decodes, never = await measuring.decodes(batches, args.repeats, args.statistic)
         finally:
             _progress("", 1.0)
-    return _Measured(known.model, prefills, decodes, never, time.perf_counter() - started_s)
+    return _Measured(endpoint.model, prefills, decodes, never, time.perf_counter() - started_s)
 
 
 def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
@@ -385,10 +385,10 @@ def _law(cost: CostModel) -> str:
         cost.shape.layers * cost.shape.weight_flops * cost.shape.width**2 / (cost.machine.flops_per_s * cost.mfu)
     )
     # The quadratic part of a prefill: attention per attended token, relative to the weights' work per token.
-    again = cost.shape.attention_flops / (cost.shape.weight_flops * cost.shape.width)
+    share = cost.shape.attention_flops / (cost.shape.weight_flops * cost.shape.width)
     words = (
         f"prefill: {cost.fixed_s * 1e3:.2f} ms + {per_token_s * 1e6:.2f} µs per computed token "
-        f"({again * 1000:.2%} more per 1,000 tokens attended to) + {cost.cached_token_s * 1e6:.2f} µs per cached "
+        f"({share * 1000:.2%} more per 1,000 tokens attended to) + {cost.cached_token_s * 1e6:.2f} µs per cached "
         f"token; {cost.machine.flops_per_s * cost.mfu:.3g} operations/s"
     )
     if cost.decode_fixed_s or cost.decode_request_s:

@@ -72,7 +72,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
 
 def _as_json(shown: LayoutMap) -> dict[str, object]:
     placement, box = shown.placement, shown.placement.box
-    now = placement.locate_all((0, 0), shown.now_moves)
+    satellites = placement.locate_all((0, 0), shown.now_moves)
     return {
         "indices": "0-based",
         "strategy": placement.strategy,
@@ -83,7 +83,8 @@ def _as_json(shown: LayoutMap) -> dict[str, object]:
         "moves": {"slot": shown.now_moves[0], "plane": shown.now_moves[1]},
         "overhead": {"plane": shown.centre.plane, "slot": shown.centre.slot},
         "map": [
-            {"server": server, "plane": satellite.plane, "slot": satellite.slot} for server, satellite in enumerate(now)
+            {"server": server, "plane": satellite.plane, "slot": satellite.slot}
+            for server, satellite in enumerate(satellites)
         ],
         "handovers": [
             {

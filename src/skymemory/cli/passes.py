@@ -152,9 +152,9 @@ def _passes(args: argparse.Namespace) -> int:
             )
         write_line(f"skymemory: {stale}: times may be off by minutes", sys.stderr)
     passes = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
-    left_out = {sky.name(at): why for at, why in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
-    where = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
-    subject = f"{sky.satellites} satellites of {source} above {mask_deg:g}° over {where}"
+    left_out = {sky.name(at): reason for at, reason in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
+    position = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
+    subject = f"{sky.satellites} satellites of {source} above {mask_deg:g}° over {position}"
     if args.json:
         print(
             json.dumps(
@@ -168,7 +168,7 @@ def _passes(args: argparse.Namespace) -> int:
                     "in_sight": asdict(passes.in_sight),
                     "highest_deg": passes.highest_deg,
                     "passes": [_as_json(element_set, sky) for element_set in passes.passes],
-                    "left_out": [{"satellite": name, "reason": why} for name, why in left_out.items()],
+                    "left_out": [{"satellite": name, "reason": reason} for name, reason in left_out.items()],
                     "skipped": list(skipped),
                 },
                 indent=2,
@@ -183,8 +183,8 @@ def _passes(args: argparse.Namespace) -> int:
         if passes.highest is not None:
             best = f": the highest, {sky.name(passes.highest)}, reaches {passes.highest_deg:.1f}°"
         write_line(f"skymemory: none of {subject} in {args.hours:g} h{best}", sys.stderr)
-        for why, count in Counter(left_out.values()).most_common():
-            write_line(f"skymemory: {count} left out: {why}", sys.stderr)
+        for reason, count in Counter(left_out.values()).most_common():
+            write_line(f"skymemory: {count} left out: {reason}", sys.stderr)
         return 1
     return 0
 
@@ -246,8 +246,8 @@ def _span(seconds: float) -> str:
 
 
 def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
-    for why, count in Counter(left_out.values()).most_common():
-        write_line(f"left out      {count}: {why}")
+    for reason, count in Counter(left_out.values()).most_common():
+        write_line(f"left out      {count}: {reason}")
     if skipped:
         write_line(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
 
@@ -297,8 +297,8 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
         ]
         head = ("shell", "inclination", "altitude", "planes", "slots", "filled", "gaps", "empty planes", "nodes")
         Table((*head, "after 1 day", "7 days"), rows, left=(8,)).print()
-    for why, count in Counter(satellite.why for satellite in found.left_out).most_common():
-        write_line(f"left out      {count} {_MEANING[why]}", hanging=14)
+    for reason, count in Counter(satellite.why for satellite in found.left_out).most_common():
+        write_line(f"left out      {count} {_MEANING[reason]}", hanging=14)
     _print_missing({}, file.skipped)
 
 

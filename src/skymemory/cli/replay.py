@@ -293,8 +293,8 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     from skymemory.sim.workload import WORDS
 
     args = one.args
-    known = await _known(client, args)
-    one.model, context = client.target.model, args.context or known
+    context_tokens = await _known(client, args)
+    one.model, context = client.target.model, args.context or context_tokens
     block = BLOCK_TOKENS * args.scale_lengths
     started_s = time.perf_counter()
 
@@ -374,13 +374,13 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
 
     total: EngineCounts | None = None
     for url in urls:
-        where = url if url.rstrip("/").endswith("/metrics") else f"{base_url(url)}/metrics"
+        metrics_url = url if url.rstrip("/").endswith("/metrics") else f"{base_url(url)}/metrics"
         try:
-            async with session.get(where, timeout=aiohttp.ClientTimeout(total=10)) as answer:
+            async with session.get(metrics_url, timeout=aiohttp.ClientTimeout(total=10)) as answer:
                 answer.raise_for_status()
                 counts = counts_of(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise SkyMemoryError(f"--metrics {where}: {connection_reason(error)}") from error
+            raise SkyMemoryError(f"--metrics {metrics_url}: {connection_reason(error)}") from error
         total = counts if total is None else total.plus(counts)
     return total
 

@@ -194,6 +194,6 @@ def _figures(args: argparse.Namespace) -> int:
         print(words, file=sys.stderr)
     if "16" in wanted:
         write_line("\nConclusions of the paper, and what its model gives (all: skymemory reproduce claims):")
-        for what, paper, model in claims():
-            print(f"  {what}\n    paper: {paper}\n    model: {model}")
+        for claim, paper, model in claims():
+            print(f"  {claim}\n    paper: {paper}\n    model: {model}")
     return 0

@@ -105,7 +105,7 @@ def _say_reasons(results: Results) -> None:
         for cell in results.cells:
             reasons.update(cell.figures[key])
         if reasons:
-            write(f"{what}: {', '.join(f'{count} {why}' for why, count in reasons.most_common())}")
+            write(f"{what}: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common())}")
     wrong = sum(cell.figures.get("wrong_values", 0) for cell in results.cells)
     if wrong:  # never: values have checksums
         write_line(f"{wrong} values were read that differ from what was stored: a fault of SkyMemory", sys.stderr)

@@ -37,13 +37,13 @@ class KVPublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publish = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        for socket, where in ((self._publish, endpoint), (self._replay, replay_endpoint)):
+        for socket, address in ((self._publish, endpoint), (self._replay, replay_endpoint)):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             try:
-                socket.bind(where)
+                socket.bind(address)
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
-                raise InvalidInput(f"KV events cannot be published at {where!r}: {error}") from error
+                raise InvalidInput(f"KV events cannot be published at {address!r}: {error}") from error
         self.at = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_at = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
         self._queue: queue.SimpleQueue[KVEventBatch | None] = queue.SimpleQueue()

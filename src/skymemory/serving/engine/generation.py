@@ -235,13 +235,13 @@ class TextStream:
         """Add a token; return the text that became final. Without ``may_stop``, stop strings are ignored."""
         self._may_stop = may_stop
         self._ids.append(token)
-        before, now = self._decode(self._read), self._decode(len(self._ids))
+        before_text, after = self._decode(self._read), self._decode(len(self._ids))
         # A byte-level token may end inside a UTF-8 character: it decodes to a replacement character until the remaining
         # bytes arrive.
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+        if len(after) <= len(before_text) or after.endswith(_REPLACEMENT):
             return ""
         self._window, self._read = self._read, len(self._ids)
-        return self._released(self._held + now[len(before) :], ended=False)
+        return self._released(self._held + after[len(before_text) :], ended=False)
 
     def finish(self) -> str:
         """Return the text held back, because no token follows."""

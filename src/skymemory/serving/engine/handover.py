@@ -173,8 +173,8 @@ class BlockSaver:
         unstored = set(missing)
         if items:
             places = places_in(chain, [index for index, _ in items])
-            done = self._store.put_many([(chain[index], value) for index, value in items], places)
-            unstored -= {index for (index, _), stored in zip(items, done, strict=True) if stored}
+            results = self._store.put_many([(chain[index], value) for index, value in items], places)
+            unstored -= {index for (index, _), stored in zip(items, results, strict=True) if stored}
         return next((at for at, index in enumerate(blocks) if index in unstored), len(blocks))
 
 

@@ -173,8 +173,8 @@ class RequestReader:
             body: ChatBody | CompletionBody
             body = msgspec.convert(fields, ChatBody) if chat else msgspec.convert(fields, CompletionBody)
         except msgspec.ValidationError as error:
-            words, _, where = str(error).partition(" - at `$.")
-            raise ApiError(400, f"the body is not as expected: {words}", where.rstrip("`") or None) from error
+            words, _, path = str(error).partition(" - at `$.")
+            raise ApiError(400, f"the body is not as expected: {words}", path.rstrip("`") or None) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         if body.model is not None and body.model != self.model:
@@ -398,8 +398,8 @@ def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> s
 
     ``continues``: the last message is the answer so far.
     """
-    done, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
-    return "".join(f"{message['role']}: {message['content']}\n\n" for message in done) + (
+    complete, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
+    return "".join(f"{message['role']}: {message['content']}\n\n" for message in complete) + (
         f"{last['role']}:{last['content']}"
     )
 

@@ -237,13 +237,13 @@ async def _stop_signal() -> None:
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket bound to this address, not yet listening."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             # SO_REUSEADDR: a restarted engine gets its port at once, though connections of the last process are in
             # TIME_WAIT.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
+            listener.bind(address)
         except OSError:
             listener.close()
             raise

@@ -84,8 +84,8 @@ class Client:
         except BadAnswer as error:
             fields |= {"status": Status.FAILED, "error": str(error)}
         except TimeoutError:
-            what = "no token" if math.isnan(reader.first_s) else "no end of the answer"
-            fields |= {"status": Status.FAILED, "error": f"{what} in time: within {self.target.patience_s:g} s"}
+            missing = "no token" if math.isnan(reader.first_s) else "no end of the answer"
+            fields |= {"status": Status.FAILED, "error": f"{missing} in time: within {self.target.patience_s:g} s"}
         except aiohttp.ClientConnectorError as error:
             fields |= {"status": Status.FAILED, "error": f"no connection: {connection_reason(error)}"}
         except (aiohttp.ClientError, OSError) as error:
@@ -124,22 +124,22 @@ class Client:
         Raises:
             SkyMemoryError: no list; the message quotes the answer.
         """
-        where = f"{self.target.url}/v1/models"
+        url = f"{self.target.url}/v1/models"
         try:
             timeout = aiohttp.ClientTimeout(total=min(10.0, self.target.patience_s))
-            async with self._session.get(where, timeout=timeout, allow_redirects=False) as answer:
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as answer:
                 if answer.status != 200:
-                    raise SkyMemoryError(f"{where} answered {answer.status}: {await _words(answer)}")
+                    raise SkyMemoryError(f"{url} answered {answer.status}: {await _words(answer)}")
                 listed = await answer.json(content_type=None)
             return [(str(model["id"]), _tokens(model.get("max_model_len"))) for model in listed["data"]]
         except TimeoutError as error:
-            raise SkyMemoryError(f"{where} did not answer in time") from error
+            raise SkyMemoryError(f"{url} did not answer in time") from error
         except aiohttp.InvalidURL as error:
-            raise InvalidInput(f"{where} is not a valid address") from error
+            raise InvalidInput(f"{url} is not a valid address") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise SkyMemoryError(f"{where} cannot be reached: {connection_reason(error)}") from error
+            raise SkyMemoryError(f"{url} cannot be reached: {connection_reason(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
+            raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
         """Post the body and read the answer; raise the errors that ``send`` distinguishes."""
@@ -242,8 +242,8 @@ class AnswerReader:
             BadAnswer: the answer is incomplete.
         """
         if not self.done and self.finish is None:
-            how = "in mid-event" if self._events.unfinished else "without finish_reason or [DONE]"
-            raise BadAnswer(f"stream cut short: it ended {how}")
+            ending = "in mid-event" if self._events.unfinished else "without finish_reason or [DONE]"
+            raise BadAnswer(f"stream cut short: it ended {ending}")
 
     def _take(self, data: str, now_s: float) -> None:
         try:

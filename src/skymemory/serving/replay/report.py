@@ -223,8 +223,8 @@ def report_of(
         seconds: the duration, if not until the last answer's end.
     """
     by = Counter(outcome.status for outcome in outcomes)
-    done = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
-    with_usage = [outcome for outcome in done if outcome.prompt_tokens is not None]
+    completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
+    with_usage = [outcome for outcome in completed if outcome.prompt_tokens is not None]
     hits = [outcome for outcome in with_usage if outcome.cached_tokens is not None]
     return Report(
         asked=asked,
@@ -236,31 +236,31 @@ def report_of(
         seconds=max((outcome.end_s for outcome in outcomes if not math.isnan(outcome.end_s)), default=0.0)
         if seconds is None
         else seconds,
-        ttft=spread(outcome.ttft_s for outcome in done),
-        quick_ttft_s=percentile([outcome.ttft_s for outcome in done if not math.isnan(outcome.ttft_s)], 1),
-        due_ttft=spread(outcome.due_ttft_s for outcome in done),
-        tbt_gaps=spread(gap for outcome in done for gap in outcome.gaps_s),
-        tbt_means=spread(outcome.tbt_s for outcome in done),
+        ttft=spread(outcome.ttft_s for outcome in completed),
+        quick_ttft_s=percentile([outcome.ttft_s for outcome in completed if not math.isnan(outcome.ttft_s)], 1),
+        due_ttft=spread(outcome.due_ttft_s for outcome in completed),
+        tbt_gaps=spread(gap for outcome in completed for gap in outcome.gaps_s),
+        tbt_means=spread(outcome.tbt_s for outcome in completed),
         late=spread(outcome.late_s - outcome.held_up_s for outcome in outcomes),
         held_up=sum(outcome.held_up_s > 0 for outcome in outcomes),
         held_up_s=max((outcome.held_up_s for outcome in outcomes), default=0.0),
         slo=slo,
-        within_ttft=sum(slo.ttft_met(outcome) for outcome in done),
-        within_tbt=sum(slo.tbt_met(outcome) for outcome in done),
-        within_both=sum(slo.met(outcome) for outcome in done),
+        within_ttft=sum(slo.ttft_met(outcome) for outcome in completed),
+        within_tbt=sum(slo.tbt_met(outcome) for outcome in completed),
+        within_both=sum(slo.met(outcome) for outcome in completed),
         retry_after=sum(outcome.retry_after_s is not None for outcome in outcomes),
         prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in with_usage),
         usage_answers=len(with_usage),
         cached_tokens=sum(outcome.cached_tokens or 0 for outcome in hits),
         cached_of_tokens=sum(outcome.prompt_tokens or 0 for outcome in hits),
         cached_answers=len(hits),
-        output_tokens=sum(_tokens_of(outcome) for outcome in done),
-        pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in done),
+        output_tokens=sum(_tokens_of(outcome) for outcome in completed),
+        pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in completed),
         short=sum(
             outcome.output_tokens is not None and outcome.output_tokens < outcome.wanted_output_tokens
-            for outcome in done
+            for outcome in completed
         ),
-        without_done=sum(not outcome.whole for outcome in done),
+        without_done=sum(not outcome.whole for outcome in completed),
         length_errors=spread(
             (outcome.prompt_tokens or 0) / outcome.wanted_prompt_tokens - 1
             for outcome in with_usage
@@ -342,10 +342,10 @@ def lines_of(report: Report) -> list[str]:
 
 
 def _counts(report: Report) -> Iterator[str]:
-    how = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
+    outcomes = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
     if report.interrupted or report.unsent:
-        how += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
-    yield f"{report.asked:,} requests in {report.seconds:.1f} s: {how}"
+        outcomes += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
+    yield f"{report.asked:,} requests in {report.seconds:.1f} s: {outcomes}"
 
 
 def _lateness(report: Report) -> Iterator[str]:
@@ -426,10 +426,10 @@ def _answers(report: Report) -> Iterator[str]:
 
 def _fault_lines(report: Report) -> Iterator[str]:
     for kind, count, first in report.faults:
-        again = ""
+        retries = ""
         if kind.startswith("refused"):
-            again = f"; {report.retry_after:,} of all refusals with Retry-After"
-        yield _line("faults", f"{count:,} × {first[:200]}{again}")
+            retries = f"; {report.retry_after:,} of all refusals with Retry-After"
+        yield _line("faults", f"{count:,} × {first[:200]}{retries}")
 
 
 def _line(name: str, words: str) -> str:
@@ -472,7 +472,9 @@ class EngineCounts:
     output_tokens: float | None = None
 
     def since(self, before: EngineCounts) -> EngineCounts:
-        return EngineCounts(*(_both(now, then, -1) for now, then in zip(self.all(), before.all(), strict=True)))
+        return EngineCounts(
+            *(_both(current, earlier, -1) for current, earlier in zip(self.all(), before.all(), strict=True))
+        )
 
     def plus(self, other: EngineCounts) -> EngineCounts:
         return EngineCounts(*(_both(mine, theirs, 1) for mine, theirs in zip(self.all(), other.all(), strict=True)))
@@ -493,7 +495,7 @@ def samples_of(text: str) -> dict[str, float]:
 
 def counts_of(text: str) -> EngineCounts:
     samples = samples_of(text)
-    counts = {what: next((samples[name] for name in names if name in samples), None) for what, names in NAMES.items()}
+    counts = {field: next((samples[name] for name in names if name in samples), None) for field, names in NAMES.items()}
     return EngineCounts(**counts)
 
 

@@ -293,8 +293,8 @@ class Commands:
             except Refused as refused:
                 replies[place] = error_reply(refused)
         with self._written(session, [key for key, _ in stored]):
-            done = self._put_lasting(stored)
-        for place, is_stored in zip(places, done, strict=True):
+            results = self._put_lasting(stored)
+        for place, is_stored in zip(places, results, strict=True):
             if not is_stored:
                 replies[place] = error_reply(Refused(_NO_ROOM, "OOM"))
         return replies
@@ -311,11 +311,11 @@ class Commands:
         options = [_bytes(word) for word in words[1:]]
         name = session.name
         while options:
-            what = options[0].upper()
-            if what == b"AUTH" and len(options) >= 3:
+            option = options[0].upper()
+            if option == b"AUTH" and len(options) >= 3:
                 self._check_password(session, options[1], options[2])
                 options = options[3:]
-            elif what == b"SETNAME" and len(options) >= 2:
+            elif option == b"SETNAME" and len(options) >= 2:
                 name, options = _client_name(options[1]), options[2:]
             else:
                 raise Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
@@ -341,8 +341,8 @@ class Commands:
         yield [_OK]
 
     def _check_password(self, session: Session, user: bytes, password: bytes) -> None:
-        known = self._password is None or hmac.compare_digest(password, self._password)
-        if user != b"default" or not known:
+        is_correct = self._password is None or hmac.compare_digest(password, self._password)
+        if user != b"default" or not is_correct:
             raise Refused("invalid username-password pair", "WRONGPASS")
         session.authenticated = True
 
@@ -352,15 +352,15 @@ class Commands:
         yield [_OK]
 
     def _client(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        what = _bytes(words[0]).upper()
-        if what == b"SETNAME" and len(words) == 2:
+        subcommand = _bytes(words[0]).upper()
+        if subcommand == b"SETNAME" and len(words) == 2:
             session.name = _client_name(_bytes(words[1]))
             yield [_OK]
-        elif what == b"SETINFO" and len(words) == 3:
+        elif subcommand == b"SETINFO" and len(words) == 3:
             yield [_OK]
-        elif what == b"GETNAME" and len(words) == 1:
+        elif subcommand == b"GETNAME" and len(words) == 1:
             yield [protocol.bulk(session.name) if session.name else session.reply.null()]
-        elif what == b"ID" and len(words) == 1:
+        elif subcommand == b"ID" and len(words) == 1:
             yield [protocol.integer(session.number)]
         else:
             raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
@@ -375,9 +375,9 @@ class Commands:
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if _bytes(words[0]).upper() != b"GET":
             raise Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
-        known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
+        settings = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
         names = {_bytes(word).lower() for word in words[1:]}
-        answers = {key: protocol.bulk(value) for key, value in known.items() if key in names or b"*" in names}
+        answers = {key: protocol.bulk(value) for key, value in settings.items() if key in names or b"*" in names}
         yield [session.reply.mapping(answers)]
 
     def _info(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -626,15 +626,15 @@ class Commands:
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
-                done = [True]
+                results = [True]
             else:
-                done = self._store.put_many(stored)
+                results = self._store.put_many(stored)
         finally:
             self.watches.on_write(keys)
-        self.counters.add("stored", sum(done))
-        self.counters.add("refused", len(done) - sum(done))
-        self.lifetimes.end([key for key, is_stored in zip(keys, done, strict=True) if is_stored])
-        return done
+        self.counters.add("stored", sum(results))
+        self.counters.add("refused", len(results) - sum(results))
+        self.lifetimes.end([key for key, is_stored in zip(keys, results, strict=True) if is_stored])
+        return results
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
@@ -827,8 +827,8 @@ class Commands:
     def _is_changed(self, watch: Watch) -> bool:
         if watch.is_changed or not watch.keys:
             return watch.is_changed
-        now = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
-        return now != list(watch.keys.values())
+        present = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
+        return present != list(watch.keys.values())
 
     def _execute(self, session: Session, transaction: Transaction) -> Pieces:
         replies: Pieces = []

@@ -110,9 +110,9 @@ class RequestParser:
         """Return the argument's first bytes, including bytes fed since ``next`` returned it."""
         more_bytes = len(self._data) - self._at - self.bytes_behind(large)
         with memoryview(self._data) as data:
-            more = bytes(data[self._at : self._at + more_bytes])
+            rest_of_head = bytes(data[self._at : self._at + more_bytes])
         self._at += more_bytes
-        return large.head + more
+        return large.head + rest_of_head
 
     def bytes_behind(self, large: LargeArgument) -> int:
         """Return the number of received bytes that follow the argument."""

@@ -179,12 +179,12 @@ class Daemon:
 
     def _end_all(self) -> None:
         """End reading first, so that pending replies are sent; then the connections."""
-        for how, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
+        for shutdown_mode, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
             with self._lock:
                 connections = list(self._open.values())
             for connection in connections:
                 with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
-                    socket.socket.shutdown(connection.sock, how)
+                    socket.socket.shutdown(connection.sock, shutdown_mode)
             deadline_s = time.monotonic() + patience_s
             for connection in connections:
                 if connection.thread is not None:
