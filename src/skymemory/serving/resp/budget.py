@@ -5,9 +5,9 @@ is chosen as follows:
 
 1. The largest overdue client: it did not move its next bytes within ``SLOW_S`` plus the time these bytes take at
    ``LEAST_SHARED_BYTES_PER_S``.
-2. Once the first has waited for ``fair_s``: the largest client that holds more than its share. The share is the limit
-   divided by the number of clients that hold memory or wait; the rule does not apply if the first wants more than a
-   share itself.
+2. Once the first has waited for ``fair_s``: the largest client in a transfer that holds more than its share, which is
+   the limit divided by the number of clients that hold memory or wait. This rule does not apply if the first wants more
+   than a share itself.
 3. If all clients that hold memory are waiting themselves, the largest of these is refused.
 
 The chosen client loses its connection (1, 2) or receives BUSY (3).
