@@ -300,7 +300,7 @@ class PoolController:
                 reason = self._helps(to)
             if reason is None:
                 continue
-            # The soonest to drain. Among equal candidates the last, since callers list an instance to keep first.
+            # The soonest to drain; among equal candidates the last in the caller's order.
             candidates = [
                 instance
                 for instance in reversed(instances)

@@ -77,7 +77,7 @@ class Goodput(Admission):
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
-        # If the queue is longer than a decode, today's batch has ended when this prefill ends: use a forecast.
+        # If the queue is longer than a decode, the current batch ends before this prefill does: use a forecast.
         if tbt_s is not None and placement.forecast is not None and (ttft_s or 0.0) > placement.forecast.decode_s:
             tbt_s = placement.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, placement.request)
         return (

@@ -207,7 +207,7 @@ class BoundedRing(Scorer):
         for place, at in enumerate(order):
             load = loads[at]
             scores[at] = float(len(order) - place) if load + 1.0 <= most else -1.0 - load
-        # A server below the mean is always within the bound, so the walk ends.
+        # The least loaded server is always within the bound, so the walk ends.
         skipped = next(place for place, at in enumerate(order) if scores[at] > 0.0)
         reason = f"by the hash of its first {len(head)} characters"
         if skipped:
