@@ -219,7 +219,7 @@ def cluster(elements: Sequence[ElementSet]) -> Clustering:
     """Return the shells of these satellites, at the median of their epochs."""
     import numpy as np
 
-    epochs = np.array([elements_set.epoch_unix_s for elements_set in elements])
+    epochs = np.array([element_set.epoch_unix_s for element_set in elements])
     epoch_unix_s = float(np.median(epochs))
     left_out: list[LeftOut] = []
     steady: list[ElementSet] = []
