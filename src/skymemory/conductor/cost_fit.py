@@ -121,8 +121,6 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of predictions."""
-
     mean: float
     worst: float
     bias: float
@@ -152,7 +150,6 @@ def decode_errors(cost: CostModel, points: Sequence[DecodePoint]) -> Errors:
 
 
 def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:
-    """Return ``cost`` with this memory bandwidth and no fixed decoding times."""
     without_fixed = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
     if known is not None:
         return replace(without_fixed, memory_share=bytes_per_s / known)
@@ -179,7 +176,6 @@ def _fitted(
 
 
 def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequence[int]) -> Column:
-    """Return the non-negative least squares solution of ``weights·(aim − columns·factors)``."""
     count = columns.shape[1]
     best, best_error = np.zeros(count), np.inf
     optional = [at for at in range(count) if at not in needed]

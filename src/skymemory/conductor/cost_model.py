@@ -23,15 +23,13 @@ __path__: list[str] = []  # as of a package: the old module ``cost_model.written
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a transformer, as far as costs depend on it."""
-
     name: str
     layers: int
     width: int
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
-    """Bytes per number in weights and KV cache."""
+    """Bytes per number of weights and KV."""
     attention_flops: float = 4.0
     """Coefficient ``a``, per layer, pair of tokens (halved by causality) and unit of width."""
     weight_flops: float = 22.0
@@ -42,7 +40,6 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV bytes of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
     @property
@@ -110,7 +107,6 @@ QWEN_7B = ModelShape(
     weight_flops=254 / 7,
     parameters=7.615e9,
 )
-"""Shape from the model's ``config.json``."""
 
 EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)
 EIGHT_A100 = Machine("8×A100", flops_per_s=8 * 312e12, memory_bytes_per_s=8 * 2.039e12, network_bytes_per_s=100e9)
@@ -197,7 +193,6 @@ class CostModel:
         return tokens * self.shape.kv_bytes_per_token
 
     def at(self, mfu: float, fixed_s: float = 0.0) -> CostModel:
-        """Return the same model and machine with another ``mfu``."""
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
     def decoding_as(self, other: CostModel) -> CostModel:
@@ -235,7 +230,6 @@ class Medium:
             raise InvalidInput(f"medium {self.name!r}: expected a rate above 0 and a finite latency of 0 or more")
 
     def seconds(self, size_bytes: float) -> float:
-        """Return the seconds of ``size_bytes`` on an idle link."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
@@ -245,7 +239,6 @@ SSD = Medium("ssd", 6e9, 1e-4)
 
 
 def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
-    """Return the medium of the network between machines."""
     return Medium("network", cost.machine.network_bytes_per_s * cost.network_share, latency_s)
 
 

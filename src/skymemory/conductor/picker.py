@@ -37,28 +37,26 @@ class PrefillTotals:
 
     requests: float
     tokens: float
-    """Prompt tokens."""
     computed: float
-    """Prompt tokens that were not cached."""
+    """Uncached prompt tokens."""
     seconds: float
-    """Sum over requests of the seconds from the start of the prefill to the first token."""
+    """Sum over requests of the prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Metrics of an engine as of ``at_s``."""
+    """Metrics of an engine as of ``at_s``; None: not reported."""
 
     at_s: float
     waiting: int = 0
-    """Requests queued for their prefill."""
     running: int = 0
     kv_usage: float = 0.0
     """Used share of its KV cache, 0 to 1."""
     cache_blocks: int | None = None
-    """Capacity of its KV cache in blocks, if reported."""
+    """Capacity of its KV cache in blocks."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
-    """LoRA adapters that are loaded or loading."""
+    """Loaded or loading LoRA adapters."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     tokens: float = 0.0
@@ -113,7 +111,7 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """True while it finishes its requests and gets no new requests."""
+        """True: it finishes its requests and gets no new requests."""
         return self._draining
 
     @draining.setter
@@ -141,7 +139,6 @@ class Server:
         return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
     def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
-        """Return the last report, or None if it is older than ``stale_s``."""
         report = self.reported
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
@@ -151,7 +148,6 @@ class Fleet:
 
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
-        """Servers by name, in the order of their addition."""
         self._free_slots: list[int] = []
         self._slots = 0
         self._available: tuple[Server, ...] | None = None
@@ -165,7 +161,6 @@ class Fleet:
         return available
 
     def changed(self) -> None:
-        """Drop the cached ``available``."""
         self._available = None
 
     def __iter__(self) -> Iterator[Server]:
@@ -239,7 +234,6 @@ class Ranking:
         """Scores in the form that a decision keeps."""
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
-        """Reasons that apply to all servers."""
         self.estimated_tbt_s = estimated_tbt_s
         """Seconds between tokens, for decode servers."""
         self.plan_at = plan_at
@@ -270,7 +264,6 @@ class Ranking:
         return self._weights
 
     def best(self) -> Sequence[int]:
-        """Return the positions of the highest score."""
         scores = self.scores
         best = max(scores)
         return [at for at, score in enumerate(scores) if score == best]
@@ -291,7 +284,6 @@ class Ranking:
 
 
 def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
-    """Return the scores of ``Ranking.packed``."""
     return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
 
 
@@ -398,13 +390,11 @@ class Picker:
             self.scorer.routed(request, server, now_s)
 
     def succeeded(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
-        """Record the first byte."""
         server = self._prefilled(decision)
         if server is not None:
             self.scorer.succeeded(decision.request, server, now_s, cached_tokens)
 
     def failed(self, decision: Decision, now_s: float) -> None:
-        """Record that the request ended without a first byte."""
         server = self._prefilled(decision)
         if server is not None:
             if server.in_flight:
@@ -427,7 +417,6 @@ class Picker:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 
     def remove(self, name: str) -> None:
-        """Remove a server from the fleet and its state from the scorer."""
         server = self.fleet.servers.get(name)
         if server is not None:
             self.scorer.forget(server)
@@ -447,7 +436,7 @@ class Picker:
         return server
 
     def _next_random(self) -> int:
-        """Return the next number of a seeded sequence (splitmix64)."""
+        """Advance splitmix64."""
         self._random_state = (self._random_state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._random_state
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -490,7 +479,7 @@ def _explanation(state: _PickState) -> Explanation:
 
 
 def _fallbacks(state: _PickState) -> Names:
-    """Return the other servers by score, then by requests in flight; servers without room for the adapter come last."""
+    """Return the other servers by score, then requests in flight; servers without room for the adapter are last."""
     packed, _, servers, in_flight, chosen, available, *_ = state
     scores = unpack_scores(packed)
     by_score = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)

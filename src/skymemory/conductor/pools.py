@@ -110,7 +110,6 @@ class InstanceSample:
     kv_share: float = 0.0
     """Decode: KV memory needed by its requests, waiting requests included, relative to its capacity; may exceed 1."""
     in_flight: int = 0
-    """Requests sent to it that have not ended."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES or self.state not in STATES:
@@ -132,7 +131,6 @@ class RoleChange:
     instance: str
     role: Role
     reason: str
-    """Sentence with figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,7 @@ class ElasticSettings:
 
 
 class PoolController:
-    """Decides role changes. Not thread-safe.
+    """Controller of role changes. Not thread-safe.
 
     Raises:
         InvalidInput: an objective that even an idle decode instance does not meet.
@@ -202,7 +200,6 @@ class PoolController:
 
     @property
     def under_way(self) -> RoleChange | None:
-        """Change that has begun and not ended."""
         return self._change
 
     def load(self, role: Role) -> float:
@@ -321,7 +318,7 @@ class PoolController:
         return f"no {to} instance has served for {now_s - since_s:.0f} s"
 
     def _helps(self, to: Role) -> str | None:
-        """Return the reason why an instance should change to this role; None: it should not."""
+        """Return the reason for an instance to change to this role, or None."""
         settings, giver = self.settings, other(to)
         if not self._serving[to]:
             return None

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from skymemory.errors import InvalidInput
 
 HEAD_BYTES = 1024
-"""Length of ``Prompt.head``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Request:
     streams: bool = True
     """True if the answer is streamed. Otherwise its first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """Objectives of this request; None: the general objectives."""
+    """Objectives of this request, instead of the general objectives."""
     answers: int = 1
     """Number of answers: of several prompts, or several of one prompt."""
 
@@ -102,13 +101,11 @@ class Plan:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are not computed."""
         return self.held_tokens + self.loaded_tokens
 
 
 Names = tuple[str, ...]
 Explanation = tuple[Names, Names]
-"""Fallbacks and reasons of a decision."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -35,16 +35,11 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal of a request, with its reason."""
-
     reason: str
-    """Sentence with figures."""
     retry_after_s: float
-    """Estimated time until a retry may be admitted."""
     computed: bool = False
     """True if the prefill had been computed and is wasted."""
     kind: str = ""
-    """Kind of ``KINDS``, for metrics."""
 
 
 class DecodeForecast(Protocol):
@@ -79,11 +74,10 @@ class Placement:
 
     @property
     def decoder(self) -> Decision:
-        """Decision for the server that decodes."""
+        """Decision of the decoding server."""
         return self.decode or self.prefill
 
     def slo(self, default: Slo) -> Slo:
-        """Return the request's own objectives, else ``default``."""
         return self.request.slo or default
 
 
@@ -127,8 +121,6 @@ class Admission:
 
 
 class AdmitAll(Admission):
-    """Admission rule that refuses nothing."""
-
     name = "all"
 
 
@@ -439,7 +431,6 @@ class Scheduler:
         return None
 
     def decoding(self, placement: Placement, now_s: float) -> None:
-        """Record that the request has joined the decode server's batch."""
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
             self.admission.joined(placement, now_s)

@@ -131,11 +131,9 @@ class ClusteredShell:
         return _walker_phase(known, self.planes)
 
     def at(self, satellite: SatelliteId) -> ElementSet | None:
-        """Return the element set in this slot; None: a gap."""
         return self.placed[satellite.plane][satellite.slot]
 
     def living(self, satellite: SatelliteId) -> SatelliteId:
-        """Return the satellite that holds the data of ``satellite``; see ``Torus.living``."""
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
@@ -318,7 +316,7 @@ def drift(shell: ClusteredShell, after_s: float) -> Drift:
 
 
 def _centred(angle: Array, turn: float) -> Array:
-    """Return the angle within half a turn of 0."""
+    """Return the equivalent angle nearest to 0."""
     return (angle + turn / 2) % turn - turn / 2
 
 

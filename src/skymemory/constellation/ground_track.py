@@ -72,7 +72,6 @@ class Track:
         return plane + plane_rate * (time_s - at), slot + slot_rate * (time_s - at)
 
     def _rates_of(self, piece: int) -> Rates:
-        """Return the rates of the piece that ends with knot ``piece``."""
         if not 0 < piece < len(self.knots):
             return self.rates
         before, after = self.knots[piece - 1], self.knots[piece]
@@ -246,11 +245,9 @@ class Trajectory:
 
 
 Place = GroundHost | Trajectory
-"""Fixed or moving host."""
 
 
 def host_at(place: Place, time_s: float) -> GroundHost:
-    """Return the position of the host ``time_s`` seconds after the epoch."""
     return place.at(time_s) if isinstance(place, Trajectory) else place
 
 
@@ -340,7 +337,6 @@ class CellGrid:
         return Track(tuple(Knot(*stop) for stop in path))
 
     def centre(self, path: Sequence[Stop], margin: int) -> SatelliteId:
-        """Return the user's cell at time 0."""
         return SatelliteId(*self.track(path, margin).cell_at(0.0))
 
 

@@ -95,7 +95,6 @@ class Outage:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Classes of links that it may affect."""
         return _WHOLE_CLASSES.get(self.link, LINK_CLASSES)
 
     @property
@@ -229,7 +228,6 @@ class Rain:
         return float(k * rate_mm_h**alpha * path_km)
 
     def factor(self, kind: LinkClass, rate_mm_h: float, elevation_deg: float) -> float:
-        """Return the remaining share of the rate."""
         beyond_db = self.fade_db(kind, rate_mm_h, elevation_deg) - self.margin_db
         return next((share for step_db, share in _FADE_STEPS if beyond_db <= step_db), 0.0)
 
@@ -485,7 +483,6 @@ class LinkQueues:
         self._kinds: dict[tuple[Any, Any], LinkClass] = {}
 
     def of(self, sender: Any, receiver: Any) -> LinkQueue:
-        """Return the queue of this direction."""
         queue = self._queues.get((sender, receiver))
         return queue if queue is not None else self._made(sender, receiver)
 
@@ -519,12 +516,10 @@ class LinkQueues:
         return lost | {f"link_{kind}_queued_bytes": waiting[kind] for kind in LINK_CLASSES}
 
     def forget(self, host: Any) -> None:
-        """Drop the beams of a host that has left."""
         for ends in [ends for ends in self._queues if host in ends]:
             del self._queues[ends], self._kinds[ends]
 
     def queued_bytes(self, now_s: float) -> dict[LinkClass, int]:
-        """Return the bytes queued now on the links of each class."""
         by_class: dict[LinkClass, float] = dict.fromkeys(LINK_CLASSES, 0.0)
         for ends, queue in self._queues.items():
             by_class[self._kinds[ends]] += queue.queued_bytes(now_s)

@@ -46,7 +46,6 @@ LINK_CLEARANCE_M = 80_000.0
 """Minimum height of a laser link above the ground, outside the atmosphere."""
 EARTH_J2 = 1.08262668e-3
 WGS84_RADIUS_M = 6_378_137.0
-"""Equatorial radius."""
 
 # SGP4's constants (WGS72, Spacetrack Report 3 as revised by Vallado 2006).
 _WGS72_RADIUS_M = 6_378_135.0
@@ -207,7 +206,6 @@ class Shell:
 
     @property
     def span_rad(self) -> float:
-        """Angle over which the planes' nodes are spread."""
         return math.pi if self.pattern == "star" else 2 * math.pi
 
     @property
@@ -401,7 +399,6 @@ class Shell:
         return self.path_one_way_s(here.plane, *torus.delta(here, there))
 
     def route_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
-        """Return the light time of the route between two satellites."""
         if not torus.gaps:
             return self.path_one_way_s(here.plane, *torus.delta(here, there))
         return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(here, there)))

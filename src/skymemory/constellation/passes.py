@@ -147,15 +147,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class InSight:
-    """Statistics of the satellites in sight of a place."""
-
     fewest: int
     mean: float
     most: int
     longest_gap_s: float
     """Longest time without a satellite above the mask; 0 if there always is one."""
     covered: float
-    """Share of the time with at least one satellite."""
     highest_for_s: float | None
     """Mean time for which the same satellite is the highest; None if none is ever in sight."""
 
@@ -168,7 +165,6 @@ class Passes:
     highest_deg: float
     """Highest elevation at any sample, also below the mask."""
     highest: int | None
-    """Satellite with the highest elevation."""
 
 
 def find_passes(

@@ -138,7 +138,6 @@ class Preset:
     epoch_unix_s: float = EPOCH_UNIX_S
     version: int = 1
     flown: FlownShell | None = None
-    """Shell of real satellites, if it is made of them."""
 
     @cached_property
     def centre(self) -> SatelliteId:

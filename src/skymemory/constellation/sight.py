@@ -104,8 +104,6 @@ def _dot(a: Vector, b: Vector) -> float:
 
 
 class _Host(NamedTuple):
-    """Host in the frame of the satellites."""
-
     below: Vector
     """Unit vector from the centre of the Earth to the host."""
     up: Vector
@@ -139,7 +137,6 @@ class OrbitSight:
     descending: bool = False
     """True if the box is on the descending branch; over a Walker star that is half of each day."""
     track: Track = field(init=False, repr=False)
-    """Track of the box."""
     any_blocked: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

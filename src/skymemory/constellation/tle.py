@@ -67,7 +67,7 @@ class ElementSet:
 
     name: str
     number: int
-    """Catalogue number (NORAD)."""
+    """NORAD catalogue number."""
     where: str
     satrec: Any = field(repr=False)
     """Record of ``sgp4``. Propagating changes it, so threads must not share it."""
@@ -184,12 +184,12 @@ def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[E
 
 
 def _fraction(text: str) -> float:
-    """Return the number of digits after an implied point."""
+    """Return the value of digits after an implied decimal point."""
     return float(f"0.{int(text):0{len(text)}d}")
 
 
 def _exponent(text: str) -> float:
-    """Check a number such as `` 12345-3`` (0.12345e-3)."""
+    """Check a number such as `` 12345-3`` (0.12345e-3); the value is not needed."""
     if not _EXPONENT.fullmatch(text):
         raise ValueError(text)
     return 0.0

@@ -66,7 +66,7 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of satellites."""
+        """Number of satellites, without gaps."""
         return self.cells - len(self.gaps)
 
     @property
@@ -96,13 +96,11 @@ class Torus:
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
-        """Return the satellite of an ``index``."""
         if not 0 <= index < self.cells:
             raise InvalidInput(f"satellite index {index}: expected 0 … {self.cells - 1}")
         return SatelliteId(*divmod(index, self.slots_per_plane))
 
     def satellites(self) -> list[SatelliteId]:
-        """Return all satellites, plane by plane."""
         every = [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
         return [satellite for satellite in every if satellite not in self.gaps] if self.gaps else every
 

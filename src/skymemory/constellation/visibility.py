@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
 WGS84_E2 = 0.0066943799901413165
-"""Eccentricity squared of the ellipsoid."""
 Times = TypeVar("Times", float, "NDArray[np.float64]")
-"""Time, or array of times."""
 DEFAULT_MASK_DEG = 25.0
 """Minimum elevation for a ground antenna (Starlink's filing)."""
 

@@ -50,7 +50,6 @@ class CakeRun:
     cake_s: float
     hindsight_s: float
     computed_share: float
-    """Share of the tokens that Cake computes."""
 
     @property
     def saved_of_compute(self) -> float:
@@ -62,7 +61,7 @@ class CakeRun:
 
 
 def prompt_chunks(tokens: int, chunk_tokens: int, token_bytes: float = PAPER_TOKEN_BYTES) -> tuple[PromptChunk, ...]:
-    """Return a fully stored prompt in chunks of ``chunk_tokens``."""
+    """Return a fully stored prompt."""
     sizes = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return tuple(PromptChunk(at, count, round(count * token_bytes), True) for at, count in sizes)
 

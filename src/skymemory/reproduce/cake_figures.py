@@ -47,7 +47,6 @@ def log_seconds(axes: Axes) -> None:
 
 
 def _bars(axes: Axes, places: list[float], records: list[Record]) -> None:
-    """Draw three bars at each place: computing, loading, Cake."""
     for offset, (key, label, colour) in enumerate(_KINDS):
         at = [place + (offset - 1) * 0.28 for place in places]
         axes.bar(at, [record[key] for record in records], 0.27, color=colour, label=label)
@@ -260,7 +259,6 @@ TITLES: dict[int, str] = {
 
 
 def exhibit_of(result: Reproduction) -> Exhibit:
-    """Return the exhibit of a computed figure."""
 
     def draw() -> Figure:
         figure = _DRAWINGS[result.figure](result)

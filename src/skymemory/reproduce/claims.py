@@ -56,7 +56,6 @@ class Claim:
     physics: str
     measured: str
     command: str = ""
-    """Command that measures it."""
 
 
 def all_claims(physics: Mapping[str, Callable[[], str]] | None = None) -> list[Claim]:
@@ -174,7 +173,6 @@ PHYSICS: dict[str, Callable[[], str]] = {
     "servers": _more_servers,
     "similar": _strategies_apart,
 }
-"""Result of physics by the key of a claim."""
 
 
 # Measured: from the JSON in docs/benchmarks.

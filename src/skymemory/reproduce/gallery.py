@@ -88,7 +88,6 @@ class Document:
 
 
 def documents() -> list[Document]:
-    """Return all documents with figures, in the order of the gallery."""
     table_3 = Exhibit("table-3", "Table 3. Testbed", _draw_table_3, _table_3, table=True)
     mooncake = kept_exhibits(Path("docs/figures") if DOCS is None else DOCS / "figures")
     return [

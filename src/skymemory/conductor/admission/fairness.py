@@ -123,7 +123,7 @@ class Fair(RuleAround):
         return Refusal(reason, self._retry_s(load - self.settings.overload), kind="share")
 
     def _retry_s(self, excess: float) -> float:
-        """Return the seconds in which the queue shrinks by this much load if no request arrives."""
+        """Return the seconds in which the queue shrinks by this load without arrivals."""
         return max(RETRY_S, excess * self.slo.ttft_s)
 
 
@@ -134,7 +134,7 @@ def _cost_s(placement: Placement) -> float:
 
 
 _MOST = 65_536
-"""Limit of remembered requests; the oldest are dropped first."""
+"""Limit of remembered requests."""
 _REFRESH = 256
 """Recomputations of the shares per window."""
 
@@ -159,7 +159,6 @@ class Shares:
         self._level_at_s = -math.inf
 
     def asked(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
-        """Record a request of ``tenant``."""
         self._log.append((now_s, tenant, cost, admitted))
         account = self._accounts.setdefault(tenant, _Account())
         account.requests += 1

@@ -70,7 +70,8 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Ids of requests in progress with a late first token; decoding is not to blame for their missed objective."""
+        """Ids of requests in progress with a late first token; their missed objective does not count against
+        decoding."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         # The order of the module's rules: a request that would be late anyway is not judged by its cost.
@@ -152,9 +153,9 @@ class Goodput(Admission):
 
 
 _MOST = 4096
-"""Limit of remembered requests; the latest are kept."""
+"""Limit of remembered requests."""
 _REFRESH = 64
-"""Number of times per window that the remembered requests are sorted."""
+"""Sorts of the remembered requests per window."""
 
 
 class Price:
@@ -168,7 +169,6 @@ class Price:
         self._sorted_s = -math.inf
 
     def asked(self, cost: float, now_s: float) -> None:
-        """Record a request's cost, admitted or not."""
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
@@ -256,7 +256,6 @@ class Batches:
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Prompt tokens of the requests in progress."""
         self._seen = 0
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
@@ -285,7 +284,6 @@ class Batches:
             self._line = (self._mean_tbt_s - slope * self._mean_tokens, slope)
 
     def left(self, tokens: int, now_s: float) -> None:
-        """Record the end of a request."""
         self._count(now_s)
         self._inside -= 1
         self.tokens -= tokens

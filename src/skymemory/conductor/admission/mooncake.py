@@ -17,7 +17,7 @@ _LOOKAHEADS = 12
 
 
 def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
-    """Return a refusal if the estimated time to first token exceeds the objective; without an estimate None."""
+    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if ttft_s is None or ttft_s <= limit_s:
         return None
     reason = f"its first token is estimated to take {ttft_s:.3g} s; the limit is {limit_s:.3g} s"
@@ -25,7 +25,7 @@ def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
 
 
 def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | None, now_s: float) -> Refusal | None:
-    """Return a refusal if the estimated time between tokens of the batch exceeds the objective."""
+    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if tbt_s is None or tbt_s <= limit_s:
         return None
     reason = f"tokens are estimated to take {tbt_s * 1000:.4g} ms; the limit is {limit_s * 1000:.4g} ms"

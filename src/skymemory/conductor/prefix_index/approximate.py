@@ -51,9 +51,7 @@ class PrefixIndex(Protocol):
         """Drop all blocks of ``slot``: the server left or restarted."""
         ...
 
-    def blocks_of(self, slot: int) -> int:
-        """Return the number of blocks of ``slot``."""
-        ...
+    def blocks_of(self, slot: int) -> int: ...
 
 
 BLOCKS_PER_SERVER = 31_250
@@ -114,7 +112,7 @@ class ApproximatePrefixIndex:
         return self._table.held(slot)
 
     def set_capacity(self, slot: int, blocks: int) -> None:
-        """Set the capacity of a server's cache; evict blocks beyond it.
+        """Set the capacity of a server's cache and evict beyond it.
 
         Raises:
             InvalidInput: an invalid capacity.

@@ -43,7 +43,6 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def medium_of(name: str) -> str:
-    """Return the medium that an engine calls ``name``; an empty name is the GPU's memory."""
     medium = _NAMES.get(name)
     return _NAMES.get(name.upper(), OTHER) if medium is None else medium
 
@@ -80,7 +79,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Event: blocks were removed from ``medium``. Other media may still hold them."""
+    """Event: blocks left ``medium``. Other media may still hold them."""
 
     hashes: Sequence[EngineHash]
     medium: str = GPU
@@ -179,7 +178,6 @@ class EngineBlocks:
 
     @property
     def orphans(self) -> int:
-        """Number of blocks with an unknown parent."""
         return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
@@ -376,7 +374,7 @@ class EngineBlocks:
                 del self._more_copies[medium, name]
 
     def _another_copy(self, medium: str, name: int) -> bool:
-        """Remove a copy; return True if another copy remains."""
+        """Remove a copy; return True if another remains."""
         more = self._more_copies.pop((medium, name), 0)
         if more > 1:
             self._more_copies[medium, name] = more - 1

@@ -192,31 +192,29 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Return True if events of ``slot`` are missing, so that it matches nothing."""
+        """Return True if events are missing; the slot then matches nothing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:
-        """Return the number of the first missing batch."""
         return self._engine(slot).expected
 
     def trouble(self, slot: int) -> str:
-        """Return the reason why the events of ``slot`` are unusable; empty if they are usable."""
+        """Return the reason why the slot's events are unusable, or an empty text."""
         engine = self._engines.get(slot)
         return "" if engine is None else engine.trouble
 
     def orphans(self, slot: int) -> int:
-        """Return the number of blocks of ``slot`` with an unknown parent."""
         return self._engine(slot).blocks.orphans
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         return self.match_weighted(blocks, slots)[0]
 
     def weighted(self, blocks: Blocks, slots: Sequence[int]) -> list[float]:
-        """Return as ``match``, but with each block counting the largest weight of its media."""
+        """Return ``match`` with each block weighted by the best of its media."""
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return ``match`` and ``weighted``, computed in a single walk along the chain."""
+        """Return ``match`` and ``weighted`` of a single walk."""
         return self._walk(blocks, slots, self._order)
 
     @property

@@ -58,8 +58,6 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Blocks of all servers by name."""
-
     kind: str
     servers: Mapping[str, Held] = field(default_factory=dict)
 
@@ -70,7 +68,6 @@ def rows_of(dump: bytes) -> NDArray[np.void]:
 
 
 def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> Snapshot:
-    """Return the blocks of the servers named in ``slots``."""
     return Snapshot(kind, {name: Held(index.capacity_of(slot), index.dump(slot)) for name, slot in slots.items()})
 
 
@@ -226,7 +223,6 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
 
     @property
     def log_start(self) -> int:
-        """Number of the oldest delta in the log."""
         return self.log_end - len(self._log)
 
     def since(self, number: int) -> list[Delta] | None:

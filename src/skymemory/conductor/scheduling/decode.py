@@ -27,8 +27,6 @@ Parts = tuple[float, float, float, float, float]
 
 
 class DecodeCost(Protocol):
-    """Part of ``cost_model.CostModel`` needed here."""
-
     def decode_parts(self, batch: int) -> Parts:
         """Return coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of
         context.
@@ -42,7 +40,6 @@ class _Booked:
 
     request: Request
     tokens: int
-    """Prompt tokens."""
     joins_s: float
     """Time at which it joined the batch, or is estimated to."""
     joined: bool = False
@@ -58,7 +55,7 @@ class _Batch:
     joined_tokens: int = 0
     promised_tokens: int = 0
     joined_at_s: float = 0.0
-    """Sum of the times at which they joined."""
+    """Sum of the join times."""
 
     def add(self, one: _Booked, sign: int) -> None:
         if one.joined:
@@ -90,9 +87,9 @@ class LeastTbt(Scorer):
         self._parts: dict[int, Parts] = {}
         self._batches: dict[int, _Batch] = {}
         self._open: dict[tuple[int, int], list[_Booked]] = {}
-        """Requests by id (the request is kept alive here) and slot."""
+        """Requests by id (kept alive here) and slot."""
         self._expected: dict[int, _Booked] = {}
-        """Requests in prefill, by id of the request."""
+        """Requests in prefill, by id."""
 
     @property
     def decode_s(self) -> float:
@@ -214,7 +211,6 @@ class LeastTbt(Scorer):
         return (batch.joined * now_s - batch.joined_at_s) / self._step_s(batch.joined, batch.joined_tokens)
 
     def _room(self, server: Server) -> int | None:
-        """Return the capacity of its KV cache in tokens, if known."""
         if self._kv_tokens is not None:
             return self._kv_tokens
         report = server.reported

@@ -58,7 +58,6 @@ from skymemory.errors import InvalidInput
 
 VARIANTS = ("cheaper", "arxiv", "fast25")
 NETWORK = "network"
-"""Medium between servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class _SplitCandidate(NamedTuple):
     end: int
     in_wait_s: float
     load_s: float
-    """Seconds to load all that the source has and the server lacks."""
+    """Seconds to load what the server lacks of it."""
     rest_s: float
     """Seconds to compute what the source lacks."""
 
@@ -237,7 +236,6 @@ class KvCacheCentric(PrefillScheduler):
             self._split(estimates, candidates)
 
     def _rests_s(self, estimates: Estimates, end: int) -> Sequence[float]:
-        """Return the compute seconds per server if it has the first ``end`` tokens."""
         count, tokens = len(estimates.slots), estimates.request.prompt.tokens
         speeds = self.speeds
         if type(speeds) is GivenSpeeds and tokens:
@@ -307,7 +305,6 @@ class KvCacheCentric(PrefillScheduler):
             estimates.loads[at] = Load(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
-        """Return the compute seconds of the prompt on that server, as a function of its cached tokens."""
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
         if type(speeds) is GivenSpeeds:  # Other speeds differ by server.
             prefill_s = speeds.cost.prefill_s

@@ -32,16 +32,14 @@ class Source(NamedTuple):
     """Place to load a prompt's prefix from."""
 
     name: str
-    """Name of the server or tier."""
     slot: int
     """Slot of the server; -1 for a tier."""
     blocks: int
-    """Number of leading blocks that it holds."""
+    """Number of leading blocks."""
     wait_s: float
     """Seconds until its outgoing link is free."""
     latency_s: float
     token_s: float
-    """Seconds per loaded token."""
 
     def load_s(self, tokens: int, in_wait_s: float) -> float:
         """Return the seconds to load ``tokens``, if the receiver's incoming link is free in ``in_wait_s``."""
@@ -124,8 +122,6 @@ UNDER_WAY_BLOCKS = 4096
 
 
 class Load(NamedTuple):
-    """Part of a prompt that is loaded."""
-
     source: Source
     split_tokens: int
     end_tokens: int
@@ -135,7 +131,7 @@ class Load(NamedTuple):
 
     @property
     def link_s(self) -> float:
-        """Seconds that the load occupies the links."""
+        """Seconds for which it occupies the links."""
         return (self.end_tokens - self.split_tokens) * self.source.token_s
 
 
@@ -154,11 +150,11 @@ class Estimates:
     """Tokens of ``blocks``."""
     waits_s: list[float]
     alone_s: list[float]
-    """Seconds to compute everything that is not held."""
+    """Seconds to compute what is not held."""
     ttfts_s: list[float]
     now_s: float
     loads: dict[int, Load] = field(default_factory=dict)
-    """Loads, by position in the lists."""
+    """Loads by position."""
 
     def plan(self, at: int) -> Plan:
         held, wait_s = self.held[at], self.waits_s[at]
@@ -171,8 +167,6 @@ class Estimates:
 
 @runtime_checkable
 class PipelineCost(Protocol):
-    """Cost of a pipeline of machines."""
-
     def drain_s(self, tokens: float, cached: float) -> float:
         """Return the last part of a prefill's seconds, during which the first machine is free again."""
         ...
@@ -180,10 +174,8 @@ class PipelineCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Record of a sent request."""
-
     prefill: int
-    """Ticket of the prefill in the queue."""
+    """Ticket in the queue."""
     plan: Plan
 
 
@@ -226,7 +218,7 @@ class PrefillScheduler(Indexed, ABC):
         """Add loads, and the times to first token with them, to ``estimates``."""
 
     def load_s(self, server: Server, now_s: float) -> float:
-        """Return the prefill backlog of the server in seconds."""
+        """Return the prefill backlog in seconds."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -286,7 +278,6 @@ class PrefillScheduler(Indexed, ABC):
 
 
 def tokens_of(prompt: Prompt, blocks: int) -> int:
-    """Return the number of tokens of a prompt's first ``blocks`` blocks."""
     return min(prompt.tokens, int(blocks * prompt.block_tokens))
 
 

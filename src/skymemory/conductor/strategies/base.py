@@ -44,7 +44,7 @@ class RequestNotes(Generic[Note]):
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[Request, Note]] = {}
         self._further: dict[tuple[int, int], list[Note]] = {}
-        """Notes of repeated sends to the same server; rare."""
+        """Notes of repeated sends; rare."""
 
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
@@ -134,7 +134,6 @@ class GainThreshold:
         return matched_tokens > self.tokens and matched_tokens > self.ratio * prompt_tokens
 
     def why_not(self, matched_tokens: float, prompt_tokens: int) -> str:
-        """Return the reason text for a match below the threshold."""
         if not prompt_tokens:
             return "load only: the prompt is empty"
         if matched_tokens <= 0:
@@ -160,7 +159,7 @@ def hash_words(*words: bytes) -> int:
 
 
 def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
-    """Return model, adapter and salt, which separate caches."""
+    """Return the words that separate caches."""
     return request.model.encode(), request.adapter.encode(), request.salt.encode()
 
 
@@ -172,8 +171,6 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class NameHashes:
-    """Hashes of server names, each computed once."""
-
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
 

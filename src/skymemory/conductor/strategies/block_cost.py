@@ -25,7 +25,7 @@ class BlockCostSettings:
     overlap_credit: float = 1.0
     """Credit for a held block, 0 to 1."""
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.prefill_scale < 0 or not 0 <= self.overlap_credit <= 1:
@@ -41,7 +41,6 @@ class BlockCost(Indexed):
         self._kept: dict[int, Counter[int]] = {}
         """Blocks of each slot's requests, with reference counts."""
         self._open: RequestNotes[bool] = RequestNotes()
-        """Requests in flight."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt

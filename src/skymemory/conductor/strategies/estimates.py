@@ -17,10 +17,8 @@ from skymemory.native.twin.ttft import delays_s
 
 
 class PrefillCost(Protocol):
-    """Part of ``cost_model.CostModel`` needed here."""
-
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Return the seconds to prefill ``tokens``, the first ``cached`` of them cached, on an idle machine."""
+        """Return the seconds on an idle machine if the first ``cached`` of ``tokens`` are cached."""
         ...
 
 
@@ -29,7 +27,6 @@ class Speeds(ABC):
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
-        """Last reported totals of each slot."""
 
     @abstractmethod
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
@@ -44,7 +41,7 @@ class Speeds(ABC):
         """Record the time of a prompt with its whole answer."""
 
     def read_reports(self, servers: Sequence[Server]) -> None:
-        """Observe the mean prefill since the last report of each engine."""
+        """Observe the mean prefill since each engine's last report."""
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -83,7 +80,6 @@ class GivenSpeeds(Speeds):
         self.cost = cost
         self._ratios: dict[int, deque[float]] = {}
         self._own: dict[int, float] = {}
-        """Measured factor of each server."""
         self._factors: dict[int, float] = {}
         self._count = 0
 
@@ -157,7 +153,6 @@ class LearnedSpeeds(Speeds):
         self._of_whole: Line | None = None
         self._count = 0
         self.changes = 0
-        """Number of changes of curves."""
         self.curves = array("d", UNKNOWN)
         """Curves for ``native.TtftRanker``: the common curve, then a curve per slot, NaNs if there is none."""
 

@@ -46,7 +46,6 @@ class SimHashSettings:
     near_bits: int = 12
     """Largest distance of a similar prompt; unrelated prompts differ in 32 ± 4 bits."""
     remembered: int = 256
-    """Number of latest signatures kept per server."""
     load_factor: float = 1.25
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
@@ -72,7 +71,6 @@ def signature_of(pieces: NDArray[np.uint64]) -> int:
 
 
 def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Return the number of bits in which each of ``others`` differs from ``signature``."""
     differing: NDArray[np.uint64] = np.bitwise_xor(others, np.uint64(signature))
     if hasattr(np, "bitwise_count"):
         bits: NDArray[np.uint8] = np.bitwise_count(differing)

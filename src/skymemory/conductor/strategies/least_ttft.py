@@ -52,7 +52,7 @@ class LeastTtftSettings:
     would change servers.
     """
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
     events: bool = False
     """True if the engines' KV events feed the index, instead of the requests sent."""
     block_tokens: int = 16
@@ -177,7 +177,6 @@ class LeastTtft(Indexed):
         )
         self._table = index.whole_table if isinstance(index, ApproximatePrefixIndex) else None
         self._last: _Last | None = None
-        """Last ranked request."""
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
         """True if a subclass overrides the ranker's estimates."""
@@ -238,7 +237,7 @@ class LeastTtft(Indexed):
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
-        """Return the reasons; ``unworthy`` is the best match in tokens if below the threshold, else 0."""
+        """Return the reasons; ``unworthy`` is a best match below the threshold, in tokens, else 0."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
         if held_back:
             names = ", ".join(server.name for server in held_back)
@@ -259,7 +258,6 @@ class LeastTtft(Indexed):
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
     def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Return the estimated wait at each server."""
         return self._queues.waits_s(servers, now_s)
 
     def queue_s(self, server: Server, now_s: float) -> float:
@@ -316,7 +314,6 @@ class LeastTtft(Indexed):
     def _observe(
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
-        """Learn the server's speed from the first byte."""
         # ``seconds`` is None if its start or end is unknown: it, or a request before it in the queue, was not streamed.
         prefill, matched, routed_s, wait_s, load = sent
         seconds = self._queues.remove(server.slot, prefill, now_s)
@@ -390,7 +387,6 @@ class Load:
     seconds: float = 0.0
 
     def part(self, part: float) -> Load:
-        """Return the cost of only a part of the blocks."""
         return self if part >= 1 else Load(self.blocks * part, self.seconds * part)
 
 

@@ -33,7 +33,7 @@ class RadixSettings:
     min_match_tokens: int = 0
     min_match_ratio: float = 0.3
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.balance_absolute < 0 or self.balance_relative < 1:
@@ -76,7 +76,7 @@ _TIE = 1e-6
 @dataclass(frozen=True, slots=True)
 class LMetricSettings:
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
 
 class LMetric(Indexed):

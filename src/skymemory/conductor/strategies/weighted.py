@@ -44,14 +44,12 @@ class WeightedSettings:
 @dataclass(frozen=True, slots=True)
 class ApproximateSettings(WeightedSettings):
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
     max_match_blocks: int = 256
     """Limit of matched blocks per prompt; 0: all."""
 
 
 class Approximate(Indexed):
-    """Weighted sum with an index learnt from requests."""
-
     name = "approximate"
 
     def __init__(
@@ -101,7 +99,6 @@ class Approximate(Indexed):
         self._since.pop(server.slot, None)
 
     def _loads(self, servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
-        """Return queued requests and the free share of the KV cache."""
         queues: list[float] = []
         free: list[float | None] = []
         for server in servers:
@@ -152,8 +149,6 @@ class PreciseSettings(WeightedSettings):
 
 
 class Precise(Approximate):
-    """Weighted sum with an index fed by KV events."""
-
     name = "precise"
 
     def __init__(self, index: PreciseIndex, settings: PreciseSettings | None = None) -> None:

@@ -58,15 +58,12 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Published value, and ours."""
-
     what: str
     unit: str
     published: float | str | None
-    """Published value; None: not published."""
+    """Value; None: not published."""
     ours: float
     why: str = ""
-    """Reason of a difference, or a remark."""
     digits: int = 2
 
 
@@ -75,7 +72,6 @@ class Experiment:
     name: str
     """Name, of ``CAPTIONS``."""
     source: str
-    """Source of the requests."""
     assumed: tuple[str, ...]
     """Assumptions for settings that the papers leave open."""
     header: tuple[str, ...]

@@ -41,7 +41,6 @@ _SERIES_SECONDS = 1_200
 
 
 def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
-    """Write an experiment's data as CSV, and its curves, if it has any, as another CSV."""
     written = [save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)]
     if experiment.series:
         rows = (
@@ -127,7 +126,6 @@ def draw(experiment: Experiment) -> Figure:
 
 
 def exhibit_of(experiment: Experiment) -> Exhibit:
-    """Return the exhibit of an experiment that was run."""
     return Exhibit(
         f"mooncake-{experiment.name}",
         _title(experiment.name),

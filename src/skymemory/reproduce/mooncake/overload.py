@@ -24,8 +24,6 @@ SHORT = {"vllm": (11, 5), "turbomind": (13, 3)}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Cluster under overload."""
-
     name: str
     setup: ClusterSetup
     words: str
@@ -166,7 +164,6 @@ def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
 
 
 def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell:
-    """Return the cell of a rule of ``RULES``."""
     name, _, long = rule.partition(", ")
     # With an infinite decoding time no request is forecast to leave: the most cautious prediction.
     options = (("decode_s", INFINITE_S),) if long else ()

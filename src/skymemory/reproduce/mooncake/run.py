@@ -115,7 +115,6 @@ def as_markdown(experiment: Experiment) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Return the rows as a table of text; columns of words are aligned left."""
     words = [at for at in range(len(header)) if all(isinstance(row[at], str) for row in rows)]
     return Table([str(name) for name in header], [[_cell(value) for value in row] for row in rows], left=words)
 
