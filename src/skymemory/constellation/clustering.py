@@ -1,6 +1,6 @@
 """Shells, planes and slots recovered from the element sets of a real constellation.
 
-A flown constellation differs from the filed one: gaps, spares, satellites that are raised or lowered, planes that were
+A flown constellation differs from its filing: gaps, spares, satellites that are raised or lowered, planes that were
 never filled. The steps, each on mean elements propagated to a common epoch:
 
 1. Leave out sets that are stale, eccentric or of a satellite under thrust.

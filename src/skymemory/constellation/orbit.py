@@ -113,7 +113,7 @@ def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> f
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or nearly one.
+    """Shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or close to it.
 
     Args:
         altitude_m: height above ``earth_radius_m`` of the orbit's radius (``paper``) or mean semi-major axis (``j2``).

@@ -151,7 +151,7 @@ class InSight:
     mean: float
     most: int
     longest_gap_s: float
-    """Longest time without a satellite above the mask; 0 if there always is one."""
+    """Longest time without a satellite above the mask; 0 if a satellite is always in sight."""
     covered: float
     highest_for_s: float | None
     """Mean time for which the same satellite is the highest; None if none is ever in sight."""

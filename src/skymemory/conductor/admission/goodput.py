@@ -2,7 +2,7 @@
 
 Each request within its objectives counts the same, however much compute it takes. Under overload the cheapest requests
 are therefore admitted. A rule that only looks at the queue admits in order of arrival, and one long prompt then costs
-as much as twenty short ones.
+as much as twenty short prompts.
 
 1. Time to first token: refuse if the estimate, corrected by its learnt error (``LearntTtft``), exceeds the objective.
 2. Time between tokens: refuse if the decode load, counting all admitted requests, exceeds a learnt share of the
@@ -11,7 +11,7 @@ as much as twenty short ones.
    that time.
 3. Prefill cost (``Price``): if the shortest queue is longer than ``queue_share`` of the objective, admit only the
    cheapest of the recent requests that fit into the servers' time. With shorter queues admit all, so that no server
-   idles because future requests differ from recent ones.
+   idles because future requests differ from recent requests.
 4. Context size: the same rule for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 

@@ -193,16 +193,16 @@ class KvCacheCentric(PrefillScheduler):
         # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
         end = tokens_of(prompt, best.blocks)
-        for at, held in enumerate(estimates.held):
-            if end <= held:
+        for at, held_tokens in enumerate(estimates.held):
+            if end <= held_tokens:
                 continue
-            ratio = end / held if held else math.inf
+            ratio = end / held_tokens if held_tokens else math.inf
             if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
                 slot = estimates.slots[at]
-                load_s = best.load_s(end - held, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
+                load_s = best.load_s(end - held_tokens, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
                 estimates.ttfts_s[at] = finish_s(estimates.waits_s[at], load_s, rest_s, self._layers)
-                estimates.loads[at] = Load(best, held, end, load_s, rest_s)
+                estimates.loads[at] = Load(best, held_tokens, end, load_s, rest_s)
 
     def _by_seconds(self, estimates: Estimates, sources: list[Source]) -> None:
         """Let each server compute or load, whichever is faster; then try splits that may win."""
@@ -219,15 +219,15 @@ class KvCacheCentric(PrefillScheduler):
         for source in sources:
             end = tokens_of(prompt, source.blocks)
             rests = self._rests_s(estimates, end)
-            for at, held in enumerate(estimates.held):
-                if end <= held:
+            for at, held_tokens in enumerate(estimates.held):
+                if end <= held_tokens:
                     continue
                 wait_s, rest_s = waits[at], rests[at]
-                load_s = source.load_s(end - held, in_waits_s[at])
+                load_s = source.load_s(end - held_tokens, in_waits_s[at])
                 ttft_s = finish_s(wait_s, load_s, rest_s, layers)
                 if ttft_s < ttfts[at]:
                     ttfts[at] = ttft_s
-                    estimates.loads[at] = Load(source, held, end, load_s, rest_s)
+                    estimates.loads[at] = Load(source, held_tokens, end, load_s, rest_s)
                 # A load that is hidden by the queue or the computation leaves nothing to gain.
                 floor_s = wait_s + rest_s
                 if cake and floor_s < (1.0 - gain) * ttfts[at] and source.blocks > estimates.blocks[at] + 1:
@@ -283,7 +283,7 @@ class KvCacheCentric(PrefillScheduler):
         self, estimates: Estimates, chance: _SplitCandidate, known: dict[tuple[object, ...], tuple[int, float]]
     ) -> None:
         at, source, end, prompt = chance.at, chance.source, chance.end, estimates.request.prompt
-        held, wait_s, alone_s = estimates.held[at], estimates.waits_s[at], estimates.alone_s[at]
+        held_tokens, wait_s, alone_s = estimates.held[at], estimates.waits_s[at], estimates.alone_s[at]
         rest_s, in_wait_s, layers = chance.rest_s, chance.in_wait_s, self._layers
         seconds = self._seconds(estimates.slots[at], prompt)
 
@@ -293,12 +293,12 @@ class KvCacheCentric(PrefillScheduler):
             return finish_s(ready_s, source.load_s(end - tokens, in_wait_s), rest_s, layers)
 
         # Servers with equal inputs, such as idle servers, share a result, so that they tie.
-        alike = (source, held, wait_s, in_wait_s, alone_s, rest_s)
+        alike = (source, held_tokens, wait_s, in_wait_s, alone_s, rest_s)
         if alike not in known:
             known[alike] = best_split(finish_at, estimates.blocks[at], source.blocks)
         split, ttft_s = known[alike]
         if ttft_s < estimates.ttfts_s[at]:
-            begin = max(held, tokens_of(prompt, split))
+            begin = max(held_tokens, tokens_of(prompt, split))
             load_s = source.load_s(end - begin, in_wait_s)
             compute_s = alone_s - seconds(begin) + rest_s
             estimates.ttfts_s[at] = ttft_s

@@ -157,12 +157,12 @@ class Estimates:
     """Loads by position."""
 
     def plan(self, at: int) -> Plan:
-        held, wait_s = self.held[at], self.waits_s[at]
+        held_tokens, wait_s = self.held[at], self.waits_s[at]
         load = self.loads.get(at)
         if load is None:
-            return Plan(held, held, 0, "", wait_s, 0.0, self.alone_s[at])
+            return Plan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
         source, split, end = load.source.name, load.split_tokens, load.end_tokens
-        return Plan(held, split, end - split, source, wait_s, load.load_s, load.compute_s)
+        return Plan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
 
 
 @runtime_checkable
@@ -268,11 +268,11 @@ class PrefillScheduler(Indexed, ABC):
         slots = [server.slot for server in servers]
         known = self.held_blocks(prompt, servers)
         blocks = self.matched_blocks(prompt, servers, known)
-        held = self.matched_tokens(prompt, blocks)
+        held_tokens = self.matched_tokens(prompt, blocks)
         waits_s = self._queues.waits_s(servers, now_s)
-        alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
+        alone_s = self.speeds.prefills_s(slots, prompt.tokens, held_tokens)
         ttfts_s = [wait + alone for wait, alone in zip(waits_s, alone_s, strict=True)]
-        estimates = Estimates(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
+        estimates = Estimates(request, servers, slots, known, blocks, held_tokens, waits_s, alone_s, ttfts_s, now_s)
         self.fetch(estimates)
         return estimates
 

@@ -45,17 +45,17 @@ class BlockCost(Indexed):
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt
         # Dynamo adds work (prefill) and memory (blocks kept while decoding) in the same unit: blocks, not seconds.
-        held = self.matched_blocks(prompt, servers)
+        held_blocks = self.matched_blocks(prompt, servers)
         per_block = prompt.block_tokens
         chain = prompt.blocks
         prefills = [
             settings.prefill_scale
             * max(0.0, (server.prefill_tokens + prompt.tokens) / per_block - settings.overlap_credit * blocks)
-            for server, blocks in zip(servers, held, strict=True)
+            for server, blocks in zip(servers, held_blocks, strict=True)
         ]
         decodes = [self._blocks_with(server.slot, chain) for server in servers]
         scores = [-prefill - decode for prefill, decode in zip(prefills, decodes, strict=True)]
-        matched = self.matched_tokens(prompt, held)
+        matched = self.matched_tokens(prompt, held_blocks)
         weights = (("tokens held", matched), ("blocks to prefill", prefills), ("blocks of its requests", decodes))
         return Ranking(scores, matched, weights=weights)
 
@@ -88,7 +88,7 @@ class BlockCost(Indexed):
                 del references[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
-        """Return the number of distinct blocks of the slot's requests including this one."""
+        """Return the number of distinct blocks of the slot's requests including this request."""
         references = self._kept.get(slot)
         if not references:
             return float(len(chain))

@@ -66,7 +66,7 @@ class GivenSpeeds(Speeds):
     """Cost model, corrected by a factor per server learnt from its prefills.
 
     Similar servers share a factor. With individual factors no two idle servers would tie, and noise of a few
-    thousandths would send nearly all requests to one of them.
+    thousandths would send nearly all requests to the same server.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0

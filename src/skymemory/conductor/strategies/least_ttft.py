@@ -270,10 +270,13 @@ class LeastTtft(Indexed):
         # request goes to a server that was not ranked.
         ranked = self._found(request, server)
         if ranked is not None:
-            held, matched, work_s = ranked
+            held_blocks, matched, work_s = ranked
         else:
             blocks = self.held_blocks(prompt, (server,))
-            held, matched = blocks[0], self.matched_tokens(prompt, self.matched_blocks(prompt, (server,), blocks))[0]
+            held_blocks, matched = (
+                blocks[0],
+                self.matched_tokens(prompt, self.matched_blocks(prompt, (server,), blocks))[0],
+            )
             load = next(iter(self.loads(prompt, (slot,))), NOTHING)
             saved = saved_tokens(prompt, matched, load)
             if not self._gain.worth(saved, prompt.tokens):
@@ -281,7 +284,7 @@ class LeastTtft(Indexed):
             work_s = self.prefills_s(request, (slot,), (saved,), now_s)[0] + load.seconds
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
-        self.note(request, server, held, (prefill, matched, now_s, wait_s, load))
+        self.note(request, server, held_blocks, (prefill, matched, now_s, wait_s, load))
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
 
@@ -294,11 +297,11 @@ class LeastTtft(Indexed):
         ranked, servers, figures, unworthy, changes = last
         if ranked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
-        _, work_s, matched, held = _figures_at(figures, _ROW_BYTES * servers.index(server))
+        _, work_s, matched, held_blocks = _figures_at(figures, _ROW_BYTES * servers.index(server))
         if unworthy or not matched:
-            return held, 0, work_s
+            return held_blocks, 0, work_s
         # The ranking checks if the best match of all servers is worth following, booking if this server's match is.
-        return (held, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
+        return (held_blocks, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
         """Return a sum of growing counters: equal only if nothing that the ranking depends on has changed."""
