@@ -6,8 +6,8 @@ reaches a different share of the machine's speed than matrix multiplications (``
 at that share), and each cached token has a cost. Decoding steps: ``fixed + per_request·batch + max(reading,
 computing)``. Computing follows from the prefills; the memory bandwidth is searched.
 
-Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a few
-disturbed measurements do not move the fit.
+Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
+few disturbed measurements do not move the fit.
 """
 
 from __future__ import annotations

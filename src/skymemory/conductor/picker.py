@@ -22,9 +22,9 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""Difference of queue lengths, in requests, from which a server with room loads an adapter as well.
+"""Requests by which a server's queue must be shorter for it to load the adapter too.
 
-It is relative to the shortest queue among servers with the adapter. Loading takes about as long as a few prefills.
+The comparison is with the shortest queue among servers with the adapter. Loading takes about as long as a few prefills.
 """
 _MASK = (1 << 64) - 1
 _KEPT = 0.95

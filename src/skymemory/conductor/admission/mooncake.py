@@ -65,7 +65,7 @@ class Baseline(Admission):
 @dataclass(frozen=True, slots=True)
 class EarlySettings:
     promised: bool = False
-    """Count admitted requests that have not joined a batch yet. The published rule does not, and oscillates (figure 9).
+    """True: count admitted requests that have not joined a batch yet. The published rule does not, and oscillates (figure 9).
     """
 
 

@@ -66,7 +66,7 @@ class KvCacheCentricSettings:
     balancing_threshold: float = 2.0
     """Ratio of the longest prefix anywhere to the server's own from which it loads (published variants)."""
     cake: bool = True
-    """Compute the front while the back is loaded (``cheaper`` only)."""
+    """True: compute the front while the back is loaded (``cheaper`` only)."""
     split_gain: float = 0.01
     """Minimum gain, as a share of the time to first token, for which a split is computed."""
     layers: int = 0
@@ -95,7 +95,7 @@ class _SplitCandidate(NamedTuple):
     end: int
     in_wait_s: float
     load_s: float
-    """Seconds to load what the server lacks of it."""
+    """Seconds to load what the source has and the server lacks."""
     rest_s: float
     """Seconds to compute what the source lacks."""
 

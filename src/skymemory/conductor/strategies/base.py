@@ -26,7 +26,7 @@ from skymemory.errors import InvalidInput
 MOST_UNDER_WAY = 8192
 """Limit of a prompt's blocks that count as held once it is sent."""
 ANSWERING = 4096
-"""Limit of requests in answer whose estimate is remembered."""
+"""Limit of requests being answered whose estimate is remembered."""
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
 
@@ -197,7 +197,7 @@ class Indexed(Scorer):
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """Believed blocks and last block of the prompts of requests in answer.
+        """Believed blocks and last prompt block of requests being answered.
 
         Some servers report cached tokens at the end. Most do not, so requests are not kept alive: the last block
         detects a reused id.
