@@ -30,7 +30,7 @@ requests that fit; ``share``: the tenant's share is used up; ``priority``: highe
 queue is full, or the wait in it too long.
 """
 RETRY_S = 1.0
-"""Retry-After if no estimate tells when there will be room."""
+"""Retry-After if no estimate shows when there will be room."""
 
 
 @dataclass(frozen=True, slots=True)

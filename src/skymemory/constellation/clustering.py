@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
 
 STALE_S = 3 * 86400.0
-"""Maximum distance of elements from the file's median epoch; beyond it they do not tell the slot of a satellite."""
+"""Maximum distance of elements from the file's median epoch; beyond it they do not show the slot of a satellite."""
 ECCENTRIC = 0.005
 """Maximum eccentricity; at 0.005 an orbit is 70 km wide, while stations are kept below 0.001."""
 THRUST_REV_DAY2 = 0.01

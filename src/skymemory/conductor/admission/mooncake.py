@@ -65,8 +65,7 @@ class Baseline(Admission):
 @dataclass(frozen=True, slots=True)
 class EarlySettings:
     promised: bool = False
-    """True: count admitted requests that have not joined a batch yet. The published rule does not, and oscillates (figure 9).
-    """
+    """True: also count admitted requests outside any batch. The published rule does not, and oscillates (figure 9)."""
 
 
 class Early(Baseline):

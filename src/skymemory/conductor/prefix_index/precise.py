@@ -183,7 +183,7 @@ class PreciseIndex:
     def resume_empty(self, slot: int, sequence: int) -> None:
         """Give up lost batches: empty the slot and continue with batch ``sequence``."""
         engine = self._engine(slot)
-        self.counters.add("slots_begun_anew")  # part of a metric's name: do not change
+        self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
         waiting = {number: batch for number, batch in engine.waiting.items() if number >= sequence}
         engine.expected, engine.waiting = sequence, {}
