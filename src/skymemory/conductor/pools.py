@@ -2,9 +2,8 @@
 
 Instances change their role one at a time, by draining. The caller samples its instances, calls
 ``PoolController.observe`` about once per second, and carries out the returned change: it closes the instance to new
-requests, waits for its last request to end (a prefill instance finishes its queue; a decode instance finishes its batch
-and the requests on their way to it), and opens the instance in the other role. The controller reads the progress from
-the next samples. It does no I/O and reads no clock.
+requests, waits for its last request to end, and opens it in the other role. The controller sees the progress in the
+next samples. It does no I/O and reads no clock.
 
 **Control law: need is measured by time, spare capacity by work.** Both are smoothed over time::
 
@@ -18,50 +17,41 @@ the next samples. It does no I/O and reads no clock.
 
     load      demand / serving instances; 1: no more work fits within the objective
 
-The need is high if requests are late or about to be. A busy pool that meets its objective has a low need and gets no
-instance.
+The need is high if requests are late or about to be. A busy pool within its objective gets no instance.
 
-* Prefill: waits in a busy pool are roughly exponential, so one in twenty exceeds ``TAIL`` times the mean. The mean
-  alone reacts too late: an admission rule refuses requests that would wait longer than the objective, so the mean never
-  reaches it.
-* Decode: 0 for a single request, 1 at the objective or with full memory; requests wait beyond that.
+* Prefill: waits are roughly exponential, so 5 % exceed ``TAIL`` times the mean. The mean itself never reaches the
+  objective, because an admission rule refuses requests that would wait longer.
+* Decode: 0 for a single request, 1 at the objective or with full memory.
 
-The demand is proportional to the work, which a move spreads over one instance more or less.
+The demand is proportional to the work.
 
-* Prefill: the busy share shows the spare capacity of a pool; a queue longer than the objective shows how many instances
-  are needed to work it off.
+* Prefill: the busy share, or the instances needed to work off a queue longer than the objective.
 * Decode: a batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``n / tbt = (1 - shared / tbt) / c`` tokens
   per second. The first term is this rate over the rate at the objective: a request in such batches has ``idle / (1 - c
   · tokens per second)`` between its tokens. The second term is the rate over the rate with full memory, at which the
-  batch is ``n / kv_share``. An engine that computes its requests one after the other shares nothing; its demand is its
-  busy share. The time between tokens itself is not proportional to work: with an instance less, steps are slower,
-  answers take longer, and batches grow by more than the share of that instance. With full memory requests wait, and
-  ``kv_share`` counts directly.
+  batch is ``n / kv_share``. If nothing is shared, the demand is the busy share. The time between tokens is not
+  proportional to work: with an instance less, steps are slower, answers take longer, and batches grow by more than that
+  instance's share. With full memory, ``kv_share`` counts directly.
 
 An instance moves from pool G to pool R if all of these hold:
 
-1. ``need(R) ≥ high``: R needs it. Below that, requests meet their objectives and a drain would gain nothing.
-2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without it. If both pools are
-   overloaded, no instance moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: the requests that R
-   could not take were refused or wait before G, and with another instance that flow through both pools grows. If G
-   prefills, its future need must also be at most 1. A queue at load ρ has a length of ``ρ / (1 - ρ)`` times a factor
-   that a move does not change (the requests' lengths), so the need after the move is known. Long requests and bursts
-   need more than their work.
+1. ``need(R) ≥ high``: below that, requests meet their objectives and a drain would gain nothing.
+2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without the instance. ``growth``
+   is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: requests that R could not take were refused or wait before G, so
+   a larger R sends more work through both pools. If G prefills, its need after the move must be at most 1, too. It is
+   known, because a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
 3. ``load_after · (1 + margin) ≤ load(R)``: the future load of G is below the present load of R by a margin.
-4. G keeps at least one instance. If its other instances fail during the drain, the drain is called off.
-5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the duration of the last drain have passed since
-   the last change: the longer a drain takes, the more a wrong drain costs.
+4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
+5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended: the
+   longer a drain takes, the more a wrong drain costs.
 
-Rule 3 is the hysteresis. A move back would need R's load before the move to be below G's load after it, by the margin,
-which is the opposite of rule 3. With constant demands no move is undone: all moves go in one direction and end after
-fewer moves than there are instances.
+Rule 3 is the hysteresis. A move back would require R's load before the move to be below G's load after it, the opposite
+of rule 3. With constant demands no move is undone, and there are fewer moves than instances.
 
-Mooncake's loads swing in opposition: requests that wait for prefill now decode later, and reacting to the lagging pool
-feeds the swing. Against this, demands are smoothed, rule 2 looks at both pools at once, and a change waits until the
-last change shows (``settle_s``).
+Mooncake's prefill and decode loads swing in opposition, and reacting to the lagging pool feeds the swing. Against this,
+demands are smoothed, rule 2 looks at both pools, and ``settle_s`` lets the last change show first.
 
-The instance that drains soonest moves: shortest queue, then fewest requests. Preserving its KV blocks is up to the
-caller.
+The instance that drains soonest moves: shortest queue, then fewest requests. Its KV blocks are up to the caller.
 """
 
 from __future__ import annotations
@@ -311,7 +301,7 @@ class PoolController:
         return None
 
     def _orphaned(self, to: Role, now_s: float) -> str | None:
-        """Return the reason to refill a pool that has had no instance for ``settle_s``, whatever the loads are."""
+        """Return the reason to refill a pool without instances for ``settle_s``, whatever the loads are."""
         since_s = self._empty_s[to]
         if since_s is None or now_s - since_s < self.settings.settle_s:
             return None

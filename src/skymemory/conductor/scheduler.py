@@ -158,8 +158,8 @@ class OnArrival(RuleAround):
     """Wrapper of ``rule`` that makes both decisions on arrival: an admitted request is not refused after its prefill.
 
     The decode load seen on arrival counts all requests promised to the server, so it is at least the load that the
-    request will meet. A rule that looks ahead has judged it already. Contexts grow while the prompt is computed, so a
-    later estimate may exceed the objective by a little; that does not justify wasting a prefill.
+    request will meet. A rule that looks ahead has judged it already. Contexts that grow during the prefill may raise a
+    later estimate slightly above the objective, which does not justify wasting a prefill.
     """
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
@@ -200,16 +200,14 @@ class Probing(RuleAround):
 class Corrected(RuleAround):
     """Wrapper of ``rule`` that corrects estimated times to first token by those of recent requests.
 
-    Estimates cover the prefill. Two parts are added, both learnt here:
+    Two parts are added to the estimated prefill, both learnt here:
 
-    * The hand-over, if another server decodes. A prefill server and the stages after it (its store, the decode server's
-      turn) are seen as one line: a first token follows the previous first token by its own prefill plus the mean excess
-      of such gaps over the prefill. For requests that ran alone the excess is the whole hand-over; it shrinks once
-      requests were seen back to back, whose hand-overs overlap with the next prefill. So a first burst is not promised
-      an overlap that was never observed.
-    * Errors. A rule that admits up to its objective would break every promise close to it, so this part is a high
-      quantile (``SHARE``) of recent errors instead of the mean. An overdue request counts at once, by its present
-      delay.
+    * The hand-over, if another server decodes. A prefill server and the stages after it form one line: a first token
+      follows the previous first token by its own prefill plus the mean excess of such gaps. For requests that ran alone
+      the excess is the whole hand-over; it shrinks for requests back to back, whose hand-overs overlap with the next
+      prefill. A first burst is not promised an overlap that was never observed.
+    * Errors. A rule that admits up to its objective would break every promise close to it, so this is a high quantile
+      (``SHARE``) of recent errors, not the mean. An overdue request counts at once, by its present delay.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024

@@ -1,17 +1,15 @@
 """The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives.
 
-Each request within its objectives counts the same, however much compute it takes. Under overload the cheapest requests
-are therefore admitted. A rule that only looks at the queue admits in order of arrival, and one long prompt then costs
-as much as twenty short prompts.
+Each such request counts the same, so the cheapest are admitted. A rule that looks at the queue only admits in order of
+arrival, and one long prompt then costs as much as twenty short prompts.
 
 1. Time to first token: refuse if the estimate, corrected by its learnt error (``LearntTtft``), exceeds the objective.
-2. Time between tokens: refuse if the decode load, counting all admitted requests, exceeds a learnt share of the
-   objective (``LearntHeadroom``). The share leaves room for growing contexts and wrong estimates, since a slow batch
-   fails all of its requests. If the prefill will end later than a request usually decodes, the load is forecast for
-   that time.
-3. Prefill cost (``Price``): if the shortest queue is longer than ``queue_share`` of the objective, admit only the
-   cheapest of the recent requests that fit into the servers' time. With shorter queues admit all, so that no server
-   idles because future requests differ from recent requests.
+2. Time between tokens: refuse if the decode load of all admitted requests exceeds a learnt share of the objective
+   (``LearntHeadroom``), which leaves room for growing contexts and wrong estimates: a slow batch fails all of its
+   requests. If the prefill will end later than a request usually decodes, the load is forecast.
+3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest of
+   the recent requests that fit into the servers' time. Otherwise admit all, so that no server idles because future
+   requests differ from recent requests.
 4. Context size: the same rule for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 

@@ -165,7 +165,6 @@ class KvCacheCentric(PrefillScheduler):
         return self._price.rate(len(estimates.slots), estimates.now_s) if self._priced else 0.0
 
     def _sources(self, estimates: Estimates, least: int) -> list[Source]:
-        """Return the sources of more than ``least`` blocks, without those dominated by another."""
         sources: list[Source] = []
         blocks, now_s = estimates.request.prompt.blocks, estimates.now_s
         network = self._network
@@ -243,7 +242,6 @@ class KvCacheCentric(PrefillScheduler):
         return speeds.prefills_s(estimates.slots, tokens, [end] * count)
 
     def _split(self, estimates: Estimates, candidates: list[_SplitCandidate]) -> None:
-        """Try splits in the order of their lower bounds, until none can beat the best."""
         waits, ttfts, gain = estimates.waits_s, estimates.ttfts_s, self.settings.split_gain
         rate = self._rate(estimates)
 

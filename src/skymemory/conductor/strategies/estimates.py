@@ -230,19 +230,18 @@ class LearnedSpeeds(Speeds):
 class DelayPrice(native.DelayPrice):
     """Delay that a second of compute on a server causes to later requests.
 
-    A queue of ``w`` seconds delays all requests that arrive while it lasts. With arrivals at rate ``r`` that keep a
-    server busy for a share ``b`` of its time, the total delay is ``r·w² / (2·(1 − b))`` seconds (the value function of
-    such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific job
-    sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. The formula assumes that later requests
-    arrive whatever the queue; ours go elsewhere, which lowers the cost, and errors of estimated waits raise the value
-    of caches. ``weight`` was tuned for both.
+    With arrivals at rate ``r`` and a busy share ``b``, a queue of ``w`` seconds delays later requests by ``r·w² / (2·(1
+    − b))`` seconds in total (the value function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware
+    dispatching problem with queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e /
+    2)``. ``weight`` is tuned for two deviations: later requests can go elsewhere, which lowers the cost, and errors of
+    estimated waits raise the value of caches.
 
     Going elsewhere works while some server is free. If even the shortest queue ``q`` (in usual prefills) is long, work
     delays later requests by about the same on any server: with the share ``q / (q + 1)`` the shortest queue replaces
     the server's own, and the price rises (``CROWDED``).
 
-    Rate and busy share are measured over ``window_s`` (a request's weight decays to 1/e); with little traffic the price
-    is near 0. ``most_busy`` is the upper bound of the busy share.
+    Rate and busy share (at most ``most_busy``) are measured over ``window_s``, in which a request's weight decays to
+    1/e; with little traffic the price is near 0.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:

@@ -216,7 +216,6 @@ class BoundedRing(Scorer):
         self._names = frozenset()  # the ring is rebuilt without it
 
     def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
-        """Return positions in ``servers`` in clockwise order from ``key``."""
         at_of = {server.name: at for at, server in enumerate(servers)}
         if not self._names.issuperset(at_of):
             self._build(self._names.union(at_of))
