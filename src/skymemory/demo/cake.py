@@ -52,8 +52,6 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """The three ways at one rate of the link."""
-
     bytes_per_s: float
     ratio: float
     """Link rate relative to the rate at which loading takes as long as computing."""
@@ -242,7 +240,6 @@ _TABLE_BAR = 16
 
 
 def _table(rows: list[RateRow], tokens: int) -> Table:
-    """Return the table of the rates, with the time of both at once relative to the better side."""
     cells = []
     for row in rows:
         met = f"{row.both.met_at_token:,}" if row.both.met_at_token is not None else "-"
@@ -254,9 +251,7 @@ def _table(rows: list[RateRow], tokens: int) -> Table:
 
 
 LEAST_WIDTH, MOST_WIDTH = 4, 56
-"""Columns of a bar."""
 _NAME, _WORDS = 8, len(" 99.99 s, met at token 8,000")
-"""Columns of a bar's name and its words."""
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
 _PLAIN = "\x1b[0m"
@@ -265,7 +260,6 @@ _WAYS = ("compute", "load", "both")
 
 
 def bar(computed: int, width: int) -> str:
-    """Return a bar with ``computed`` of ``width`` columns computed and the others loaded."""
     return COMPUTED * computed + LOADED * (width - computed)
 
 
@@ -289,7 +283,6 @@ class Bars:
         return self._screen.live
 
     def title(self, tokens: int, size_bytes: int, bytes_per_s: float, share: float) -> None:
-        """Announce the runs."""
         ours = f", {share:.0%} of each step ours" if share < 1 else ""
         self._title = (
             f"{tokens:,} tokens, {format_size(size_bytes)} of keys and values, over a link of "
@@ -320,7 +313,6 @@ class Bars:
                 self._draw()
 
     def ended(self, seconds: float, met_at_token: int | None) -> None:
-        """Complete the bar."""
         with self._lock:
             met = f", met at token {met_at_token:,}" if met_at_token is not None else ""
             self._words[self._way] = f"{seconds:.2f} s{met}"

@@ -117,7 +117,6 @@ def run_conductor(args: argparse.Namespace) -> int:
 
 
 def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, played_s: float) -> None:
-    """Play all runs back side by side until the last request has arrived."""
     both = PREFILL + DECODE if setup.pools == "elastic" else 0
     players = [Playback(run, both or PREFILL, both or DECODE, setup.slo) for run in runs]
     # Until the last arrival, not the last answer: afterwards the queues only drain.
@@ -170,13 +169,11 @@ LATELY = 100
 """Number of latest first tokens in the running mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _LINE_STEP, _BATCH_STEP = 2, 1
-"""Requests per step of a bar."""
 
 
 # Padded for the largest numbers, so that columns do not shift during the playback.
 _HEAD = ("scheduler", "in line", "waiting", "batches", "  done", "within", "refused", "TTFT now", "hits", "moved")
 _FRAME_WORDS = (0, 1, 3)
-"""Columns of the frame that are not numbers."""
 
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
@@ -187,7 +184,6 @@ def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: 
 
 
 def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[str]:
-    """Return the moment in words, for a log."""
     parts = [f"{now_s:.0f} s: {moments[0].arrived} arrived"]
     for name, moment in zip(names, moments, strict=True):
         refused = moment.refused + moment.refused_after_prefill
@@ -209,7 +205,6 @@ RESULTS = ("scheduler", "done", "refused", "within both", "goodput") + (
 
 
 def final(names: Sequence[str], metrics: Sequence[ClusterMetrics]) -> Table:
-    """Return the results, a row per scheduler."""
     rows = []
     for name, result in zip(names, metrics, strict=True):
         sources = ", ".join(f"{source} {part:.0%}" for source, part in result.hits.tokens_by_source.items() if part)
@@ -272,10 +267,8 @@ class Moment:
     """Counts so far, and the present places of the requests."""
 
     waiting: list[int]
-    """Queued requests by prefill instance."""
     prefilling: list[int]
     decoding: list[int]
-    """Requests in the batch, by decode instance."""
     arrived: int = 0
     completed: int = 0
     met: int = 0
@@ -283,7 +276,6 @@ class Moment:
     refused_after_prefill: int = 0
     failed: int = 0
     prompt_tokens: int = 0
-    """Tokens of prompts whose prefill has started."""
     held_tokens: int = 0
     loaded_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -358,7 +350,6 @@ _ARRIVES, _BEGINS, _FIRST_TOKEN, _ENDS = range(4)
 
 
 def _steps(one: RequestOutcome) -> Iterator[tuple[float, int]]:
-    """Yield the times of a request's events."""
     yield one.at_s, _ARRIVES
     if one.prefill is not None:
         yield one.at_s + one.queue_s, _BEGINS

@@ -70,7 +70,6 @@ class Answer:
     text: str = ""
     ttft_s: float = 0.0
     tbt_s: float = 0.0
-    """Mean time between tokens."""
     retry_after_s: int | None = None
 
 
@@ -148,7 +147,7 @@ def run_disagg(args: argparse.Namespace) -> int:
 
 
 def _prompts(count: int) -> Iterator[str]:
-    """Yield documents with a question each. Each document comes twice, so its second request finds it prefilled."""
+    """Yield a document with a question each. Each document comes twice, so its second request finds it prefilled."""
     text = shipped_document()
     for number in range(count):
         begin = 900 * (number // 2)
@@ -238,7 +237,6 @@ def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, fl
 
 
 def _asked(url: str, prompt: str) -> Answer:
-    """Request a streamed completion."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE_S)
     body = {"model": "sky", "prompt": prompt, "max_tokens": _NEW_TOKENS, "temperature": 0, "stream": True}

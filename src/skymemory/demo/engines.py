@@ -144,8 +144,6 @@ def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
 
 
 class HttpServer(NamedTuple):
-    """A server that was started."""
-
     url: str
     wait: Callable[[], None]
     """Wait until its /health answers 200.
@@ -162,7 +160,6 @@ def http_server(
     log: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[HttpServer]:
-    """Run the command ``words(port)`` on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -230,7 +227,6 @@ def own_engine(folder: Path, name: str, store: str, role: str, *options: str) ->
 
 
 def router(folder: Path, name: str, *options: str) -> AbstractContextManager[HttpServer]:
-    """Run `skymemory route` with these options."""
     return http_server(
         lambda port: [*_SKYMEMORY, "route", "--listen", f"127.0.0.1:{port}", *options],
         "the router",

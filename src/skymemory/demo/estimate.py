@@ -18,8 +18,6 @@ _CORRECTED_FROM = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Expected seconds of a part of a run."""
-
     name: str
     seconds: float
     kind: str = ""
@@ -27,8 +25,6 @@ class Part:
 
 
 class Estimate:
-    """Estimate of a run from its parts, in order."""
-
     def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
         """Initialise; ``spent_s`` are the seconds of the run before the first part, such as the probe's."""
         self._waiting = list(parts)
@@ -90,7 +86,6 @@ def format_estimate(seconds: float) -> str:
 
 
 def say_estimate(progress: Progress, seconds: float) -> None:
-    """Print the first estimate of a run."""
     progress.say(f"estimate: {format_estimate(seconds)} in all")
 
 

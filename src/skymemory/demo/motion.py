@@ -63,7 +63,6 @@ class ReadTally:
         return self.right, self.reads
 
     def percentile_s(self, percent: float) -> float:
-        """Return the percentile of correct reads; 0 without any."""
         return percentile(self.seconds, percent) if self.seconds else 0.0
 
 
@@ -90,7 +89,6 @@ class Reader(threading.Thread):
         return list(self._values)
 
     def store(self, key: bytes) -> bool:
-        """Store the value of ``key``. Return True on success."""
         return self._store.put_many([(key, self._values[key])])[0]
 
     def run(self) -> None:
@@ -143,7 +141,6 @@ class Reader(threading.Thread):
 
     @property
     def words(self) -> str:
-        """Summary in one line."""
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
@@ -181,7 +178,6 @@ def counted(moves: Moves) -> str:
 
 
 def copies(count: int) -> str:
-    """Format ``2`` as "2 copies"."""
     return "1 copy" if count == 1 else f"{count} copies"
 
 
@@ -209,7 +205,6 @@ class ReadReport:
     longest_miss_s: float
 
     def cells(self) -> list[str]:
-        """Return the row of the report."""
         periods = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
         again = f"{self.recomputed} values"
         return [copies(self.copies), *periods, again, format_duration(self.p50_s), format_duration(self.p99_s)]
@@ -257,7 +252,6 @@ class MotionReport:
         return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
 
     def lines(self, width: int) -> list[str]:
-        """Return the report as text."""
         refused = sum(report.recompute_refused for report in self.reads)
         facts = {
             "flown": f"{self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
@@ -332,7 +326,6 @@ class Watch(threading.Thread):
             self._earlier[name] += found[name]
 
     def total(self, name: str) -> int:
-        """Return the sum of a counter over all satellites since the start."""
         return self._earlier[name] + sum(answer[name] for answer in list(self._latest.values()))
 
     @property
@@ -350,7 +343,6 @@ def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
 
 
 VALUES = {1: 4, 2: 4}
-"""Number of values by number of copies."""
 CHUNKS_PER_VALUE = 480
 """Chunks of a block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
 KILL_AT, DOWN_FOR = 0.4, 0.2
@@ -372,8 +364,6 @@ PATIENCE_S = 20.0
 # be readable and every satellite must answer.
 @dataclass(slots=True)
 class _Flight:
-    """A run in progress."""
-
     plan: ConstellationPlan
     directory: RunDirectory
     children: dict[str, Child]
@@ -393,7 +383,6 @@ class _Flight:
         return clock_of(self.plan).moves(time.time())
 
     def picture(self) -> Draw:
-        """Return the map of this moment."""
         dead = frozenset(satellite for satellite, _ in self.plan.addresses_of(self.dead)) if self.dead else frozenset()
         frame = OrbitFrame(self.placement, (0, 0), self.moves(), dead, self.watch.holding)
         return lambda width: [*render_frame(frame, self.colour, width), *flowed(LEGEND, width)]

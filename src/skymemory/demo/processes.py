@@ -52,7 +52,6 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
 
 
 async def _addresses(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
-    """Return the addresses in its first lines."""
     assert process.stdout is not None
     urls: list[str] = []
     wait = StartWait(what, process.pid, lambda: _read(log))

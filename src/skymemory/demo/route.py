@@ -104,8 +104,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speed of all engines together."""
-
     tokens_per_s: float
     """Uncached prompt tokens per second."""
     request_s: float
@@ -197,12 +195,10 @@ class Stage:
         self.rows = [Row(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
 
     def expect(self, requests: int) -> None:
-        """Set the total number of requests of each strategy."""
         for row in self.rows:
             row.requests = requests
 
     async def measure(self, seed: int) -> Speed:
-        """Measure the joint speed of the engines with uncached prompts."""
         dice = random.Random(seed)
 
         async def one(url: str, prompt_tokens: int, new_tokens: int) -> int:
@@ -238,7 +234,6 @@ class Stage:
         row.served = [now - then for now, then in zip(await self._counts(), before, strict=True)]
 
     async def _counts(self) -> list[int]:
-        """Return the number of prompts that each engine has started."""
         counters = [await metrics(self.client, url) for url in self.urls]
         return [int(counter_values.get("vllm:time_to_first_token_seconds_count", 0)) for counter_values in counters]
 
@@ -372,7 +367,6 @@ def _tokens(loads: Sequence[Load]) -> int:
 
 
 def _distinct(loads: Sequence[Load]) -> float:
-    """Return the mean number of distinct blocks per round."""
     return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
@@ -411,18 +405,14 @@ async def _until_interrupted(work: Any) -> Any:
 
 _HEAD = ("strategy", "answered", "TTFT mean", "p90", "p99", "hits", "by server")
 _WORDS = (0, 6, 7)
-"""Columns that are not numbers."""
 
 
 @dataclass(slots=True)
 class Row:
-    """The run of a strategy."""
-
     strategy: str
     requests: int
     answers: list[Outcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
-    """Number of requests that each engine received."""
     loads: list[int] = field(default_factory=list)
     """Requests at each engine now: queued, in prefill, being answered."""
     seconds: float = 0.0
@@ -437,7 +427,6 @@ class Row:
         return self.total("cached_tokens") / max(1, self.total("prompt_tokens"))
 
     def total(self, name: str) -> int:
-        """Return the sum of an engine's token count over the answers."""
         return sum(getattr(answer, name) or 0 for answer in self.answers)
 
     @property
@@ -449,7 +438,6 @@ class Row:
         return percentile(self._times(), percent)
 
     def cells(self) -> list[str]:
-        """Return the row of the table."""
         times = (self.mean_s, self.percentile_s(90), self.percentile_s(99))
         hits = f"{self.hits:.0%}" if self.answers else "-"
         answered = f"{len(self.answers)}/{self.requests}"
@@ -486,7 +474,6 @@ def frame(rows: Sequence[Row], current: Row | None) -> Table:
 
 
 def figures(row: Row) -> list[str]:
-    """Return the moment in words, for a log."""
     return [
         f"{row.strategy}: {len(row.answers)} of {row.requests} answered",
         f"TTFT {_seconds(row.mean_s)}",

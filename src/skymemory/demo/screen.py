@@ -47,14 +47,12 @@ class Screen:
         self._line_every_s = line_every_s
         self._next_line_s = 0.0
         self._events: list[str] = []
-        """Events reported while a frame is drawn."""
         self._draw: Draw | None = None
         self._figures: Sequence[str] = ()
         self._live: Live | None = None
 
     @property
     def width(self) -> int:
-        """Columns of the terminal now, or of lines."""
         return width_of(self._stream)
 
     def say(self, words: str, picture: Draw | None = None) -> None:

@@ -28,7 +28,6 @@ _TAIL_TOKENS = 12
 _STAYS_FREE_BYTES = 700 << 20
 """Memory of torch, the constellation's processes and the prompt's keys and values, without the weights."""
 CODECS = ("raw", "quanto8", "hqq8")
-"""Codecs compared in table 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All parameters: the input's table is as large as the output layer."""
         return self.layers * self.layer_parameters + 2 * self.head_parameters
 
 
@@ -77,8 +75,6 @@ def shape_of(model: str) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a run."""
-
     shape: Shape
     tokens: int
     new_tokens: int
@@ -100,11 +96,8 @@ class Speeds:
     prefill_s: Mapping[str, float]
     """Seconds for ``PROBED_TOKENS`` at once, by data type."""
     decode_s: Mapping[str, float]
-    """Seconds for a token, by data type."""
     build_s: float
-    """Seconds to draw the weights."""
     digest_s: float
-    """Seconds to hash the weights in 16 bit."""
     slowdown: float
     """Time of plain Python relative to the reference computer, from ``resources.slowdown``."""
     threads: int
@@ -112,7 +105,6 @@ class Speeds:
 
 
 def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
-    """Yield the sizes to choose from, the best first."""
     layers = [6, 4] if quick else [shape.layers, 16, 11, 8, 6, 4]
     most = 10 if quick else PAPER_NEW_TOKENS
     for new_tokens in dict.fromkeys((most, 20, 10)):
@@ -138,7 +130,6 @@ def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size
 
 
 def fits(speeds: Speeds, size: Size) -> bool:
-    """Return True if the weights fit into the free memory."""
     return size.needed_bytes <= speeds.free_bytes
 
 

@@ -43,7 +43,6 @@ _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
 _NAMES = {"raw": "none", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
 
 Say = Callable[[str], None]
-"""Callback that prints a finished step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,6 @@ class Table3:
 
 
 def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
-    """Return the bytes of the prompt's first block."""
     out = bytearray(kvc.layout.block_bytes)
     cache = kvc.get_cache_ids(ids)
     cache.begin()
@@ -312,7 +310,6 @@ def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
 
 
 def _common(plain: list[int], sky: list[int]) -> int:
-    """Return the number of equal leading tokens."""
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
 
 

@@ -103,7 +103,6 @@ _ANSWERS_S = 600.0
 
 
 def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
-    """Ask the questions one after the other with the openai client."""
     prompts = json.dumps([f"{document}\n\nQuestion: {question}\nAnswer:" for question in _QUESTIONS])
     done = subprocess.run(
         [str(python), "-m", "skymemory.demo.vllm", url],

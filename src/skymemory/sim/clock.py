@@ -13,8 +13,6 @@ Event = Callable[[float], None]
 
 
 class Clock:
-    """An event queue for simulators."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self._due: list[tuple[float, int, Event]] = []

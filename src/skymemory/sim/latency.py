@@ -105,7 +105,6 @@ def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
 
 
 def worst_latency_s(setting: Setting) -> float:
-    """Return the latency of a get or set, which is that of the slowest server."""
     return float(server_latencies_s(setting).max())
 
 
@@ -119,7 +118,6 @@ def settings() -> Iterator[tuple[Parameter, float, Setting]]:
 
 
 def figure_16() -> list[SweepPoint]:
-    """Return the 132 points of figure 16."""
     return [
         SweepPoint(parameter, value, setting.strategy, worst_latency_s(setting))
         for parameter, value, setting in settings()

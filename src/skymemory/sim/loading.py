@@ -54,7 +54,6 @@ class LinkTrace:
         return cls((0.0,), (bytes_per_s,), latency_s)
 
     def finish_s(self, start_s: float, size_bytes: float) -> float:
-        """Return the end of a transfer of ``size_bytes`` that starts at ``start_s``."""
         at = bisect_right(self.since_s, start_s) - 1
         now_s, remaining_bytes = start_s, float(size_bytes)
         while at + 1 < len(self.since_s):
@@ -69,8 +68,6 @@ class LinkTrace:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """Result of a simulated load."""
-
     ttft_s: float
     """Time until all chunks are present and no step is running."""
     result: LoaderResult
@@ -226,11 +223,9 @@ class PrefillModel:
     batch_s: float = 0.0
 
     def step_s(self, first_token: int, tokens: int) -> float:
-        """Return the seconds of a step over ``tokens`` tokens from ``first_token`` on."""
         return self.batch_s + self.token_s * tokens + self.pair_s * tokens * (2 * first_token + tokens)
 
     def prompt_s(self, tokens: int, budget_tokens: int = PAPER_STEP_TOKENS) -> float:
-        """Return the seconds to compute a whole prompt in steps of ``budget_tokens``."""
         return -(-tokens // budget_tokens) * self.batch_s + self.token_s * tokens + self.pair_s * tokens * tokens
 
     def for_larger_model(self, name: str, weights_ratio: float, attention_ratio: float) -> PrefillModel:

@@ -21,8 +21,6 @@ from skymemory.sim.workload import WORKLOADS, Spread, generate
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Lengths of one kind of request."""
-
     prompt: Spread
     answer: Spread
 
@@ -69,7 +67,6 @@ class MixSource:
         return f"readers and writers, {self.shape}"
 
     def requests(self) -> list[TraceRequest]:
-        """Return the requests in order of arrival."""
         return _mixed(self)
 
 
@@ -105,5 +102,4 @@ class WorkloadSource:
         return f"{self.workload}, generated"
 
     def requests(self) -> list[TraceRequest]:
-        """Return the requests in order of arrival."""
         return generate(WORKLOADS[self.workload], self.duration_s, self.seed)

@@ -78,8 +78,6 @@ class CacheEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a request."""
-
     at_s: float
     server: int
     ttft_s: float
@@ -107,7 +105,6 @@ class _Engine:
     serving: _Job | None = None
     decoding: int = 0
     tokens: int = 0
-    """Prompt tokens in prefill and decoding."""
     prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
 
 
@@ -195,7 +192,6 @@ class _Simulation:
             self._serve(engine, request.at_s)
 
     def _serve(self, engine: _Engine, now_s: float) -> None:
-        """Start the prefill of the next request."""
         # Looked up now, not at arrival: earlier requests in the queue have changed the cache meanwhile.
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
@@ -262,7 +258,6 @@ def as_routed(request: TraceRequest) -> Request:
 
 
 def tokens_of(ids: Sequence[int]) -> NDArray[np.uint32]:
-    """Return the token ids of blocks with these ids."""
     return np.repeat(np.array(ids, dtype="<u4"), BLOCK_TOKENS)
 
 
@@ -272,8 +267,6 @@ WINDOW_REQUESTS = 80
 
 @dataclass(frozen=True, slots=True)
 class RoutingMetrics:
-    """Metrics of the measured requests."""
-
     requests: int
     mean_s: float
     """Mean time to the first token. ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
@@ -381,7 +374,6 @@ class ErringLeastTtft(LeastTtft):
         return [estimate_s * factors[slot] for estimate_s, slot in zip(seconds, slots, strict=True)]
 
     def factors(self, request: Request, slots: int, now_s: float) -> list[float]:
-        """Return the error factors of ``request`` at the first ``slots`` slots."""
         # Keyed by the request and the time, so a retry errs differently, but rank and booking err alike.
         blocks = request.prompt.blocks
         last = blocks.item(-1) if len(blocks) else request.prompt.tokens

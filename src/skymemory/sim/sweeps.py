@@ -98,7 +98,6 @@ def _interrupt(workers: Collection[BaseProcess]) -> None:
 
 
 _is_interrupted = False
-"""True if this process is a worker that SIGINT has reached."""
 
 
 def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:

@@ -30,8 +30,6 @@ _FIELDS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace or a generator."""
-
     at_s: float
     input_tokens: int
     output_tokens: int
@@ -81,7 +79,6 @@ def jittered(requests: Sequence[TraceRequest], seed: int, within_s: float = BATC
 
 
 def at_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Return the requests, arriving ``rate`` times as fast."""
     if rate <= 0:
         raise InvalidInput(f"rate {rate:g}: expected above 0")
     return [replace(request, at_s=request.at_s / rate) for request in requests]
@@ -156,7 +153,6 @@ class TraceStatistics:
 
     requests: int
     duration_s: float
-    """Time from the first arrival to the last."""
     rate_per_s: float
     mean_prompt_tokens: float
     mean_output_tokens: float
@@ -167,7 +163,6 @@ class TraceStatistics:
     once_share: float
     """Share of the distinct blocks (with partial blocks) in one prompt only, which no cache can hit."""
     most_uses: int
-    """Uses of the most popular block."""
     ideal_block_hits: float
     """Hit rate of a single cache that never evicts."""
     ideal_all_block_hits: float

@@ -53,7 +53,6 @@ class Popularity:
     moves_by: int = 0
 
     def weights(self) -> list[float]:
-        """Return the cumulative weights by rank."""
         return list(accumulate(1 / rank**self.skew for rank in range(1, self.count + 1)))
 
     def draw(self, dice: random.Random, weights: list[float], at_s: float) -> int:
@@ -241,8 +240,6 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Prompts and answers of an open-loop workload."""
-
     name: str
     prompt: Spread
     answer: Spread
@@ -305,7 +302,6 @@ OPEN_LOOPS = {workload.name: workload for workload in (ARXIV, L_EVAL, *SIMULATED
 
 
 def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
-    """Return the workload with another number of shared prefixes."""
     return replace(workload, prefixes=replace(workload.prefixes, count=prefixes))
 
 
@@ -315,15 +311,12 @@ class RequestSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def requests(self) -> list[TraceRequest]:
-        """Return the requests in order of arrival. Equal sources give equal requests."""
-        ...
+    def requests(self) -> list[TraceRequest]: ...
 
 
 HOUR_S = 3_537.0
 """Duration of the conversation trace and the generator."""
 QUICK_S = 600.0
-"""Duration with ``quick``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,9 @@ def page_of(scenario: Scenario) -> str:
 
 
 def write_animation(scenario: Scenario, path: Path) -> Path:
-    """Write the page to ``path``.
-
-    Raises:
-        InvalidInput: as ``data_of``.
-        OSError: the file cannot be written.
+    """Raises:
+    InvalidInput: as ``data_of``.
+    OSError: the file cannot be written.
     """
     write_output(path, page_of(scenario).encode())
     return path

@@ -72,7 +72,6 @@ def write_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str, p
 
 
 def _distribution(axes: Any, values: Sequence[float], name: str, colour: str) -> None:
-    """Plot the cumulative distribution of the values."""
     ordered = sorted(value for value in values if value > 0)
     parts = [100 * (at + 1) / len(ordered) for at in range(len(ordered))]
     axes.plot(ordered, parts, color=colour, lw=1.4, label=name)

@@ -58,7 +58,6 @@ class Timeline:
 
     @property
     def satellites(self) -> set[SatelliteId]:
-        """All satellites that ever appear in it."""
         spells = [*self.box, *(spell for host_beams in self.beams for spell in host_beams)]
         return {satellite for spell in spells for satellite in spell.satellites}
 

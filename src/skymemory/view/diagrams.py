@@ -101,7 +101,7 @@ def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
 
 
 def _alpha(point: tuple[float, float, float]) -> float:
-    """Return the opacity of a point: fainter towards the back, which a solid torus would hide."""
+    """Return the opacity of a point: fainter towards the back."""
     up, around = math.radians(_ELEVATION_DEG), math.radians(_AZIMUTH_DEG)
     towards = math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)
     near = sum(a * b for a, b in zip(point, towards, strict=True)) / 1.42
@@ -109,7 +109,6 @@ def _alpha(point: tuple[float, float, float]) -> float:
 
 
 def _arc(here: SatelliteId, there: SatelliteId) -> list[tuple[float, float, float]]:
-    """Return the link on the torus, by the shorter path."""
     d_slot, d_plane = GRID.delta(here, there)
     return [_on_ring(here.plane + d_plane * step / 8, here.slot + d_slot * step / 8) for step in range(9)]
 

@@ -33,7 +33,6 @@ SERIES = {
     "hop": (BLUE, "^", "hop (on board)"),
     "rotation_hop": (GREEN, "o", "rotation + hop"),
 }
-"""Colour, marker and name of each strategy."""
 
 _STYLE: dict[str, Any] = {
     "axes.edgecolor": FAINT,
@@ -120,8 +119,6 @@ def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
 
 
 class Numbers(NamedTuple):
-    """Numbers of a figure, as rows."""
-
     header: tuple[str, ...]
     rows: Sequence[Sequence[object]]
 
@@ -176,7 +173,6 @@ def _right(rows: Sequence[Sequence[object]]) -> list[bool]:
 
 
 ROW_IN = 0.235
-"""Height in inches of a table's row."""
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:

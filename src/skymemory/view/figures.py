@@ -123,7 +123,6 @@ def draw_link_delay_contours() -> Figure:
 
 
 def draw_paper_map(number: int) -> Figure:
-    """Draw figure 4, 5, 6, 7 or 8."""
     figure = draw_layout(paper_map(number))
     figure.axes[0].set_title(f"Figure {number}. {PAPER_MAPS[number].caption.capitalize()}")
     return figure
@@ -143,7 +142,6 @@ def _map_numbers(number: int) -> Numbers:
 
 
 def draw_layout(shown: LayoutMap) -> Figure:
-    """Draw any layout, sized by its map."""
     width_in = max(3.4, min(16.0, 0.42 * len(shown.columns) + 0.8))
     height_in = max(2.1, min(16.0, 0.42 * len(shown.rows) + 0.95))
     figure = new_figure(width_in, height_in)
@@ -417,7 +415,6 @@ FIGURES: dict[int, Exhibit] = dict(
         }.items()
     )
 )
-"""The paper's figures by number."""
 
 TABLES: dict[str, Exhibit] = {
     "table-1": Exhibit("table-1", "Table 1. Latency of kinds of memory", draw_memories, _memory_numbers, table=True),

@@ -40,12 +40,10 @@ class LayoutMap:
 
     @property
     def centre(self) -> SatelliteId:
-        """The satellite overhead now."""
         return self.placement.centre_at(self.now_moves)
 
     @property
     def handovers(self) -> list[ServerHandover]:
-        """Servers that moved since they were placed."""
         return server_moves(self.placement, (0, 0), (0, 0), self.now_moves)
 
     def server(self, satellite: SatelliteId) -> int | None:
@@ -61,8 +59,6 @@ class LayoutMap:
 
 @dataclass(frozen=True, slots=True)
 class PaperMap:
-    """A figure of the paper, 4 to 8."""
-
     strategy: Strategy
     servers: int
     slot_moves: int
@@ -95,7 +91,7 @@ def paper_map(figure: int) -> LayoutMap:
 
 
 def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
-    """Return the map of a placement: all of a small torus, else the box, its previous place and some surroundings."""
+    """Return the map of a placement: all of a small torus, else the box and its surroundings."""
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
         return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
@@ -115,7 +111,6 @@ def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
 
 
 def title(shown: LayoutMap) -> str:
-    """Return a line with strategy, servers, box, torus and moves."""
     placement, torus = shown.placement, shown.placement.torus
     text = f"{placement.strategy}: {_count(placement.servers, 'server')}"
     if placement.strategy != "hop":
@@ -217,14 +212,12 @@ class OrbitFrame:
 
     @property
     def centre(self) -> SatelliteId:
-        """The satellite overhead."""
         return self.placement.centre_at(self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
         return self.placement.cell_of(satellite, self.centre) is not None
 
     def mark(self, satellite: SatelliteId) -> str:
-        """Return the text of the satellite's cell."""
         if satellite in self.dead:
             mark = "×"
         elif (server := self.placement.server_at(satellite, self.set_moves, self.now_moves)) is not None:

@@ -50,8 +50,6 @@ _GROUND = "ground"
 
 
 class Sent(NamedTuple):
-    """A datagram on a link."""
-
     sent_s: float
     arrived_s: float
     sender: Node
@@ -222,7 +220,6 @@ def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, 
 
 
 def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
-    """Draw the block cut into chunks, each with its server and satellite."""
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((0, 0), SERVERS, 0.9, facecolor=ORANGES[3], edgecolor=INK, linewidth=0.8))

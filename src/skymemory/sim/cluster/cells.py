@@ -69,7 +69,6 @@ class CellAnswer:
 
     metrics: ClusterMetrics
     swings: Swings | None
-    """Swings of the loads; None with fewer than two samples."""
     pool: dict[str, float]
     curves: tuple[tuple[float, ...], ...] = ()
     """Rows of seconds, prefill load and decode load."""
@@ -91,7 +90,6 @@ def run_of(cell: ClusterCell) -> ClusterRun:
 
 
 def run_cell(cell: ClusterCell) -> CellAnswer:
-    """Run the cell and measure the result."""
     run = run_of(cell)
     # Requests before ``from_part`` run as well: they fill caches and queues but are not measured.
     from_s = _moment(cell, cell.from_part) if cell.from_part else -math.inf
@@ -142,14 +140,11 @@ class CapacityCell:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Result of a search."""
-
     rate: float
     """Highest rate that holds; 0 if not even the lowest does."""
     saturated: bool
     """True if the highest rate tried holds, so the capacity may be larger."""
     metrics: ClusterMetrics | None
-    """Metrics at ``rate``."""
 
 
 def capacity(search: CapacityCell) -> Capacity:
@@ -175,7 +170,6 @@ def capacity(search: CapacityCell) -> Capacity:
 
 
 def at_rate(cell: ClusterCell, rate: float) -> ClusterCell:
-    """Return the cell with its requests at that rate."""
     if isinstance(cell.source, OpenSource):
         return replace(cell, source=replace(cell.source, rate_per_s=rate))
     return replace(cell, setup=replace(cell.setup, rate=rate))

@@ -18,7 +18,7 @@ StreamEvent = Callable[[Stream, float], None]
 
 
 class CoupledInstance:
-    """An instance that prefills and decodes.
+    """Instance that prefills and decodes.
 
     Without ``mixed_tokens`` prefills go first and decoding waits. With it every step decodes, and spends the remaining
     tokens on prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token. ``ended``
@@ -49,7 +49,6 @@ class CoupledInstance:
         """Seconds of prefill so far."""
         self.decode_busy_s = 0.0
         self._underway: list[tuple[Job, int]] = []
-        """Prompts in prefill, with the number of tokens done."""
         self._begun_s = 0.0
         self._planned = 0
         """Decoding steps in the current plan; 0: prefilling or idle."""
@@ -83,7 +82,7 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Return the predicted TTFT of the latest request: its age plus the estimated backlog."""
+        """Return the TTFT predicted for the latest request: its age plus the estimated backlog."""
         backlog_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + backlog_s
@@ -93,14 +92,13 @@ class CoupledInstance:
         return self.batch.step_s()
 
     def _fits(self, job: Job) -> bool:
-        """Return True if the request fits with the batch and the prefills in progress."""
+        """Return True if the batch and the prefills in progress leave enough memory."""
         # The whole answer is reserved, as in the batch, so a request that fits is never preempted.
         underway_tokens = sum(underway.prompt_tokens + underway.output_tokens for underway, _ in self._underway)
         wanted = self.batch.reserved + underway_tokens + job.prompt_tokens + job.output_tokens
         return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
 
     def _next(self, now_s: float) -> None:
-        """Start the next piece of work."""
         self._begun_s, self._idle = now_s, False
         if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting.first))):
             self._mixed(now_s)
@@ -114,7 +112,6 @@ class CoupledInstance:
             self._idle = True
 
     def _take(self, now_s: float) -> Job:
-        """Take the next request and look up its cached tokens."""
         job = self.waiting.pop()
         held_tokens = self._pool.load(self.number, job.ids, None, now_s).held_tokens
         job.begun_s, job.held_tokens = now_s, min(held_tokens, job.prompt_tokens - 1)
@@ -136,7 +133,6 @@ class CoupledInstance:
             self.batch.join(stream)
 
     def _mixed(self, now_s: float) -> None:
-        """Run one step of decoding and prefill chunks."""
         # Each decoding request takes one token of the budget; prompts share the remaining tokens in order of arrival
         # (Sarathi-Serve, OSDI'24; vLLM's chunked prefill). The step reads the weights once for both, which is the
         # purpose of mixing, and lasts as long as the longer of all reading and all computing.
@@ -236,7 +232,6 @@ class DecodeInstance:
         self._planned = 0
         """Steps planned from ``_begun_s`` on; 0: idle."""
         self._version = 0
-        """Number of the plan."""
 
     def takes(self, kv_tokens: int) -> bool:
         """Return True if the memory is large enough."""
@@ -276,7 +271,6 @@ class DecodeInstance:
         return self._begun_s + self.batch.seconds(self.batch.steps_until(now_s - self._begun_s, self._planned))
 
     def step_s(self, now_s: float) -> float:
-        """Return the seconds of the current step; 0 if idle."""
         if not self._planned:
             return 0.0
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)

@@ -26,21 +26,18 @@ class Job:
     output_tokens: int
     """Answer length, at least 1: the prefill gives a token."""
     ids: tuple[int, ...]
-    """Ids of its cacheable blocks."""
     asked: Request = field(repr=False)
     placement: Placement | None = None
     prefill: int = -1
     decode: int = -1
     attempts: int = 0
     work_s: float = 0.0
-    """Estimated seconds of its prefill."""
     loading: Loaded | None = None
     """Load that started at its placement."""
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Loaded tokens by source."""
     computed_tokens: int = 0
     spent_s: float = 0.0
     """Machine time of its prefills so far."""
@@ -50,7 +47,6 @@ class Job:
     leaving: bool = False
     """True while it is prefilled and its KV is in transfer."""
     decoding: bool = False
-    """True after it has joined a batch."""
     over: bool = False
 
     @property
@@ -63,7 +59,6 @@ class Job:
         return self.placement
 
     def restart(self, placement: Placement, prefill: int) -> None:
-        """Start a first or further attempt."""
         self.placement, self.prefill, self.attempts = placement, prefill, self.attempts + 1
         self.loading = None
         self.begun_s = self.first_token_s = -1.0
@@ -90,7 +85,6 @@ class Stream:
     work_s: float = 0.0
     """Time to compute the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
-    """Longest time between two of its tokens."""
     joined: int = 0
     """Number of the batch's run in which it joined."""
     came: int = 0
@@ -131,7 +125,6 @@ class PriorityQueue(Generic[Waiting]):
         return heapq.heappop(self._heap)[2]
 
     def clear(self) -> list[Waiting]:
-        """Empty the queue after a failure. Return the requests in order."""
         waiting = [request for *_, request in sorted(self._heap, key=lambda entry: entry[:2])]
         self._heap = []
         return waiting
@@ -197,9 +190,7 @@ class Batch:
         self._done = 0
         """Steps so far."""
         self.contexts = 0
-        """Context tokens in the next step."""
         self.reserved = 0
-        """Reserved memory in tokens."""
         self._last_s = 0.0
         """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
@@ -213,11 +204,9 @@ class Batch:
         return len(self._leave)
 
     def streams(self) -> list[Stream]:
-        """Return the requests in the order of joining."""
         return [stream for _, _, stream in sorted(self._leave, key=lambda entry: entry[2].came)]
 
     def join(self, stream: Stream) -> None:
-        """Add a request for the next steps, at least one step."""
         # ``came`` orders by the step of joining, then by order within the step.
         stream.joined, stream.came = self._runs, self._done * 1_000_000 + len(self._fresh)
         self._fresh.append(stream)
@@ -269,7 +258,6 @@ class Batch:
         return self._leaving()
 
     def clear(self) -> list[Stream]:
-        """Empty the batch after a failure. Return its requests."""
         streams = self.streams()
         self._leave, self._fresh = [], []
         self.contexts = self.reserved = 0
@@ -334,7 +322,6 @@ class Steps:
         return fixed_s + (reading if reading > computing else computing)
 
     def run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
-        """Return the seconds of ``steps`` steps."""
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         if steps <= cut:
             return steps * (first + slope * (steps - 1) / 2)
@@ -405,7 +392,6 @@ class Gaps:
         self._sums_s: dict[int, float] = {}
 
     def add(self, gap_s: float, tokens: int = 1) -> None:
-        """Add ``tokens`` gaps of ``gap_s``."""
         self._put(_class_of(gap_s), tokens, gap_s * tokens)
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:

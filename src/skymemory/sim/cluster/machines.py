@@ -24,8 +24,6 @@ from skymemory.sim.cluster.setup import ClusterSetup
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Callbacks of the instances."""
-
     begun: Callable[[Job, float, float], None]
     """Start of a prefill: request, time, end."""
     prefilled: Callable[[Job, float], None]
@@ -43,7 +41,6 @@ class Machines:
         prefilling, decoding = setup.prefilling(), setup.decoding()
         self.elastic = setup.pools == "elastic"
         self.role: dict[str, Role] = {**dict.fromkeys(prefilling, "prefill"), **dict.fromkeys(decoding, "decode")}
-        """Present role of each instance."""
         self.prefill_names = prefilling + decoding * self.elastic
         self.decode_names = decoding + prefilling * self.elastic
         self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
@@ -54,7 +51,6 @@ class Machines:
         self.prefills: list[PrefillInstance] = []
         self.coupled: list[CoupledInstance] = []
         self.down: set[str] = set()
-        """Names of failed instances."""
         self._first_decode, self._handover = len(prefilling), setup.handover
         # Shared by all machines, which are equal: the coefficients are looked up for each step.
         steps = Steps(setup.cost)
@@ -75,7 +71,6 @@ class Machines:
         ]
 
     def node_of_decode(self, slot: int) -> int:
-        """Return the pool's node number of a decode slot."""
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
@@ -106,7 +101,6 @@ class Machines:
         return jobs, streams
 
     def revive(self, name: str) -> None:
-        """Return an empty instance to service."""
         self.down.discard(name)
         for fleet in (self.prefill_fleet, self.decode_fleet):
             if name in fleet.servers:

@@ -44,7 +44,6 @@ class RequestOutcome:
     """Loaded tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
-    """Time from arrival to the start of the prefill."""
     prefill_s: float = 0.0
     """Compute time of its prefill, summed over a pipeline's machines."""
     ttft_s: float | None = None
@@ -62,17 +61,13 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """Load of the cluster at one time, relative to the objectives (1: at the objective)."""
-
     t_s: float
     prefill: float
-    """Largest predicted TTFT of the prefill instances over its objective."""
+    """Largest predicted TTFT of the prefill instances over its objective (1: at the objective)."""
     decode: float
     """Largest time between tokens of the decode instances over its objective."""
     waiting: int = 0
-    """Requests queued for prefill."""
     decoding: int = 0
-    """Requests in batches."""
     prefill_mean: float = 0.0
     """Mean over the instances, where ``prefill`` is the largest."""
     decode_mean: float = 0.0
@@ -82,15 +77,12 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of an instance, for timelines."""
-
     instance: str
     what: str
     """Kind of activity: ``prefill``, ``decode``, ``load`` or ``transfer``."""
     begin_s: float
     end_s: float
     request: int
-    """Number of the request, by arrival."""
     notes: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -106,10 +98,7 @@ class RoleSpan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """A run of the simulator."""
-
     outcomes: Sequence[RequestOutcome]
-    """Outcomes in order of arrival."""
     loads: Sequence[LoadSample]
     prefill_busy_s: Sequence[float]
     """Seconds of prefill per prefill (or coupled) instance."""
@@ -121,13 +110,10 @@ class ClusterRun:
     gap_tokens: Sequence[int] = ()
     """Number of tokens in each class."""
     pool: Mapping[str, float] = field(default_factory=dict)
-    """Counters of the pool."""
     roles: Sequence[RoleSpan] = ()
-    """Roles of the instances of elastic pools over time."""
 
     @property
     def end_s(self) -> float:
-        """End of the last request."""
         return max((outcome.end_s for outcome in self.outcomes if outcome.end_s is not None), default=0.0)
 
 
@@ -169,11 +155,9 @@ class Hits:
     """Cache hits of the prompts that began a prefill, as shares."""
 
     tokens: float
-    """Share of all tokens."""
     tokens_by_source: dict[str, float]
     """Share of all tokens, by source: ``local``, and each tier or peer."""
     blocks: float
-    """Share of full blocks."""
     all_blocks: float
     """Share of all blocks, including partial ones, as published tables count."""
 
@@ -201,11 +185,9 @@ class ClusterMetrics:
     requests: int
     completed: int
     refused: int
-    """Requests refused on arrival."""
     refused_after_prefill: int
     failed: int
     ttft_s: Quantiles
-    """TTFT of completed requests."""
     tbt_request_s: Quantiles
     """Mean times between tokens of completed requests."""
     tbt_token_s: Quantiles
@@ -213,12 +195,9 @@ class ClusterMetrics:
     tbt_max_s: Quantiles
     """Longest times between tokens of completed requests."""
     ttft_met: float
-    """Share of completed requests that met the TTFT objective."""
     tbt_met: float
     longest_tbt_met: float
-    """Share whose longest time between tokens met the objective."""
     met: int
-    """Requests completed within both objectives."""
     attainment: float
     """``met`` as a share of all arrivals, including refused requests."""
     goodput_per_s: float
@@ -294,7 +273,6 @@ def measured(
 
 
 def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool:
-    """Return True if the request completed within both objectives."""
     if outcome.status != "completed" or outcome.ttft_s is None:
         return False
     return outcome.ttft_s <= slo.ttft_s and _tbt_s(outcome, tbt_rule) <= slo.tbt_s

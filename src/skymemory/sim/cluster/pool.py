@@ -60,7 +60,6 @@ class Loaded:
     """Start of the loaded part; equal to ``held_tokens`` unless the plan computes a part meanwhile."""
     loaded_tokens: int
     done_s: float
-    """Time at which all of it is available."""
     sources: Mapping[str, int] = field(default_factory=dict)
     """Tokens by source: ``LOCAL``, ``SSD_TIER``, ``SKY_TIER``, ``NODES``."""
     held_s: float = 0.0
@@ -68,7 +67,6 @@ class Loaded:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are not computed."""
         return self.held_tokens + self.loaded_tokens
 
 
@@ -90,12 +88,9 @@ class Link:
         self.name = name
         self.bytes_per_s = bytes_per_s
         self.free_s = 0.0
-        """Time at which it is free."""
         self.carried_bytes = 0.0
-        """Bytes carried so far."""
 
     def queue_s(self, now_s: float) -> float:
-        """Return the wait of a new transfer."""
         return max(0.0, self.free_s - now_s)
 
     def take(self, size_bytes: float, now_s: float) -> float:
@@ -207,7 +202,6 @@ class ClusterPool:
         return NodeMemory(blocks, settings.policy, ssd_blocks)
 
     def at(self, now_s: float) -> None:
-        """Set the time of the following queries (``match``, ``far``)."""
         self._now_s = now_s
 
     # Queries of schedulers; they change no state.
@@ -232,7 +226,6 @@ class ClusterPool:
         return [self._in[slot].queue_s(now_s) for slot in slots]
 
     def leading(self, node: int, ids: Sequence[int]) -> int:
-        """Return ``match`` for a single node."""
         return self._nodes[node].leading(ids)
 
     # The pool knows the true state, so it learns nothing from requests.
@@ -440,7 +433,6 @@ class NodeMemory:
         """Blocks being loaded, with the end of their load."""
         self._last_comes_s = -math.inf
         self.evicted = 0
-        """Blocks evicted from memory so far."""
         self.dropped = 0
         """Blocks dropped from the node so far."""
 

@@ -203,5 +203,4 @@ class Pipeline:
         return (max(begin_s, free_s[0]) if chunks_s else begin_s), done_s
 
     def clear(self) -> None:
-        """Forget all work after a failure."""
         self._free_s = [0.0] * self.machines

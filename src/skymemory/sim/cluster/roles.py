@@ -23,7 +23,6 @@ class Roles:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())
         self._closed: str | None = None
-        """Instance that is changing its role."""
         self._attempt = 0
         """Number of the current change. The set-up of a cancelled change carries an older number and has no effect."""
         self._empty = False
@@ -35,7 +34,6 @@ class Roles:
             self._fleet(other(role)).servers[name].draining = True
 
     def observe(self, now_s: float) -> None:
-        """Pass the present state of the instances to the controller."""
         closed = self._closed
         if closed is not None and not self._empty and closed not in self._machines.down and self._drained(closed):
             self._empty, attempt = True, self._attempt
@@ -48,7 +46,6 @@ class Roles:
             self._carry_out(wanted)
 
     def end(self, now_s: float) -> None:
-        """Close all spans at the end of the run."""
         for name, since_s in self._since_s.items():
             self.spans.append(RoleSpan(name, self._machines.role[name], since_s, now_s))
 

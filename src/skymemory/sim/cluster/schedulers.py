@@ -64,7 +64,6 @@ class Estimates:
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Return the seconds of a prefill on idle machines."""
         machines = self._pipeline.machines
         seconds = self.cost.prefill_s(tokens, cached)
         # The cost model assumes one machine that does everything; passing through the pipeline replaces that part.
@@ -103,17 +102,13 @@ class ErringSpeeds(GivenSpeeds):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Arguments for building a scheduler."""
-
     setup: ClusterSetup
     prefill: Fleet
     """Prefill fleet. Its slots are the pool's node numbers."""
     decode: Fleet | None
     """Decode fleet; None: coupled instances."""
     cost: CostModel
-    """Believed cost model."""
     estimates: Estimates
-    """Believed prefill times."""
     pool: ClusterPool
     admission: Admission
 

@@ -51,10 +51,7 @@ class SkySetup:
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Configuration of the KV pool."""
-
     dram_bytes: float = 1e12
-    """Memory per caching node."""
     policy: str = "lru"
     """Eviction policy of the memory, one of ``eviction.POLICIES``."""
     ssd_bytes: float = 0.0
@@ -132,7 +129,6 @@ class ClusterSetup:
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
-    """The true cost model."""
     believed: CostModel | None = None
     """Cost model that the scheduler assumes; None: the true cost model."""
     error: float = 0.0
@@ -152,7 +148,6 @@ class ClusterSetup:
     change_s: float = 2.0
     """Elastic pools: time from the end of a drain until the instance serves in its other role."""
     pipeline: int = 1
-    """Machines per prefill instance."""
     chunk_tokens: int = 4096
     """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
@@ -178,7 +173,6 @@ class ClusterSetup:
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
     failures: tuple[Failure, ...] = ()
     retries: int = 1
-    """Retries of a request whose machine failed."""
     partial: bool = False
     """True if the last, partial block of a prompt is cached, as published tables count."""
     rate: float = 1.0
@@ -186,9 +180,7 @@ class ClusterSetup:
     jitter_s: float = 0.0
     """Upper bound of the uniform random delay of arrivals."""
     sample_s: float = 1.0
-    """Interval of load samples."""
     spans: bool = False
-    """True to record spans for timelines."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -229,17 +221,14 @@ class ClusterSetup:
                 raise InvalidInput(f"{failure}: expected at_s ≥ 0, down_s > 0 and an instance of {sorted(known)}")
 
     def prefilling(self) -> list[str]:
-        """Return the names of the prefill (or coupled) instances, by number."""
         if self.coupled:
             return [f"coupled-{number}" for number in range(self.coupled)]
         return [f"prefill-{number}" for number in range(self.prefill // self.pipeline)]
 
     def decoding(self) -> list[str]:
-        """Return the names of the decode instances, by number."""
         return [f"decode-{number}" for number in range(self.decode)]
 
     def elastic_settings(self) -> ElasticSettings:
-        """Return the settings of the pool controller."""
         if self.elastic.idle_tbt_s:
             return self.elastic
         return replace(self.elastic, idle_tbt_s=(self.believed or self.cost).decode_step_s(1, 0))

@@ -100,8 +100,6 @@ def run_cluster(
 
 
 class Simulation:
-    """A run of the simulator."""
-
     def __init__(
         self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: ClusterPool | None = None
     ) -> None:
@@ -124,7 +122,6 @@ class Simulation:
         self._arrived = 0
 
     def run(self, requests: Sequence[TraceRequest], asked: Sequence[Request] | None) -> ClusterRun:
-        """Run ``requests``, which are in order of arrival."""
         self._arrivals, self._asked = requests, asked
         if requests:
             self._clock.at(requests[0].at_s, self._arrive)
@@ -192,7 +189,6 @@ class Simulation:
             self._enter(job, job.attempts, now_s)
 
     def _enter(self, job: Job, attempt: int, now_s: float) -> None:
-        """Enter the request at its prefill instance."""
         if job.over or job.attempts != attempt:
             return
         machines, plan = self._machines, job.placed.prefill.plan
@@ -260,7 +256,6 @@ class Simulation:
             self._clock.at(free_s + handover.fetch_s / 2, lambda at_s: self._there(job, attempt, at_s))
 
     def _first(self, stream: Stream, now_s: float) -> None:
-        """Record the first token that the decode instance has computed."""
         job = self._accounts.open[stream.number]
         job.first_token_s = now_s
         if job.output_tokens == 1:
@@ -369,7 +364,6 @@ def pool_of(setup: ClusterSetup) -> ClusterPool:
 
 
 def new_pool(names: Sequence[str], cost: CostModel, settings: PoolSettings) -> ClusterPool:
-    """Return a pool, with a constellation if ``settings`` has one."""
     if settings.sky is None:
         return ClusterPool(names, cost, settings)
     # Imported late: it imports the constellation's plans and sockets.
@@ -383,13 +377,11 @@ class Accounts:
 
     def __init__(self, spans: bool) -> None:
         self.open: dict[int, Job] = {}
-        """Requests in progress, by number."""
         self.spans: list[Span] = []
         self._keeps_spans = spans
         self._ended: dict[int, RequestOutcome] = {}
 
     def outcomes(self, requests: int) -> list[RequestOutcome]:
-        """Return the outcomes of a finished run, by number."""
         assert not self.open and len(self._ended) == requests, "every request ends, and ends once"
         return [self._ended[number] for number in range(requests)]
 

@@ -101,7 +101,6 @@ class SkyTier:
         return len(self._here)
 
     def leading(self, ids: Sequence[int], now_s: float) -> int:
-        """Return the number of leading blocks that are readable now."""
         entries = self._set
         for at, block in enumerate(ids):
             entry = entries.get(block)
@@ -125,7 +124,6 @@ class SkyTier:
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """Rate of unpacked KV."""
         return self._setup.bytes_per_s / self._setup.packing
 
     def _round_trip_s(self, ids: Sequence[int], now_s: float) -> float:

@@ -62,7 +62,6 @@ class Cell:
 
     @property
     def saved(self) -> float:
-        """Share of the compute time that the best way saves."""
         return 1 - min(self.compute_s, self.load_s, self.both_s) / self.compute_s
 
 

@@ -39,8 +39,6 @@ _SAME_S = 1e-5
 
 
 class Choice(NamedTuple):
-    """A setting of the grid."""
-
     access: Access
     strategy: Strategy
     servers: int
@@ -83,7 +81,6 @@ class Outcome:
     """Least time of a request of the mix, without other requests."""
     wait_s: float
     worst_s: float
-    """Seconds at the slowest time."""
     utilisation: float
     """Utilisation of the busiest station. From 1 on it cannot carry the load."""
     busiest: str
@@ -98,7 +95,6 @@ class Outcome:
         return self.seconds / self.bound_s if self.bound_s else 1.0
 
     def row(self) -> dict[str, object]:
-        """Return the choice and its figures as a flat row."""
         figures = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "choice"}
         return {**self.choice._asdict(), **figures, "of_bound": self.of_bound}
 
@@ -225,9 +221,6 @@ def _words(choice: Choice) -> str:
 
 
 def _curve(name: Parameter, best: Choice, judged: dict[Choice, Outcome]) -> list[Outcome]:
-    """Return the outcomes that differ from the best in this parameter alone; for another access, with its best
-    strategy.
-    """
     fixed = [other for other in PARAMETERS if other != name and (name, other) != ("access", "strategy")]
     best_by_value: dict[object, Outcome] = {}
     for choice, outcome in judged.items():

@@ -114,7 +114,6 @@ class Setting:
 
     @property
     def window_chunks(self) -> float:
-        """Largest number of chunks in flight."""
         return math.inf if self.window_bytes is None else self.window_bytes // self.chunk_bytes
 
 
@@ -128,7 +127,6 @@ class Ways:
     one_way_s: Floats
     """Light time between host and server: half the round trip, whose way back may take other links."""
     hops: Integers
-    """Inter-satellite links on the path."""
     out_link: Integers
     in_link: Integers
     """The gateway's link on the way out and on the way back: 0 to 3 as its neighbours.
@@ -153,7 +151,6 @@ class Ways:
         return np.asarray(self.out_link != _OWN)
 
     def of(self, chosen: slice | Booleans) -> Ways:
-        """Return the ways of some of the times."""
         names = ["times_s", "one_way_s", "hops", "out_link", "in_link"]
         names += ["least_one_way_s"] if self.least_one_way_s is not None else []
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
@@ -547,7 +544,6 @@ class _Sending:
         return first, last
 
     def _before(self, among: Booleans, sent: Integers) -> Integers:
-        """Return the number of chunks of the servers that are sent before each server."""
         in_order = self._sent(among * sent)
         return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 

@@ -79,9 +79,7 @@ class VirtualConstellation:
         """Moves, and the satellite in the middle of the box at these moves."""
         self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
         self._links_s: dict[tuple[Node, Node], float] = {}
-        """Delays of the links that were used."""
         self._sights: dict[Node, Sight] = {}
-        """Sights of hosts with a place of their own."""
         self._places: dict[Node, str] = {}
         self.simulated = SimulatedConstellation(
             sky_of(plan),
@@ -148,7 +146,6 @@ class VirtualConstellation:
         ground: int = 1,
         place: GroundHost | None = None,
     ) -> ConstellationStore:
-        """Return a store over the constellation."""
         client = self.connect(access, ground, place)
         return ConstellationStore(client, self.simulated.sky, settings_of(self.plan, ground=place), index=index)
 
@@ -304,12 +301,9 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """Operations that start together."""
-
     operations: Sequence[Operation]
     waiting: int = 0
     failures: dict[int, str] = field(default_factory=dict)
-    """Reasons of its gets that missed."""
 
 
 class _ByMachines(_Run):
@@ -431,7 +425,6 @@ class _ByMachines(_Run):
             self._complete(request)
 
     def _complete(self, request: _Request) -> None:
-        """Complete a request whose gets have all ended: what missed is computed and stored."""
         first = min(request.failures, default=len(request.operations))
         for at, operation in enumerate(request.operations):
             if at < first:
@@ -567,8 +560,6 @@ def _rates(scenario: Scenario) -> LinkRates:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of all cells, in order."""
-
     scenario: Scenario
     cells: tuple[CellResult, ...]
 

@@ -80,7 +80,6 @@ MOST_SATELLITES = 100_000
 MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
 """Limits between element sets and the flown time: days, and drift of a satellite along its plane."""
 MOST_BYTES = 1 << 30
-"""Limit of a value."""
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
 """Interval at which hosts are checked for satellites in sight."""
@@ -109,7 +108,6 @@ _engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    """Read one size, or several."""
     sizes = tuple(map(size, value)) if isinstance(value, list | tuple) else (size(value),)
     if not sizes or not all(1 <= value_bytes <= MOST_BYTES for value_bytes in sizes):
         raise InvalidInput(f'{value!r}: expected sizes from 1 byte to 1 GiB, such as "2.9MB" or ["64KiB", "2.9MB"]')
@@ -130,7 +128,6 @@ def _share(value: object) -> float:
 
 
 def _start(value: object) -> float | str:
-    """Read seconds after the epoch, or a moment in UTC."""
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, str) and value[:1].isdigit() and "-" in value:
@@ -543,7 +540,6 @@ class Scenario:
         return iter([[operation] for operation in sorted(drawn, key=lambda one: (one.at_s, one.host))])
 
     def size_of(self, key: int) -> int:
-        """Return the bytes of a key's value."""
         sizes = self.workload.sizes
         return sizes[0] if len(sizes) == 1 else random.Random(f"{self.workload.seed}/size/{key}").choice(sizes)
 
@@ -647,7 +643,6 @@ class ScenarioPlan(ConstellationPlan):
 
 
 def shipped() -> dict[str, Path]:
-    """Return the scenarios of this package, by name."""
     folder = Path(str(files("skymemory.sim.sky"))) / _SHIPPED
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
