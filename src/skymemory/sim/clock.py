@@ -25,7 +25,6 @@ class Clock:
 
     @property
     def next_s(self) -> float:
-        """Time of the next event; infinite without any."""
         return self._due[0][0] if self._due else math.inf
 
     def step(self) -> None:

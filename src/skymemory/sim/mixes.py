@@ -50,7 +50,6 @@ class MixSource:
     shape: str
     seed: int = 0
     readers_per_s: float = 2.0
-    """Peak rate of the readers."""
     writers_per_s: float = 4.0
     duration_s: float = 3600.0
     period_s: float = 3600.0

@@ -274,9 +274,7 @@ class RoutingMetrics:
     p90_s: float
     p99_s: float
     token_hits: float
-    """Share of prompt tokens that hit."""
     block_hits: float
-    """Share of full blocks that hit."""
     worst_share: float
     """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
     spread: float

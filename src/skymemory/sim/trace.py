@@ -214,5 +214,4 @@ def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[
 
 
 def shared_above(uses: Sequence[int], least: int) -> float:
-    """Return the share of the distinct blocks that are in at least ``least`` prompts."""
     return sum(count >= least for count in uses) / max(1, len(uses))

@@ -73,7 +73,6 @@ class Workload:
     conversations_per_s: float
     tenants: Popularity
     system: Spread
-    """Length of a tenant's system prompt."""
     documents: Popularity = _ONE
     document: Spread = _NONE
     document_share: float = 0.0
@@ -417,7 +416,6 @@ def render_text(request: TraceRequest, characters_per_block: int) -> str:
 
 
 def _block_text(number: int, characters: int) -> str:
-    """Return words drawn by the block's id, ending with a space."""
     # Seeded by the id alone: equal blocks have equal text in every process.
     dice = random.Random(number)
     text = ""

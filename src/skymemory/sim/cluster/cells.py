@@ -24,7 +24,7 @@ from skymemory.sim.workload import OpenSource, RequestSource
 Rule = Literal["p90", "p90 of the longest", "attainment"]
 """Criterion of capacity.
 
-``p90``: the 90th percentiles of TTFT and of mean TBT meet the objectives. ``p90 of the longest``: the same with each
+``p90``: the 90th percentiles of TTFT and mean TBT meet the objectives. ``p90 of the longest``: the same with each
 request's longest TBT. ``attainment``: 90 % of the requests meet both objectives.
 """
 PART = 0.9
@@ -65,8 +65,6 @@ class ClusterCell:
 
 @dataclass(frozen=True, slots=True)
 class CellAnswer:
-    """Results of a run."""
-
     metrics: ClusterMetrics
     swings: Swings | None
     pool: dict[str, float]
@@ -191,10 +189,10 @@ def _holds(found: ClusterMetrics, search: CapacityCell) -> bool:
 class Swings:
     """Swings of the prefill and decode loads, and their phase relation (Mooncake, figures 9 and 10).
 
-    A load is relative to its objective (``LoadSample``). Both loads are resampled on a grid of 1 s; a value holds until
-    the next sample. Period and phase belong to the frequency with the strongest cross spectrum, averaged over
-    half-overlapping windows with a Hann taper and the mean removed. A phase of 180 degrees is opposition. Both are None
-    if the run is shorter than a window or a load is constant.
+    A load is relative to its objective (``LoadSample``). Both are resampled on a grid of 1 s; a value holds until the
+    next sample. Period and phase are of the frequency with the strongest cross spectrum, averaged over half-overlapping
+    windows with a Hann taper and without their mean. 180 degrees is opposition. Both are None if the run is shorter
+    than a window or a load is constant.
     """
 
     prefill_mean: float

@@ -1,8 +1,8 @@
 """Simulated instances that decode with continuous batching: coupled with prefill, or on separate machines.
 
-Decoding steps are planned up to the next change of the batch: the first end of an answer, or the step in which a
-fitting request arrives. An arrival or a failure replaces the plan. Events carry the version of their plan; events of
-replaced plans are ignored.
+Steps are planned up to the next change of the batch: the first end of an answer, or the step in which a fitting request
+arrives. An arrival or a failure replaces the plan. Events carry their plan's version, so those of replaced plans are
+ignored.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class CoupledInstance:
         return self.batch.step_s()
 
     def _fits(self, job: Job) -> bool:
-        """Return True if the batch and the prefills in progress leave enough memory."""
         # The whole answer is reserved, as in the batch, so a request that fits is never preempted.
         underway_tokens = sum(underway.prompt_tokens + underway.output_tokens for underway, _ in self._underway)
         wanted = self.batch.reserved + underway_tokens + job.prompt_tokens + job.output_tokens
@@ -234,7 +233,6 @@ class DecodeInstance:
         self._version = 0
 
     def takes(self, kv_tokens: int) -> bool:
-        """Return True if the memory is large enough."""
         return kv_tokens <= self._kv_tokens
 
     def arrive(self, stream: Stream, now_s: float) -> None:
@@ -254,7 +252,6 @@ class DecodeInstance:
                 self._until(steps)
 
     def fail(self, now_s: float) -> list[Stream]:
-        """Fail. Return the requests."""
         taking = [] if self._taking is None else [self._taking]
         if self._planned or taking:
             self.busy_s += now_s - self._begun_s
@@ -276,10 +273,7 @@ class DecodeInstance:
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
     def needed_share(self) -> float:
-        """Return the need of all requests, waiting ones included, as a share of the KV memory or of the longest batch.
-
-        The larger of the two shares counts.
-        """
+        """Return the share of the KV memory that all requests need, or of the longest batch if that share is larger."""
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 

@@ -65,7 +65,6 @@ class Job:
         self.prefilled = self.leaving = self.decoding = False
 
     def stream(self) -> Stream:
-        """Return its answer, from the first token on."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
     def stream_after(self, work_s: float) -> Stream:
@@ -185,7 +184,6 @@ class Batch:
         self._leave: list[tuple[int, int, Stream]] = []
         """Heap, by the step after which a request is done."""
         self._fresh: list[Stream] = []
-        """Streams that joined since the last run."""
         self._runs = 0
         self._done = 0
         """Steps so far."""
@@ -329,7 +327,6 @@ class Steps:
         return cut * (first + slope * (cut - 1) / 2) + later_steps * (then + then_slope * (cut + steps - 1) / 2)
 
     def steps_until(self, batch: int, kv_tokens: float, seconds: float, most: int) -> int:
-        """Return the fewest steps that together take at least ``seconds``, between 1 and ``most``."""
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         until_cut_s = cut * (first + slope * (cut - 1) / 2) if cut < most else math.inf
         if seconds <= until_cut_s:
@@ -395,7 +392,6 @@ class Gaps:
         self._put(_class_of(gap_s), tokens, gap_s * tokens)
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:
-        """Add the gaps of steps ``begin`` to ``end - 1`` of a batch."""
         # Halves until a piece falls into one class: gaps grow slowly, so hundreds of steps take few calls.
         if end <= begin:
             return

@@ -108,7 +108,6 @@ class ClusterRun:
     gap_seconds: Sequence[float] = ()
     """Histogram of the times between tokens: mean of each class; may be empty."""
     gap_tokens: Sequence[int] = ()
-    """Number of tokens in each class."""
     pool: Mapping[str, float] = field(default_factory=dict)
     roles: Sequence[RoleSpan] = ()
 
@@ -118,7 +117,7 @@ class ClusterRun:
 
 
 TbtRule = Literal["mean", "max"]
-"""Which time between a request's tokens must meet the objective: the mean or the longest."""
+"""Rule for a request's times between tokens: their mean or the longest of them must meet the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +203,6 @@ class ClusterMetrics:
     """``met`` per second, from the first arrival to the last end."""
     elapsed_s: float
     prefill_s: float
-    """Compute seconds of these requests' prefills."""
     wasted_prefill_s: float
     """Prefill seconds of requests that were refused or failed afterwards."""
     late_prefill_s: float
@@ -214,7 +212,6 @@ class ClusterMetrics:
     """Mean busy share of the prefill instances, over the whole run."""
     decode_utilisation: float
     role_changes: int = 0
-    """Role changes in elastic pools, over the whole run."""
 
     def as_json(self) -> dict[str, object]:
         return {name: _plain(value) for name, value in asdict(self).items()}

@@ -42,7 +42,7 @@ class Far(NamedTuple):
     tier: str
     """Value of ``Plan.source`` to load from it."""
     blocks: int
-    """Number of leading blocks of the prompt that it holds."""
+    """Leading blocks of the prompt that it holds."""
     medium: Medium
     """Medium of the tier. Its latency includes the current queue."""
 
@@ -146,7 +146,6 @@ class PrefixCache:
         return iter(self._blocks)
 
     def leading(self, chain: Sequence[int]) -> int:
-        """Return the number of leading blocks of ``chain`` that are resident."""
         blocks = self._blocks
         for at, block in enumerate(chain):
             if block not in blocks:
@@ -310,10 +309,8 @@ class ClusterPool:
     def stream(
         self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
     ) -> float:
-        """Transfer the KV of ``tokens`` between nodes while it is computed, layer by layer, for ``over_s``.
-
-        Returns:
-            End of the transfer.
+        """Transfer the KV of ``tokens`` between nodes, layer by layer, while it is computed for ``over_s``. Return the
+        end.
         """
         if source == target or tokens <= 0:
             return now_s + over_s
@@ -416,7 +413,6 @@ class NoMemory:
 
 
 def memory_of(capacity: int, policy: str) -> Memory:
-    """Return a fast LRU memory, or a memory with any other policy."""
     if not capacity:
         return NoMemory()
     return PrefixCache(capacity) if policy == "lru" else PolicyMemory(capacity, policy)
@@ -434,7 +430,6 @@ class NodeMemory:
         self._last_comes_s = -math.inf
         self.evicted = 0
         self.dropped = 0
-        """Blocks dropped from the node so far."""
 
     def __len__(self) -> int:
         return len(self.memory) + len(self._ssd)

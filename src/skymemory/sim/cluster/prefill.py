@@ -68,7 +68,6 @@ class PrefillInstance:
             self._serve(now_s)
 
     def fail(self, now_s: float) -> list[Job]:
-        """Fail. Return the requests."""
         # Machine time until now stays accounted; only the remainder of each prefill is taken back.
         for job, end_s in self.serving.items():
             undone_s = min(job.spent_s, max(0.0, end_s - now_s))

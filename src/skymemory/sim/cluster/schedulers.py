@@ -32,7 +32,6 @@ from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittered
 
 
 def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRequest]:
-    """Return the requests with the setup's jitter and rate."""
     moved = jittered(requests, setup.seed, setup.jitter_s) if setup.jitter_s else list(requests)
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
@@ -73,7 +72,7 @@ class Estimates:
         return seconds
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Return the last part of that time, in which the first machine is free."""
+        """Return the last part of a prefill's time, in which the first machine is free already."""
         chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
         return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
 

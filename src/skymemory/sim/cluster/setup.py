@@ -59,7 +59,6 @@ class PoolSettings:
     network: Medium | None = None
     """Network of each node, per direction; None: that of the cost model's machine."""
     dram: Medium = DRAM
-    """Medium from memory to accelerators."""
     ssd: Medium = SSD
     jitter_s: float = 0.0
     """Mean random delay of each transfer (exponential, seeded)."""
@@ -134,7 +133,6 @@ class ClusterSetup:
     error: float = 0.0
     """Standard deviation of the relative error of prefill estimates (``ErringSpeeds``)."""
     tells_output: bool = False
-    """True if requests state the length of their answers."""
     output_error: float = 0.0
     """Standard deviation of the relative error of the stated length."""
     pools: Pools = "fixed"
@@ -149,7 +147,6 @@ class ClusterSetup:
     """Elastic pools: time from the end of a drain until the instance serves in its other role."""
     pipeline: int = 1
     chunk_tokens: int = 4096
-    """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
     """True if KV is sent to the decode machine while it is computed, False if afterwards."""
     handover: Handover | None = None

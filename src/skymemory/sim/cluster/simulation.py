@@ -52,10 +52,7 @@ def run_cluster(
     Args:
         requests: in order of arrival. Outcomes are in the order after jitter.
         setup: the cluster.
-        scheduler: a name of ``schedulers.NAMES`` or a factory.
-        admission: a name or a rule.
-        scheduler_options: options of a named scheduler.
-        admission_options: options of a named admission rule.
+        scheduler, admission: names, with options, or a factory and a rule.
         asked: the requests as schedulers see them, for tenants and priorities; only without jitter.
         pool: replaces the setup's pool; for a single run.
 
@@ -145,7 +142,6 @@ class Simulation:
         )
 
     def _arrive(self, now_s: float) -> None:
-        """Place the next request."""
         number = self._arrived
         self._arrived += 1
         if self._arrived < len(self._arrivals):
@@ -317,8 +313,8 @@ class Simulation:
             self._pool.lost(node.slot, now_s)
             leaving = [job for job in self._accounts.open.values() if job.leaving and job.prefill == node.slot]
             jobs += leaving
-        # Requests are booked out before the scorer forgets the server and placed again afterwards. Otherwise they would
-        # teach the scorer about a cache that is empty, or be placed by such a cache.
+        # Requests are booked out before the scorer forgets the server, and placed again afterwards. Otherwise they
+        # would teach the scorer about a cache that is empty, or be placed by a cache that is gone.
         for job in jobs:
             self._book_out(job, now_s)
         for picker in (self._scheduler.prefill, self._scheduler.decode):
@@ -430,8 +426,6 @@ class Accounts:
 
 
 class Loads:
-    """Load samples by Mooncake's definition: predictions relative to the objectives."""
-
     def __init__(self, slo: Slo, machines: Machines) -> None:
         self._slo, self._machines = slo, machines
         self.samples: list[LoadSample] = []

@@ -75,8 +75,8 @@ class SkyTier:
         self._block_bytes = block_bytes * setup.packing
         self.geometry = SkyGeometry(setup)
         per_satellite = setup.memory_bytes_per_satellite
-        # Leaving columns hand all their chunks over within one slot's move; the capacity is what a link can carry in
-        # that time.
+        # Leaving columns hand all their chunks over within one slot's move, so a satellite holds at most what a link
+        # carries in that time.
         if self.geometry.placement.migrates:
             per_satellite = min(per_satellite, setup.isl_bytes_per_s * self.geometry.slot_period_s)
         capacity = int(per_satellite * setup.servers // self._block_bytes)
@@ -179,7 +179,6 @@ class SkyTier:
             self._evicted += 1
 
     def fly(self, now_s: float) -> None:
-        """Move the box to ``now_s`` and count the handovers."""
         moves = self.geometry.moves(now_s)
         if moves == self._moves:
             return

@@ -168,7 +168,6 @@ class BreakEven:
 
 
 def kv_bytes_of(model: str) -> int:
-    """Return the KV bytes per token of a named model, or of a number."""
     if model.isdecimal() and int(model) > 0:
         return int(model)
     bytes_per_token = KV_BYTES_PER_TOKEN.get(model.lower())

@@ -17,9 +17,9 @@ from skymemory.sim.sky.physical import LinkRates
 TOKEN_BYTES = 4
 """Bytes of a token number on the way up or down. Its text is as long."""
 GROUND_W = 700.0
-"""Power while computing on the ground: the largest power of the NVIDIA H100 SXM by its data sheet."""
+"""Largest power of the NVIDIA H100 SXM by its data sheet, while it computes on the ground."""
 BOARD_W = 60.0
-"""Power while computing on board: the largest power of the NVIDIA Jetson AGX Orin 64GB by its data sheet."""
+"""Largest power of the NVIDIA Jetson AGX Orin 64GB by its data sheet, while it computes on board."""
 READ_J_PER_BYTE = 8 * 30e-12
 """Energy of a read and a write of DRAM: 1.3 to 2.6 nJ for 64 bits.
 

@@ -294,7 +294,6 @@ def waits_s(ways: Ways, setting: Setting, rates: LinkRates, load: Load) -> tuple
 
 
 def at_place(preset: Preset, latitude_deg: float | None, longitude_deg: float | None) -> Preset:
-    """Return the preset with its host at that place (None: its own latitude or longitude)."""
     if latitude_deg is None and longitude_deg is None:
         return preset
     if preset.fixed_centre is not None:

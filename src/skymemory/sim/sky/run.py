@@ -127,7 +127,6 @@ class VirtualConstellation:
         return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
     def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
-        """Return a client. ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
         config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)
@@ -154,9 +153,10 @@ class VirtualConstellation:
 
 
 class _Transfer(NamedTuple):
-    """A get that hit, or a set. ``placed`` has times with the moves at the set and the moves at that time.
+    """A get that hit, or a set.
 
-    The times are the start, the start as counted before a handover, and the end.
+    ``placed`` has a time, the moves at the set, and the moves by which holders are located: at the start, at the start
+    with the moves ``HANDED_OVER_S`` earlier (as clients do first), and at the end.
     """
 
     host: int
@@ -210,8 +210,6 @@ def _run_cell(cell: Cell) -> CellResult:
 
 
 class _Run(ABC):
-    """Run of a scenario, with the counts of both engines."""
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.packets = 0
@@ -233,7 +231,6 @@ class _Run(ABC):
         """Run all operations of a scenario, request by request."""
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
-        """Return the limits of bytes in flight, of a get and of a set."""
         return None, None
 
     def sees(self, host: int, now_s: float) -> bool:
@@ -595,7 +592,6 @@ class Results:
         return json.dumps({"title": self.scenario.title, "cells": cells}, indent=1) + "\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``results.csv``, ``results.json``, and ``results.parquet`` if pyarrow is installed."""
         written = []
         for name, content in (("results.csv", self.as_csv()), ("results.json", self.as_json())):
             write_output(folder / name, content.encode())

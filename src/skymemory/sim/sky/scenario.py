@@ -369,7 +369,6 @@ class Scenario:
 
     @property
     def start_s(self) -> float:
-        """Seconds after the constellation's epoch."""
         if not isinstance(self.start, str):
             return self.start
         moment = datetime.fromisoformat(self.start)
@@ -621,8 +620,6 @@ class StarGround(Ground):
 
 @dataclass(frozen=True)
 class ScenarioPlan(ConstellationPlan):
-    """A plan over a constellation that need not be a named preset."""
-
     own: Preset | None = None
 
     def _check_seam(self, torus: Torus) -> None:
