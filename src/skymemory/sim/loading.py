@@ -35,7 +35,7 @@ class LinkTrace:
     """Start times of the rates: ascending, beginning with 0."""
     bytes_per_s: tuple[float, ...]
     latency_s: float = 0.0
-    """Time from a request to its first byte. Of queued fetches only the first one's latency counts."""
+    """Time from a request to its first byte. Of queued fetches only the latency of the first counts."""
 
     def __post_init__(self) -> None:
         if (

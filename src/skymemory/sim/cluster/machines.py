@@ -74,13 +74,13 @@ class Machines:
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
-        """Return the instances that prefill now, including draining ones."""
+        """Return the instances that prefill now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.prefills or self.coupled
         return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]
 
     def decoding(self) -> list[DecodeInstance] | list[CoupledInstance]:
-        """Return the instances that decode now, including draining ones."""
+        """Return the instances that decode now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.decodes or self.coupled
         return [self.decodes[server.slot] for server in self.decode_fleet if self.role[server.name] == "decode"]

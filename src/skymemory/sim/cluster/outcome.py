@@ -72,7 +72,7 @@ class LoadSample:
     """Mean over the instances, where ``prefill`` is the largest."""
     decode_mean: float = 0.0
     prefilling: int = 0
-    """Instances that prefill, including draining ones."""
+    """Instances that prefill, including draining instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Hits:
     """Share of all tokens, by source: ``local``, and each tier or peer."""
     blocks: float
     all_blocks: float
-    """Share of all blocks, including partial ones, as published tables count."""
+    """Share of all blocks, including partial blocks, as published tables count."""
 
     @classmethod
     def of(cls, begun: Sequence[RequestOutcome]) -> Hits:

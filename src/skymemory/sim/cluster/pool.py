@@ -398,7 +398,7 @@ class PolicyMemory:
 
 
 class NoMemory:
-    """Absence of memory: all computed blocks go to the SSD, if there is one."""
+    """Absence of memory: all computed blocks go to the SSD, if any."""
 
     capacity = 0
 

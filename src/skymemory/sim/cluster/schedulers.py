@@ -1,6 +1,6 @@
 """The production schedulers for a simulated cluster, with the information that they have in production.
 
-They estimate with the believed cost model, not the true one (``Estimates``). The conductor's schedulers see the true
+They estimate with the believed cost model, not the true model (``Estimates``). The conductor's schedulers see the true
 state of the pool's caches. The router's strategies learn it from the requests that they sent.
 """
 

@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read one. ``server_s`` is per chunk, on
+    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read a value. ``server_s`` is per chunk, on
     board.
     """
 
