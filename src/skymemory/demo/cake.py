@@ -54,7 +54,7 @@ class Prompt:
 class RateRow:
     bytes_per_s: float
     ratio: float
-    """Link rate relative to the rate at which loading takes as long as computing."""
+    """Link rate relative to the rate at which loading and computing take equally long."""
     compute: Prompt
     load: Prompt
     both: Prompt
@@ -279,7 +279,6 @@ class Bars:
 
     @property
     def live(self) -> bool:
-        """True if the bars are drawn in place."""
         return self._screen.live
 
     def title(self, tokens: int, size_bytes: int, bytes_per_s: float, share: float) -> None:
@@ -306,7 +305,6 @@ class Bars:
             self._draw()
 
     def settled(self, index: int, origin: str) -> None:
-        """Fill the part of a settled chunk."""
         with self._lock:
             self._chunks[self._way][index] = COMPUTED if origin == "computed" else LOADED
             if time.monotonic() - self._drawn_s >= _FRAME_S:

@@ -42,7 +42,6 @@ PREFILL, DECODE = 8, 8
 PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
 """Real time of the playback, from the first arrival to the last."""
 PART, QUICK_PART = 1.0, 0.4
-"""Share of the ten minutes of requests."""
 FRAMES_PER_S = 8.0
 _SIMULATED_S = 6.0
 """Seconds on two cores of the reference computer.
@@ -166,7 +165,6 @@ def _check(metrics: Sequence[ClusterMetrics]) -> None:
 
 
 LATELY = 100
-"""Number of latest first tokens in the running mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _LINE_STEP, _BATCH_STEP = 2, 1
 
@@ -287,7 +285,6 @@ class Moment:
 
     @property
     def loaded(self) -> float:
-        """Share of the tokens that were loaded from elsewhere."""
         return self.loaded_tokens / max(1, self.prompt_tokens)
 
 

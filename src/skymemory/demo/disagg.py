@@ -75,8 +75,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequential request. Tokens are from the engines' own counters."""
-
     prompt: str
     tokens: int
     prefilled: int

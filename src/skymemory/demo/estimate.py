@@ -26,11 +26,10 @@ class Part:
 
 class Estimate:
     def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
-        """Initialise; ``spent_s`` are the seconds of the run before the first part, such as the probe's."""
+        """Initialise; ``spent_s`` are seconds before the first part, such as the probe's."""
         self._waiting = list(parts)
         self._ratios: dict[str, float] = {}
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
-        """Estimate of the whole run before it starts."""
 
     def seconds_of(self, name: str) -> float:
         """Return the corrected seconds of the next part of this name.
@@ -58,12 +57,10 @@ class Estimate:
         raise KeyError(name)
 
     def skip(self, prefix: str) -> None:
-        """Drop the parts whose names begin with ``prefix``."""
         self._waiting = [part for part in self._waiting if not part.name.startswith(prefix)]
 
     @property
     def remaining_s(self) -> float:
-        """Corrected seconds of the waiting parts."""
         return sum(self._corrected_s(part) for part in self._waiting)
 
     def correction(self, elapsed_s: float) -> str:
@@ -90,7 +87,6 @@ def say_estimate(progress: Progress, seconds: float) -> None:
 
 
 def took(seconds: float, estimated_s: float) -> str:
-    """Return the last line of every demo."""
     return f"took {seconds:.0f} s (estimated {estimated_s:.0f} s)"
 
 
@@ -103,10 +99,9 @@ class TimedRun:
 
     @contextmanager
     def part(self, words: str, *names: str) -> Iterator[Wait]:
-        """Show the parts called ``names`` as one wait with the text ``words``.
+        """Show the parts ``names`` as one wait with the text ``words``.
 
-        With several parts, the block reports the seconds of each by ``on_part``. A single part takes the time of the
-        block.
+        Of several parts the block reports the seconds by ``on_part``; a single part takes the block's time.
         """
         expected_s = sum(self.estimate.seconds_of(name) for name in names)
         with self.progress.wait(words, expected_s) as wait:
@@ -121,5 +116,4 @@ class TimedRun:
             self.progress.say(words)
 
     def took(self) -> str:
-        """Return the last line: seconds since the start, and the first estimate."""
         return took(self.progress.seconds, self.estimate.first_s)

@@ -74,11 +74,9 @@ class Reader(threading.Thread):
         self.tally = ReadTally()
         self.copies = store.settings.replicas
         self.absent: set[bytes] = set()
-        """Missed keys that are not stored again yet."""
         self.at_death: Counts = (0, 0)
         self.at_return: Counts = (0, 0)
         self.error: Exception | None = None
-        """Error that ended the reader early."""
         self._store = store
         self._values = values
         self._pause_s = pause_s
@@ -103,7 +101,6 @@ class Reader(threading.Thread):
             self.error = error
 
     def stop(self) -> None:
-        """Stop after the read in progress, and wait for it."""
         self._stopping.set()
         if self.is_alive():
             self.join()
@@ -232,7 +229,6 @@ class MotionReport:
     satellites_at_end: int
     satellites: int
     reads: tuple[ReadReport, ...]
-    """Reports by number of copies."""
 
     @property
     def wrong(self) -> int:
@@ -296,7 +292,6 @@ class Watch(threading.Thread):
             self.join()
 
     def ask(self) -> int:
-        """Ask all satellites now. Return the number of answers."""
         with self._asking:
             answers = ping_all(self._plan, _PATIENCE_S)
             for satellite, answer in answers.items():
@@ -330,7 +325,6 @@ class Watch(threading.Thread):
 
     @property
     def holding(self) -> frozenset[SatelliteId]:
-        """Satellites that held chunks at their last answer."""
         return frozenset(satellite for satellite, answer in list(self._latest.items()) if answer["chunks_held"])
 
 
@@ -377,7 +371,6 @@ class _Flight:
     """Start on the clock of satellites and clients (Unix time)."""
     dead: HostShare | None = None
     absent: int = 0
-    """Unreadable values at the last report."""
 
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())
@@ -398,7 +391,6 @@ class _Flight:
         ]
 
     def report_absent(self) -> None:
-        """Print when values become unreadable, and when all are readable again."""
         absent = sum(len(reader.absent) for reader in self.readers)
         if absent and not self.absent:
             self.screen.say("a value is missed: it is computed again, and stored as soon as the sky can take it")
@@ -489,7 +481,6 @@ def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
 
 
 def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
-    """Restart the host's process, with empty memory."""
     started_s = time.perf_counter()
     revive(flight.directory, flight.gate, started.children)
     flight.dead = None

@@ -68,10 +68,7 @@ def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
 
 
 def contention(processes: int) -> float:
-    """Return the slowdown of ``processes`` of ours that compute at once, relative to a core each.
-
-    It depends on the cores that they may use, and on the programs that run now.
-    """
+    """Return the slowdown of ``processes`` concurrent processes against a core each, by usable cores and other load."""
     other_running = math.inf
     for _ in range(5):  # the least of several samples: a program that runs for a moment slows nothing
         running = _words(Path("/proc/loadavg"))[3:4]

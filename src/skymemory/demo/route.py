@@ -68,7 +68,6 @@ OFFERED = 0.85
 """Offered share of what the engines together can answer with nothing cached."""
 PROBE_TOKENS = 600
 _PROBES = 2
-"""Simultaneous probes per engine."""
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Limits of the plan, with a margin to the time that the README promises."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
@@ -79,7 +78,7 @@ _TAIL = 1.4
 """Factor for the last answers, which end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
-"""Keys of a backend's settings, and the fields of an engine's report of its events."""
+"""Keys of a backend's settings, and the fields of an engine's report of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,6 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Speed:
     tokens_per_s: float
-    """Uncached prompt tokens per second."""
     request_s: float
     """Additional time of an answer."""
 
@@ -183,8 +181,6 @@ async def metrics(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 class Stage:
-    """The surroundings of a strategy's run."""
-
     def __init__(
         self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str]
     ) -> None:
@@ -483,7 +479,6 @@ def figures(row: Row) -> list[str]:
 
 
 def final(rows: Sequence[Row]) -> Table:
-    """Return the table, best mean first."""
     return Table(_HEAD, [row.cells() for row in sorted(rows, key=lambda row: row.mean_s)], _WORDS)
 
 

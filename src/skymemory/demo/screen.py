@@ -80,7 +80,6 @@ class Screen:
             self.say("; ".join(figures))
 
     def close(self) -> None:
-        """Restore the terminal, and print the events and the last frame."""
         if self._live is None:
             return
         self._live.stop()
@@ -127,8 +126,6 @@ class Screen:
 
 
 class _Whole:
-    """The screen's frame for rich, at the present size of the terminal."""
-
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
 

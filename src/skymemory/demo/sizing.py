@@ -19,7 +19,6 @@ PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 PLANNED_SHARE = 0.85
 """Share of the promised time that the estimate may take, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
-"""Tokens of the measurement ``Speeds.prefill_s``."""
 DTYPES = {"bfloat16": 2, "float32": 4}
 """Bytes of a number; the paper's type first."""
 _WORTH_LEAVING_16_BIT = 0.67
@@ -38,7 +37,6 @@ class Shape:
     layer_parameters: int
     head_parameters: int
     kv_numbers: int
-    """Keys and values of a token in a layer."""
     name: str = ""
     """Name of a model that is not of TinyLlama's shape."""
 
@@ -49,7 +47,6 @@ class Shape:
 
 PAPER_LAYERS = 22
 PAPER = Shape(PAPER_LAYERS, 44_044_288, 65_536_000, 512)
-"""TinyLlama-1.1B."""
 SMALL_RANDOM = Shape(3, 46_144, 65_536, 64, "a small model of random weights")
 PAPER_TOKENS, PAPER_NEW_TOKENS = 524, 30
 """Tokens of four blocks and a question, and generated tokens."""
@@ -152,7 +149,6 @@ _STORE_S, _READ_S, _ROTATE_S = 0.06, 0.12, 0.4
 _EXAMINED = 7
 """Short passes by which a cache examines its model."""
 _TOKEN_S = 0.003
-"""Seconds of a generated token, without its layers."""
 _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 

@@ -39,7 +39,6 @@ from skymemory.text import command_lines, width_of, write
 from skymemory.units import format_duration, format_size
 
 _END_S = 1.0
-"""Seconds to end the constellation, on the reference computer."""
 _NEXT = {
     "skymemory constellation up": "",
     "skymemory kv put README.md": "",

@@ -300,7 +300,6 @@ def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
 
 
 def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
-    """Move the overhead point by one slot. The leaving column hands over its chunks."""
     rotation = rotate(plan, 1, 0)
     say(
         f"rotated by one slot: {rotation.chunks_migrated} chunks handed over within their planes in "

@@ -88,7 +88,6 @@ def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDA
 
 
 def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
-    """Return the latency of each server that has chunks."""
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)

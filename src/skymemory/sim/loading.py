@@ -72,7 +72,6 @@ class SimulatedLoad:
     """Time until all chunks are present and no step is running."""
     result: LoaderResult
     origins: tuple[str, ...]
-    """Origin of each chunk, or "" after an abort."""
     scheduling_s: tuple[float, ...] = ()
     """Real time of the scheduler between step starts, if a ``timer`` was given."""
 

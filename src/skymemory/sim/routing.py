@@ -97,8 +97,6 @@ class _Job:
 
 @dataclass(slots=True)
 class _Engine:
-    """A simulated server: a queue, one prefill at a time, and decoding requests."""
-
     server: Server
     cache: PrefixCache
     queue: deque[_Job] = field(default_factory=deque)
@@ -278,7 +276,6 @@ class RoutingMetrics:
     worst_share: float
     """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
     spread: float
-    """Coefficient of variation of the requests per server."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}

@@ -168,7 +168,6 @@ class TraceStatistics:
     ideal_all_block_hits: float
     """The same with partial blocks, as published tables count."""
     ideal_token_hits: float
-    """Share of the prompts' tokens in those hits."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}

@@ -31,7 +31,7 @@ from skymemory.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, r
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A clipped log-normal distribution of whole numbers."""
+    """Clipped log-normal distribution of whole numbers."""
 
     median: float
     sigma: float
@@ -49,7 +49,6 @@ class Popularity:
     count: int
     skew: float
     moves_every_s: float = math.inf
-    """Interval at which ranks rotate by ``moves_by``."""
     moves_by: int = 0
 
     def weights(self) -> list[float]:
@@ -82,14 +81,12 @@ class Workload:
     """Share of conversations with a single request of ``job`` tokens."""
     job: Spread = _NONE
     goes_on: float
-    """Probability of a second turn."""
     goes_on_growth: float = 0.0
     """Exponent by which later ends become less likely: the factor is ``turn ** -goes_on_growth``."""
     message: Spread
     long_message_share: float = 0.0
     long_message: Spread = _NONE
     pause: Spread
-    """Seconds between the arrivals of turns."""
     answer: Spread
     curt_share: float
     """Share of answers of a few tokens."""
@@ -354,8 +351,6 @@ def _requests(source: Source) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Requests of a Poisson process (``poisson``)."""
-
     workload: str
     rate_per_s: float
     count: int

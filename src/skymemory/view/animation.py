@@ -95,9 +95,11 @@ def page_of(scenario: Scenario) -> str:
 
 
 def write_animation(scenario: Scenario, path: Path) -> Path:
-    """Raises:
-    InvalidInput: as ``data_of``.
-    OSError: the file cannot be written.
+    """Write the page to ``path``.
+
+    Raises:
+        InvalidInput: as ``data_of``.
+        OSError: the file cannot be written.
     """
     write_output(path, page_of(scenario).encode())
     return path

@@ -285,11 +285,9 @@ def draw_geometry() -> Figure:
 
 
 _TARGET = (1, 3)
-"""Slots and planes from the satellite overhead to the satellite whose distance is drawn."""
 
 
 def _box_above(axes: Axes, shell: Shell) -> None:
-    """Draw D by equation 3, from above."""
     d_m, d_n = shell.d_m_m() / 1e3, shell.d_n_max_m() / 1e3
     for plane in range(5):
         for slot in range(3):
@@ -314,7 +312,6 @@ def _box_above(axes: Axes, shell: Shell) -> None:
 
 
 def _triangle(axes: Axes, shell: Shell) -> None:
-    """Draw x by equation 4, from the side."""
     flat_km = math.hypot(_TARGET[0] * shell.d_m_m(), _TARGET[1] * shell.d_n_max_m()) / 1e3
     height_km, slant_km = shell.altitude_m / 1e3, shell.slant_m(*_TARGET, model="paper") / 1e3
     exact_km = shell.slant_m(*_TARGET) / 1e3

@@ -109,7 +109,6 @@ def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
 
 
 def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Write a figure's data as CSV. Values with a comma are quoted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as stream:
         lines = csv.writer(stream, lineterminator="\n")
@@ -128,7 +127,6 @@ class Exhibit:
     """A figure or a table of a document: its drawing and its numbers."""
 
     stem: str
-    """Stem of its file names, such as ``figure-16``."""
     title: str
     draw: Callable[[], Figure]
     numbers: Callable[[], Numbers]
@@ -161,7 +159,6 @@ def cell(value: object) -> str:
 
 
 def as_markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table. Columns of numbers are aligned to the right."""
     listed = [list(row) for row in rows]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join('---:' if right else '---' for right in _right(listed))} |"]
     lines += [f"| {' | '.join(cell(value).replace('|', chr(92) + '|') for value in row)} |" for row in listed]

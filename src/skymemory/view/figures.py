@@ -74,7 +74,6 @@ def _link_delay_numbers() -> Numbers:
 
 
 def draw_link_delay_surface() -> Figure:
-    """Draw figure 1: link delay over altitude and satellites in a plane."""
     import numpy as np
 
     figure = new_figure(5.2, 3.6)
@@ -217,7 +216,6 @@ MEMORIES: dict[str, tuple[float, float, str]] = {
 
 
 def draw_memories() -> Figure:
-    """Draw table 1, with its ranges as bars."""
     figure = new_figure(WIDE_IN, ROW_IN * (len(MEMORIES) + 2.4) + 0.5)
     words, ranges = figure.subplots(1, 2, width_ratios=(1, 1.5))
     fill_table(words, ("Memory", "Latency (paper)"), [(name, text) for name, (_, _, text) in MEMORIES.items()])
@@ -452,6 +450,5 @@ def check_figure(number: int) -> None:
 
 
 def write_figure(number: int, folder: Path) -> list[Path]:
-    """Draw a figure of the paper into ``folder``. Return the written files."""
     check_figure(number)
     return FIGURES[number].write(folder)

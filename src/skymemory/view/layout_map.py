@@ -167,7 +167,6 @@ def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str
 
 
 def _slots_shown(shown: LayoutMap, most: int) -> Sequence[int]:
-    """Return the map's columns, or ``most`` columns around the satellite overhead."""
     if len(shown.columns) <= most:
         return shown.columns
     middle = shown.columns.index(shown.centre.slot) if shown.centre.slot in shown.columns else len(shown.columns) // 2

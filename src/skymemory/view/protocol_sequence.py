@@ -162,7 +162,6 @@ def label(node: Node) -> str:
 
 
 def _lifelines(run: Recording) -> list[Node]:
-    """Return the ground, then all satellites that sent or received anything, plane by plane."""
     nodes = {node for datagram in (*run.set, *run.move, *run.get) for node in (datagram.sender, datagram.receiver)}
     ground = next(node for node in nodes if not isinstance(node, SatelliteId))
     return [ground, *sorted(node for node in nodes if isinstance(node, SatelliteId))]
@@ -259,7 +258,6 @@ def draw_set() -> Figure:
 
 
 def draw_get() -> Figure:
-    """Draw figure 10: the block is read after one rotation."""
     run = record()
     figure = new_figure(WIDE_IN, 5.0)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1.9))

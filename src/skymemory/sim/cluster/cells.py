@@ -34,7 +34,6 @@ MOST_S = 1e7
 LONGEST_S, SHORTEST_S = 130.0, 8.0
 """Range of periods: at least two fit into a window, and all exceed the 3 s batches of a trace's arrivals."""
 CURVE_S = 2.0
-"""Interval between the points of a load curve."""
 Series = NDArray[np.float64]
 Options = tuple[tuple[str, object], ...]
 
@@ -50,7 +49,7 @@ class ClusterCell:
     admission: str = "all"
     admission_options: Options = ()
     begin_part: float = 0.0
-    """Share of the arrival time, 0 to 1, before which requests are skipped."""
+    """Share of the arrival time before which requests are skipped."""
     from_part: float = 0.0
     """Share of the arrival time from which requests are measured."""
     until_part: float = 1.0
@@ -250,7 +249,7 @@ def _amplitude(values: Series) -> float:
 
 
 def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, float | None]:
-    """Return the common period in s, the lag of ``other`` in degrees, and the coherence at that period."""
+    """Return the common period in s, the lag of ``other`` in degrees, and the coherence."""
     size = int(WINDOW_S / GRID_S)
     if len(one) < size:
         return None, None, None

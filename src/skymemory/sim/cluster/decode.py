@@ -46,7 +46,6 @@ class CoupledInstance:
         self.batch = Batch(steps, gaps)
         self.waiting = PrefillQueue()
         self.busy_s = 0.0
-        """Seconds of prefill so far."""
         self.decode_busy_s = 0.0
         self._underway: list[tuple[Job, int]] = []
         self._begun_s = 0.0
@@ -198,14 +197,14 @@ class CoupledInstance:
 
 
 class DecodeInstance:
-    """An instance that only decodes, with a queue for requests that do not fit into its memory.
+    """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival. The first request that does not fit blocks all later
-    requests. If the decode instance computes a request's first token, it does so before the request joins: the batch
-    waits meanwhile, and runs one step between two such requests, as in an engine that takes one prompt per turn.
+    Requests join between steps, by priority, then arrival. The first that does not fit blocks all later requests. A
+    first token that is computed here precedes the join: the batch waits meanwhile, and runs one step between two such
+    requests, as in an engine that takes one prompt per turn.
 
     ``kv_tokens`` is its memory, ``most_batch`` the limit of the batch. ``joined``, ``ended`` and ``first`` (first
-    token, if computed by this instance) are called with the stream.
+    token, if computed here) are called with the stream.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class DecodeInstance:
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
         self._joined, self._ended, self._first = joined, ended, first
         self._taking: Stream | None = None
-        """Stream whose first token is being computed."""
         self.batch = Batch(steps, gaps)
         self.waiting: PriorityQueue[Stream] = PriorityQueue()
         self.busy_s = 0.0
@@ -236,10 +234,7 @@ class DecodeInstance:
         return kv_tokens <= self._kv_tokens
 
     def arrive(self, stream: Stream, now_s: float) -> None:
-        """Queue a stream whose KV has arrived.
-
-        ``takes`` must hold for the stream, and it must have a step to do.
-        """
+        """Queue a stream whose KV has arrived, which ``takes`` and which has a step to do."""
         self.waiting.push(stream)
         if self._taking is not None:
             return
@@ -282,7 +277,7 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
-        """Add requests that fit and plan the next steps. Called between two steps."""
+        """Add requests that fit and plan the next steps, between two steps."""
         self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()

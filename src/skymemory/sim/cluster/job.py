@@ -20,7 +20,6 @@ class Job:
     """A request in the cluster. Fields describe its last attempt, but ``spent_s`` sums all attempts."""
 
     number: int
-    """Order of arrival."""
     at_s: float
     prompt_tokens: int
     output_tokens: int
@@ -40,7 +39,6 @@ class Job:
     sources: Mapping[str, int] = field(default_factory=dict)
     computed_tokens: int = 0
     spent_s: float = 0.0
-    """Machine time of its prefills so far."""
     there_s: float = 0.0
     """Time at which all its KV has reached the decode instance."""
     prefilled: bool = False
@@ -74,15 +72,13 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Answer of a request, in decoding."""
-
     number: int
     prompt_tokens: int
     output_tokens: int
     first_token_s: float
     priority: int = 0
     work_s: float = 0.0
-    """Time to compute the first token at the decode instance; 0: the prefill gave it."""
+    """Time of the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
     joined: int = 0
     """Number of the batch's run in which it joined."""
@@ -98,8 +94,6 @@ Waiting = TypeVar("Waiting", Job, Stream)
 
 
 class PriorityQueue(Generic[Waiting]):
-    """Requests that wait at an instance: by priority, then arrival."""
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Waiting]] = []
         """Entries of negative priority, number of the arrival, request."""
@@ -130,8 +124,6 @@ class PriorityQueue(Generic[Waiting]):
 
 
 class PrefillQueue(PriorityQueue[Job]):
-    """Requests that wait for their prefill, with their estimated backlog."""
-
     def __init__(self) -> None:
         super().__init__()
         self.work_s = 0.0
@@ -172,11 +164,11 @@ class PrefillQueue(PriorityQueue[Job]):
 
 
 class Batch:
-    """A decode batch: every step gives each request one token.
+    """A decode batch: every step gives each request a token.
 
-    The batch changes only between steps. Its owner runs a number of steps at once (``run``); times, contexts and gaps
-    follow in closed form, equal to a simulation of each step. The context of a request is its prompt plus its tokens so
-    far. The prefill gave the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    It changes only between steps. Its owner runs several steps at once (``run``); times, contexts and gaps follow in
+    closed form, equal to a simulation of each step. A context is the prompt plus the tokens so far. The prefill gave
+    the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
@@ -186,7 +178,6 @@ class Batch:
         self._fresh: list[Stream] = []
         self._runs = 0
         self._done = 0
-        """Steps so far."""
         self.contexts = 0
         self.reserved = 0
         self._last_s = 0.0
@@ -304,10 +295,9 @@ class Batch:
 class Steps:
     """Durations of decoding steps on one kind of machine, in closed form.
 
-    While the batch does not change, its contexts grow by one token per request and step. Reading and computing are then
-    linear in the step's number, and a step takes the longer of the two. The result is the sum of
-    ``CostModel.decode_step_s``, split at the step where the two lines cross. ``kv_tokens`` are the context tokens of
-    the batch at the first step.
+    In an unchanged batch, contexts grow by a token per request and step. Reading and computing are then linear in the
+    step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split at the step
+    where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
     """
 
     def __init__(self, cost: CostModel) -> None:

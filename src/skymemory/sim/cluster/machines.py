@@ -25,7 +25,6 @@ from skymemory.sim.cluster.setup import ClusterSetup
 @dataclass(frozen=True, slots=True)
 class Listeners:
     begun: Callable[[Job, float, float], None]
-    """Start of a prefill: request, time, end."""
     prefilled: Callable[[Job, float], None]
     coupled_prefilled: Callable[[Job, float], Stream | None]
     joined: Callable[[Stream, float], None]
@@ -80,7 +79,6 @@ class Machines:
         return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]
 
     def decoding(self) -> list[DecodeInstance] | list[CoupledInstance]:
-        """Return the instances that decode now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.decodes or self.coupled
         return [self.decodes[server.slot] for server in self.decode_fleet if self.role[server.name] == "decode"]

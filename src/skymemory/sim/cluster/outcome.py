@@ -50,7 +50,6 @@ class RequestOutcome:
     end_s: float | None = None
     """Time of its last token, refusal or failure."""
     tbt_mean_s: float | None = None
-    """Mean time between tokens; None with fewer than two tokens."""
     tbt_max_s: float | None = None
 
     @property
@@ -79,7 +78,6 @@ class LoadSample:
 class Span:
     instance: str
     what: str
-    """Kind of activity: ``prefill``, ``decode``, ``load`` or ``transfer``."""
     begin_s: float
     end_s: float
     request: int
@@ -101,9 +99,7 @@ class ClusterRun:
     outcomes: Sequence[RequestOutcome]
     loads: Sequence[LoadSample]
     prefill_busy_s: Sequence[float]
-    """Seconds of prefill per prefill (or coupled) instance."""
     decode_busy_s: Sequence[float]
-    """Seconds of decoding per decode instance."""
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
     """Histogram of the times between tokens: mean of each class; may be empty."""
@@ -188,11 +184,9 @@ class ClusterMetrics:
     failed: int
     ttft_s: Quantiles
     tbt_request_s: Quantiles
-    """Mean times between tokens of completed requests."""
     tbt_token_s: Quantiles
     """All times between tokens of the run; without a histogram, the requests' means weighted by tokens."""
     tbt_max_s: Quantiles
-    """Longest times between tokens of completed requests."""
     ttft_met: float
     tbt_met: float
     longest_tbt_met: float

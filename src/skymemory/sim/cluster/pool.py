@@ -75,9 +75,8 @@ class Link:
 
     A transfer occupies all links of its path at once. At each link it waits for earlier transfers; it ends when the
     slowest link has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a
-    slow link does not delay a fast link. The end is known at the start and never changes. (Fair sharing is closer to
-    real networks but would move the ends of other transfers with each new transfer; the bytes carried by busy links are
-    the same.)
+    slow link does not delay a fast link. The end is known at the start and never changes. (Fair sharing is more
+    realistic but would move the ends of other transfers; busy links carry the same bytes.)
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -94,7 +93,6 @@ class Link:
         return max(0.0, self.free_s - now_s)
 
     def take(self, size_bytes: float, now_s: float) -> float:
-        """Book ``size_bytes`` and return the end."""
         self.free_s = max(self.free_s, now_s) + size_bytes / self.bytes_per_s
         self.carried_bytes += size_bytes
         return self.free_s
@@ -331,7 +329,6 @@ class ClusterPool:
         self._nodes[node] = self._fresh()
 
     def figures(self) -> dict[str, float]:
-        """Return the counters: bytes by medium, blocks evicted and resident."""
         return {
             "network_bytes": sum(link.carried_bytes for link in self._in),
             "ssd_bytes": sum(link.carried_bytes for link in self._ssd),
@@ -351,9 +348,7 @@ class Memory(Protocol):
 
     def leading(self, chain: Sequence[int]) -> int: ...
 
-    def use(self, chain: Sequence[int]) -> list[int]:
-        """Access ``chain`` and return the evicted blocks, as ``PrefixCache.use``."""
-        ...
+    def use(self, chain: Sequence[int]) -> list[int]: ...
 
 
 class PolicyMemory:
@@ -468,7 +463,6 @@ class NodeMemory:
         return len(evicted)
 
     def comes(self, blocks: Sequence[int], done_s: float) -> None:
-        """Record that these blocks are being loaded until ``done_s``."""
         self.coming.update(dict.fromkeys(blocks, done_s))
         self._last_comes_s = max(self._last_comes_s, done_s)
 

@@ -22,8 +22,6 @@ from skymemory.sim.cluster.pool import LOCAL, ClusterPool
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Parts of a prompt's prefill, determined at its start."""
-
     front: tuple[int, int]
     """Range of tokens computed during the load. Earlier tokens are held."""
     after: int
@@ -84,7 +82,6 @@ class PrefillInstance:
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Return the predicted TTFT of the latest request: its age plus the estimated backlog."""
         if self.waiting:
             return now_s - self.waiting.newest().at_s + self.backlog_s(now_s)
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
@@ -128,7 +125,7 @@ class PrefillInstance:
         return Service((held_tokens, begin), end, _first_of(sources, cached), max(remaining_s, memory_s))
 
     def _timed(self, service: Service, tokens: int, now_s: float) -> tuple[float, float, float]:
-        """Return when the first machine is free, when all is done, and the compute seconds per machine."""
+        """Return when the first machine is free, when all is done, and compute seconds per machine."""
         pipeline = self._pipeline
         front = pipeline.chunks_s(*service.front)
         after = pipeline.chunks_s(service.after, tokens)
@@ -166,9 +163,9 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 class Pipeline:
     """Chunked pipeline parallelism: chunks of a prefill pass through ``machines``, each with a share of the layers.
 
-    A chunk takes the same time at every machine. A machine works on one chunk at a time, in order. In an empty pipeline
-    that takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``). It takes longer after longer chunks of another
-    request, which is simulated here.
+    A chunk takes the same time at every machine. A machine works on one chunk at a time, in order. An empty pipeline
+    takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``), and more after longer chunks of another request, which
+    is simulated here.
     """
 
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:

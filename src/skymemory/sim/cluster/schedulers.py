@@ -80,8 +80,8 @@ class Estimates:
 class ErringSpeeds(GivenSpeeds):
     """Estimates with a seeded error factor per server and prompt length.
 
-    The factor is normal with mean 1 and standard deviation ``error``, and at least 0.1. Equal servers get different
-    estimates. All estimates of a prompt at a server have the same factor, and so has the backlog estimated from them.
+    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1. It is the same for all estimates of
+    a prompt at a server, and for the backlog estimated from them.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:

@@ -31,7 +31,7 @@ class SkySetup:
     isl_bytes_per_s: float = 100e9 / 8
     """Rate of an inter-satellite link. Handovers must complete within one slot move."""
     packing: float = 1.0
-    """Stored bytes per byte of KV: 0.5 if two-byte numbers are quantised to one byte."""
+    """Stored bytes per byte of KV, such as 0.5 with quantisation of two bytes to one."""
     most_queued_s: float = 10.0
     """Uplink queue above which nothing is written."""
     picky_queued_s: float = 5.0
@@ -85,9 +85,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Transfer of a prompt to its decode instance through a store, with a router that takes two steps.
+    """Transfer of a prompt to its decode instance through a store, with a two-step router.
 
-    The decode instance then gives the first token: it loads the stored values and computes the remaining tokens.
+    The decode instance gives the first token: it loads the stored values and computes the remaining tokens.
     """
 
     save_s: float = 0.0
@@ -97,8 +97,7 @@ class Handover:
     fetch_s: float = 0.0
     """Fixed time to ask the decode instance, fetch the values and queue the remaining prompt.
 
-    The decode instance touches its cache only between two steps, so both the fetch and the queueing begin at the end of
-    a step.
+    Fetching and queueing each begin at the end of a step, because the cache is only touched between steps.
     """
     fetch_token_s: float = 0.0
     """Additional time to fetch, per token that the decode instance lacks."""
@@ -121,8 +120,6 @@ POOLS: tuple[Pools, ...] = get_args(Pools)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
-    """A cluster of equal machines: separate prefill and decode instances, or coupled instances."""
-
     prefill: int = 8
     """Number of prefill machines, grouped into instances of ``pipeline`` machines."""
     decode: int = 8
@@ -136,10 +133,9 @@ class ClusterSetup:
     output_error: float = 0.0
     """Standard deviation of the relative error of the stated length."""
     pools: Pools = "fixed"
-    """Pool mode. ``elastic``: instances change between prefill and decode with the load.
+    """Pool mode. ``elastic``: instances change roles with the load, observed every ``sample_s``.
 
-    The numbers above and the names (``prefill-0``) are then those of the start. The controller observes every
-    ``sample_s``.
+    Numbers and names (``prefill-0``) are then those of the start.
     """
     elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
     """Settings of elastic pools. ``idle_tbt_s`` of 0: computed from the scheduler's cost model."""
@@ -173,7 +169,6 @@ class ClusterSetup:
     partial: bool = False
     """True if the last, partial block of a prompt is cached, as published tables count."""
     rate: float = 1.0
-    """Factor on the speed of arrivals."""
     jitter_s: float = 0.0
     """Upper bound of the uniform random delay of arrivals."""
     sample_s: float = 1.0

@@ -369,8 +369,6 @@ def new_pool(names: Sequence[str], cost: CostModel, settings: PoolSettings) -> C
 
 
 class Accounts:
-    """Open and ended requests of a run."""
-
     def __init__(self, spans: bool) -> None:
         self.open: dict[int, Job] = {}
         self.spans: list[Span] = []

@@ -131,7 +131,6 @@ class SkyTier:
         return max((self.geometry.round_trip_s(set_moves, now_s) for set_moves in settings), default=0.0)
 
     def read(self, ids: Sequence[int], begin: int, end: int, into: Link, now_s: float) -> tuple[int, float]:
-        """Read blocks ``begin`` to ``end`` through ``into``. Return their number and the end."""
         self.fly(now_s)
         end = min(end, self.leading(ids, now_s))
         if end <= begin:

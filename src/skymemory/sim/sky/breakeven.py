@@ -77,7 +77,6 @@ class Measured:
     source: str
 
     def nearest(self, tokens: int) -> tuple[int, float]:
-        """Return the nearest measured length, and its tokens per second."""
         length, seconds = min(self.prefill, key=lambda pair: abs(math.log(pair[0] / tokens)))
         return length, length / seconds
 
@@ -92,7 +91,7 @@ class Break:
 
 
 class BreakEven:
-    """Cells over one path to the sky. ``setting`` gives chunks and server time; its value size is replaced."""
+    """Cells over one path to the sky. ``setting`` gives chunks and server time, not the value size."""
 
     def __init__(self, ways: Ways, setting: Setting, rates: LinkRates) -> None:
         self.rates = rates

@@ -48,8 +48,8 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read a value. ``server_s`` is per chunk, on
-    board.
+    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read a value. ``server_s`` is per chunk,
+    on board.
     """
 
     value_bytes: int
@@ -108,7 +108,6 @@ class Optimum:
     chosen: Outcome
     second: Outcome | None
     chosen_s: float
-    """Seconds of the chosen setting in the first half."""
     judged_best: Outcome
     """Best setting of the second half; shows the loss from choosing on the first half."""
     curves: dict[Parameter, list[Outcome]] = field(repr=False)

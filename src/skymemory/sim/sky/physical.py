@@ -300,7 +300,6 @@ class _Paths:
         return np.array([self._least_s[gateway, server] for server in servers])
 
     def _search(self, gateway: SatelliteId, wanted: set[SatelliteId]) -> None:
-        """Run Dijkstra's algorithm until all wanted servers are settled."""
         edge, settled = [(0.0, gateway)], set[SatelliteId]()
         while edge and not wanted <= settled:
             light_s, satellite = heapq.heappop(edge)
@@ -344,8 +343,6 @@ def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operati
 
 
 class _Used:
-    """The servers that have chunks of the value."""
-
     def __init__(self, ways: Ways, used: int, setting: Setting, counts: Integers) -> None:
         self.setting, self.counts, self.onboard = setting, counts, ways.access == "onboard"
         self.one_way_s, self.hops = ways.one_way_s[:, :used], ways.hops[:, :used]
@@ -522,7 +519,6 @@ class _Sending:
     def __init__(self, used: _Used) -> None:
         self._counts = used.counts
         self._order: Integers | None = None
-        """Order of sending; None: the servers' own order."""
         self._burst = WRITE_BURST_CHUNKS
         if used.setting.order == "farthest":
             self._burst = int(used.counts.max())

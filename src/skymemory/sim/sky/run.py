@@ -180,7 +180,6 @@ class CellResult:
     wall_s: float = 0.0
     packets: int = 0
     kept: bool = False
-    """True if the result comes from an earlier run."""
 
 
 def run_cell(cell: Cell) -> CellResult:
@@ -328,7 +327,6 @@ class _ByMachines(_Run):
         return max(chunk_bytes, config.window_bytes), max(chunk_bytes, config.credit_bytes)
 
     def _value(self, key: int, value_bytes: int) -> memoryview:
-        """Return the bytes of a value; they differ by key."""
         first = key * 251 % (1 << 16)
         return memoryview(self._content)[first : first + value_bytes]
 

@@ -82,7 +82,6 @@ MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
 MOST_BYTES = 1 << 30
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
-"""Interval at which hosts are checked for satellites in sight."""
 _MOST_LOOKS = 200
 
 
@@ -704,7 +703,6 @@ def _ground(value: object, where: str) -> tuple[GroundTable, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to JSON values: TOML's moments become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
