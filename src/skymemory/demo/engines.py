@@ -97,7 +97,7 @@ def _process(
     """Run a process in its own group.
 
     It is ended by SIGTERM, and later by force, with all processes that it started. It also ends when this process is
-    killed: our own commands by their standard input, others by a guard.
+    killed: `skymemory` commands by their standard input, others by a guard.
     """
     ours = command[: len(_SKYMEMORY)] == [*_SKYMEMORY]
     with log.open("ab") as file:

@@ -24,7 +24,7 @@ from skymemory.sim.clock import Clock, Event
 from skymemory.units import SPEED_OF_LIGHT_M_S
 
 StepSeconds = Callable[[int, int], float]
-"""Seconds of one prefill step, given its first token and our tokens in it."""
+"""Seconds of one prefill step, given its first token and the request's tokens in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ def _on_ray(
     except ray.exceptions.RayError as error:
         raise SkyMemoryError(f"Ray gave a cell up: {str(error).splitlines()[0]}: run fewer in parallel") from error
     finally:
-        if ours:  # shutting down ends our tasks on all nodes
+        if ours:  # shutting down ends the tasks on all nodes
             ray.shutdown()
         else:
             for task_ref in waiting:

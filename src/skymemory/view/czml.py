@@ -1,8 +1,8 @@
 """A scenario as CZML, the format that Cesium plays: satellites, hosts, the box with its links, and the beams.
 
 Positions are Earth-fixed and sampled every minute; Cesium interpolates between samples. (Its inertial frame is ICRF,
-from which ours has precessed by a third of a degree since 2000: 42 km in orbit.) For a large shell or a long scenario
-the file contains only satellites that are ever in the box or carry a beam.
+from which the shell's frame has precessed by a third of a degree since 2000: 42 km in orbit.) For a large shell or a
+long scenario the file contains only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations

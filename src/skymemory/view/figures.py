@@ -269,7 +269,7 @@ def _configuration() -> Numbers:
 
 
 DISCLOSED = {"Starlink A": "starlink-a", "Starlink B": "starlink-b", "Kuiper A": "kuiper-a", "Kuiper B": "kuiper-b"}
-"""Names of the disclosure's constellations, and of our presets."""
+"""Names of the disclosure's constellations, and their presets."""
 _ORBIT_STEPS = 360
 
 

@@ -6,7 +6,7 @@ value there or back, for all these times in one pass of numpy. A point is one la
 The model covers:
 
 - A get asks each server once, in order. A server answers chunk after chunk, each after ``server_s``. Links store and
-  forward whole packets, with the bytes of our headers and of UDP over IPv4.
+  forward whole packets, with the bytes of the SkyMemory headers and of UDP over IPv4.
 - A set sends chunks in bursts, server after server, as the client does (or all chunks of the farthest server first).
   Each server processes its chunks in sequence and acknowledges the last.
 - ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam. When a chunk has passed, the
