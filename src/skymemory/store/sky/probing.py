@@ -1,14 +1,14 @@
 """Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING).
 
-``Prober`` finds values without an index, ``IndexRebuilder`` what an incomplete index lacks. ``PrefixSearch`` decides
-which blocks of a prompt are asked about when the index was lost (paper §3.8). A binary search is only correct when
-presence is prefix-closed; eviction punches holes. So it
+``Prober`` finds values without an index, ``IndexRebuilder`` values that an incomplete index lacks. ``PrefixSearch``
+decides which blocks of a prompt to ask about when the index was lost (paper §3.8). A binary search is only correct if
+presence is prefix-closed, but eviction punches holes. So it
 
-1. narrows down the first absent block, several probes per round;
+1. narrows down the first absent block, with several probes per round;
 2. then (``verify``) probes every block before it that it has not probed yet. An absent block moves the boundary back,
    and the search continues from there.
 
-No position is probed again once it is answered.
+An answered position is never probed again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2
 
 
 class PrefixSearch:
-    """A search over ``count`` blocks without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
+    """Search over ``count`` blocks without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
 
-    ``batch`` positions are asked per narrowing round, ``verify_batch`` per verifying round; at most ``count``
-    in all. Where presence is prefix-closed there are at most ``floor(log(count) / log(batch)) + 1`` narrowing
-    rounds (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying ones.
-    ``verify=False`` trusts presence to be prefix-closed: only the narrowing rounds, and a result that is never
-    too small but may be too large where there are holes.
+    A narrowing round asks ``batch`` positions, a verifying round ``verify_batch``; at most ``count`` in all. If
+    presence is prefix-closed there are at most ``floor(log(count) / log(batch)) + 1`` narrowing rounds
+    (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying rounds.
+    ``verify=False`` skips verification: the result is never too small, but may be too large if there are holes.
     """
 
     def __init__(self, count: int, batch: int = 16, verify_batch: int = 256, verify: bool = True) -> None:
@@ -58,11 +57,10 @@ class PrefixSearch:
         self._verify = verify
         self._asked: set[int] = set()
         self.rounds = 0
-        """Batches of probes so far; one that only repeats unanswered positions does not count."""
+        """Batches of probes so far; repeats of only unanswered positions do not count."""
 
     @property
     def probes(self) -> int:
-        """Positions probed so far."""
         return len(self._asked)
 
     @property
@@ -71,13 +69,13 @@ class PrefixSearch:
 
     @property
     def result(self) -> int:
-        """The number of leading blocks all present. Before ``done`` it is :class:`InvalidInput` to ask."""
+        """Return the number of leading blocks all present. Raises InvalidInput before ``done``."""
         if not self.done:
             raise InvalidInput("the search is not done: feed the answers of next_probe() first")
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Positions (0-based, ascending) to probe now: the same again until an answer comes, empty when done."""
+        """Return positions (0-based, ascending) to probe now: the same until an answer comes, empty when done."""
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
@@ -85,7 +83,7 @@ class PrefixSearch:
         return positions
 
     def answer(self, presence: Mapping[int, bool]) -> None:
-        """Answers to some or all positions. Once absent, a block stays absent for this search."""
+        """Feed answers to some or all positions. An absent block stays absent for this search."""
         for position, present in presence.items():
             if not 0 <= position < len(self._state):
                 raise InvalidInput(f"an answer for block {position} of a search over {len(self._state)}")
@@ -103,10 +101,12 @@ class PrefixSearch:
         return self._unverified() if self._verify else []
 
     def _spread(self, low: int, width: int) -> list[int]:
-        """Up to ``batch`` positions of the unknown stretch, evenly, with the last (a full hit is common)."""
+        """Return up to ``batch`` positions of the unknown range, evenly spaced, with its last (a full hit is
+        common).
+        """
         if width <= self._batch:
             return list(range(low, low + width))
-        # One probe a round: plain bisection, after one look at the end, as a full hit is common.
+        # One probe per round: plain bisection, after a first probe of the end, because a full hit is common.
         if self._batch == 1:
             first_question = not self._asked
             return [low + width - 1 if first_question else low + width // 2]
@@ -114,7 +114,7 @@ class PrefixSearch:
         return [low + int((part + 1) * step) - 1 for part in range(self._batch - 1)] + [low + width - 1]
 
     def _unverified(self) -> list[int]:
-        """The first ``verify_batch`` unanswered positions before the boundary."""
+        """Return the first ``verify_batch`` unanswered positions before the boundary."""
         positions: list[int] = []
         at = self._state.find(_UNANSWERED, 0, self._boundary)
         while at >= 0 and len(positions) < self._verify_batch:
@@ -124,14 +124,16 @@ class PrefixSearch:
 
 
 class ClientDriver(Protocol):
-    """``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` over virtual time."""
+    """Driver of a client: ``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` in
+    virtual time.
+    """
 
     @property
     def machine(self) -> ClientMachine: ...
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while operations are begun."""
+        """Return the lock to hold while operations are begun."""
 
     def now_s(self) -> float: ...
 
@@ -165,7 +167,7 @@ Item = TypeVar("Item")
 def ask_all(
     driver: ClientDriver, op: Op, questions: Iterable[tuple[SatelliteId, bytes, Tag]]
 ) -> list[tuple[Tag, Finished]]:
-    """Ask many satellites at once. ``questions``: each one's satellite, body, and a tag that comes with its answer."""
+    """Ask many satellites at once. ``questions``: satellite, body, and a tag that is returned with the answer."""
     now_s = driver.now_s()
     with driver.lock:
         asked = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
@@ -174,7 +176,7 @@ def ask_all(
 
 
 def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes], list[Item]]) -> list[Item]:
-    """What a satellite answered; nothing where it failed, or where its answer is malformed, which is counted."""
+    """Unpack a satellite's answer; empty if it failed, or if the answer is malformed, which is counted."""
     try:
         return unpack(answer.body) if answer.ok else []
     except MalformedPacket:
@@ -183,14 +185,15 @@ def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes]
 
 
 _PREVIOUS_BOX_S = 1.0
-"""How long after a move the previous box is probed, too."""
+"""Time after a move during which the previous box is probed too."""
 _EARLIER_BOXES = 8
-"""Boxes before the present one that are probed where satellites are silent."""
+"""Number of previous boxes that are probed if satellites do not answer."""
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Number of leading keys that are all present: few calls of ``find`` (which of some keys are present), correct with
-    holes. The first call includes the first key: a prompt that is not stored needs no more.
+    """Return the number of leading keys that are all present, correct also with holes, in few calls of ``find``, which
+    returns the present keys among some. The first call includes the first key: a prompt that is not stored needs no
+    more.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
@@ -203,10 +206,10 @@ def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) 
 
 
 class Prober:
-    """Finds values without an index: asks the centre of the box, then its other satellites.
+    """Finder of values without an index: asks the centre of the box, then its other satellites.
 
-    The centre holds some chunk of every value with at least as many chunks as the box has cells; of smaller values, and
-    when the box has empty cells, it may hold none.
+    The centre holds some chunk of every value with at least as many chunks as the box has cells. It may hold none of a
+    smaller value, or if the box has empty cells.
     """
 
     def __init__(
@@ -217,36 +220,36 @@ class Prober:
         servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
     ) -> None:
-        """``can_hold(chunks, chunk_bytes, value_bytes)``: whether the constellation has room for such a value."""
+        """``can_hold(chunks, chunk_bytes, value_bytes)`` says whether the constellation has room for such a value."""
         self._driver = driver
         self._sky = sky
         self._code = strategy, servers
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
         self.questions = 0
-        """HAS packets sent so far."""
+        """Number of HAS packets sent so far."""
 
     def now_s(self) -> float:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that the box holds, in two round trips (three where satellites are silent); and whether the other
-        keys are certainly absent: all satellites that may hold them have answered.
+        """Return the values that the box holds, in two round trips (three if satellites do not answer); and True if the
+        other keys are certainly absent, because all satellites that may hold them have answered.
 
-        Just after a move the satellites of the previous box are asked, too: a chunk outlives its handover there. Where
-        the answers show that the box is elsewhere, the search is repeated once.
+        Just after a move the satellites of the previous box are asked too: a chunk outlives its handover there. If the
+        answers show that the box is elsewhere, the search is repeated once.
         """
         moves = self._moves()
         found, certain = self._search_at(moves, keys)
-        # Answers may have corrected our count of moves: then these were the wrong satellites.
+        # Answers may have corrected our count of moves: then the wrong satellites were asked.
         if len(found) < len(set(keys)) and self._moves() != moves:
             moves = self._moves()
-            more, certain = self._search_at(moves, [key for key in keys if key not in found])
-            found.update(more)
+            retried, certain = self._search_at(moves, [key for key in keys if key not in found])
+            found.update(retried)
         return found, certain and self._moves() == moves
 
     def settings_in_box(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
-        """All different values of each key that the satellites of the box report."""
+        """Return all different values of each key that the satellites of the box report."""
         return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
@@ -254,32 +257,36 @@ class Prober:
             return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Ask the centre for all keys, the other satellites for those it lacks, those of earlier boxes for the rest."""
+        """Ask the centre for all keys, the box's other satellites for missing keys, previous boxes for keys still
+        missing.
+        """
         centre = self._sky.centre_at(moves)
         found, certain = self._ask([centre], keys)
         unknown = [key for key in keys if key not in found]
         if not unknown:
             return found, certain
-        before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
-        # Values may have been written around satellites that were dead, and whose return others have seen.
-        boxes = [self._sky.displaced_boxes(*self._code, at) for at in dict.fromkeys((moves, before))]
+        previous = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
+        # Values may have been written around satellites that were dead and that others have seen return.
+        boxes = [self._sky.displaced_boxes(*self._code, at) for at in dict.fromkeys((moves, previous))]
         with self._driver.lock:
             boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
-        others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
-        more, all_answered = self._ask(others, unknown)
-        found.update(more)
+        box_satellites = [satellite for satellite in dict.fromkeys(chain.from_iterable(boxes)) if satellite != centre]
+        reported, all_answered = self._ask(box_satellites, unknown)
+        found.update(reported)
         certain = certain and all_answered
         unknown = [key for key in unknown if key not in found]
-        if unknown and not certain:  # what should have been handed over to the dead stays where it was
+        if unknown and not certain:  # chunks to be handed over to dead satellites stayed in their old place
             with self._driver.lock:
                 earlier = self._driver.machine.moves_before(self._driver.now_s(), _EARLIER_BOXES)
             boxes = [self._placement.box_satellites(at) for at in earlier]
-            left = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here not in others]
-            found.update(self._ask(left, unknown)[0])
+            earlier_satellites = [
+                satellite for satellite in dict.fromkeys(chain.from_iterable(boxes)) if satellite not in box_satellites
+            ]
+            found.update(self._ask(earlier_satellites, unknown)[0])
         return found, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
-        """The number of leading keys that are all present, correct with holes; and the values found on the way."""
+        """Return the number of leading keys all present, correct also with holes; and the values found."""
         known: dict[bytes, ValueInfo] = {}
 
         def find(asked: list[bytes]) -> set[bytes]:
@@ -289,8 +296,8 @@ class Prober:
         return prefix_by(find, keys), known
 
     def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that these satellites hold, and whether all of them answered. Of two values of one key, the one
-        that was set at more moves.
+        """Return the values that these satellites hold, and True if all of them answered. Of two values of a key, the
+        value set at more moves is returned.
         """
         reported, certain = self._settings(satellites, keys)
         return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in reported.items()}, certain
@@ -301,23 +308,25 @@ class Prober:
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
         bodies = [(messages.pack_keys(page), page) for page in pages]
         answers = ask_all(self._driver, Op.HAS, [(at, *body) for at in satellites for body in bodies])
-        found: dict[bytes, list[ValueInfo]] = {}
+        reported: dict[bytes, list[ValueInfo]] = {}
         self.questions += len(answers)
         for page, answer in answers:
-            # A page is a satellite's answer in the order of its keys; a short one leaves the last keys unknown.
+            # A page holds a satellite's answers in the order of its keys; a short page leaves the last keys unknown.
             for key, presence in zip(page, read_answer(self._driver, answer, messages.unpack_presences), strict=False):
                 info = value_info(key, presence) if presence is not None else None
                 if info is None:
                     continue
                 if self._believable(info):
-                    if info not in (infos := found.setdefault(key, [])):
+                    if info not in (infos := reported.setdefault(key, [])):
                         infos.append(info)
                 else:
                     self._driver.machine.counters.add("presences_unbelievable")
-        return found, all(answer.ok for _, answer in answers)
+        return reported, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Whether such a value can exist: a reader allocates memory for all of it before the first byte comes."""
+        """Return True if such a value can exist: a reader allocates memory for all of it before the first byte
+        arrives.
+        """
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -329,7 +338,7 @@ class Prober:
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
-    """A value as one satellite's answer describes it; None where it holds only the last, shorter chunk."""
+    """Return a value from a satellite's answer; None if the satellite holds only the last, shorter chunk."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
     tag = presence.tag
@@ -346,18 +355,18 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
 
 
 MAX_KNOWN = 1 << 17
-"""Keys remembered, present or absent: some 30 MB when full."""
+"""Limit of remembered keys, present or absent: about 30 MB when full."""
 ABSENT_S = 30.0
 SILENT_S = 1.0
 _UNKNOWN = (0.0, False)
 
 
 class IndexRebuilder:
-    """Probes satellites for what an incomplete index does not know, so that the index is rebuilt as it is used.
+    """Rebuilder of an incomplete index: probes satellites for keys that the index does not know, as they are used.
 
     A value that is found is entered in the index (``adopt``), for all processes that share it. A key that is not found
-    counts as absent for ``ABSENT_S`` in this process, so that a new prompt is not looked for again at each of its
-    tokens; only for ``SILENT_S`` where a satellite of the box was silent.
+    counts as absent in this process for ``ABSENT_S``, so that a new prompt is not searched again at each of its tokens;
+    if a satellite of the box did not answer, only for ``SILENT_S``.
     """
 
     def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
@@ -365,44 +374,43 @@ class IndexRebuilder:
         self._prober = prober
         self._adopt = adopt
         self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """Until when a key counts as absent, and whether that is certain."""
+        """Time until which a key counts as absent, and True if that is certain."""
         self.keys_probed = 0
         self.values_adopted = 0
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Probe keys that the index lacks. Returns what was found, and whether the others are certainly absent."""
+        """Probe keys that the index lacks. Return the values found, and True if the others are certainly absent."""
         wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
         found = self._probe(wanted) if wanted else {}
         return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Number of leading keys that are all present; only the first ``known`` are surely in the index. Satellites are
-        probed for what it lacks behind them.
+        """Return the number of leading keys all present. The first ``known`` are in the index; later keys that it lacks
+        are probed.
         """
         if self.absent(keys[known]):
             return known
-        rest = list(keys[known:])
-        end = next((at for at, key in enumerate(rest) if self.absent(key)), len(rest))
-        rest = rest[:end]
+        candidates = list(keys[known:])
+        end = next((at for at, key in enumerate(candidates) if self.absent(key)), len(candidates))
+        candidates = candidates[:end]
 
         def find(asked: list[bytes]) -> set[bytes]:
-            here = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
-            missing = [key for key in asked if key not in here]
-            return here | self._probe(missing).keys() if missing else here
+            indexed = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
+            missing = [key for key in asked if key not in indexed]
+            return indexed | self._probe(missing).keys() if missing else indexed
 
-        return known + prefix_by(find, rest)
+        return known + prefix_by(find, candidates)
 
     def absent(self, key: bytes) -> bool:
-        """Whether a key that is not in the index counts as absent, without a probe."""
+        """Return True if a key that is not in the index counts as absent, without a probe."""
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """These have been evicted: leftovers of them must not be found again at once."""
+        """Record evicted keys: their leftovers must not be found again immediately."""
         if not self._index.complete:
             self._remember(keys, True)
 
     def present(self, keys: Iterable[bytes]) -> None:
-        """These have been stored."""
         for key in keys:
             self._absent.pop(key, None)
 
@@ -426,9 +434,10 @@ class IndexRebuilder:
 
 
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
-    """The named values (``store.named``) on ``satellites``, by name. KV blocks, which have no names, are left out.
+    """List the named values (``store.named``) on ``satellites``, sorted by name. KV blocks have no names and are left
+    out.
 
-    A value is listed if its first chunk is present and readable; only a read shows whether all others are.
+    A value is listed if its first chunk is present and readable; only a read shows whether the others are.
 
     Raises:
         CommandsRefused: all satellites that answered refuse to list what they hold.
@@ -438,16 +447,16 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
     gets = [(at, Selection.of(key, [0]).pack(), (key, presence)) for key, (at, presence) in first_chunks.items()]
-    found = []
+    values = []
     for (key, presence), answer in ask_all(driver, Op.GET, gets):
         named = named_value(key, answer.body[CHUNK_REF_BYTES:], presence.chunks) if answer.ok else None
         if named is not None:
-            found.append(named)
-    return sorted(found, key=lambda value: value.name)
+            values.append(named)
+    return sorted(values, key=lambda value: value.name)
 
 
 def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
-    """Every key of each satellite, with the chunk that it reports: page after page, all satellites in parallel."""
+    """Yield every key of each satellite, with the chunk that it reports: page by page, all satellites in parallel."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
@@ -459,20 +468,20 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
         for satellite, answer in answers:
             last = after.pop(satellite)
             page = read_answer(driver, answer, messages.unpack_listed)
-            if page and page[-1][0] > last:  # not the end, and no satellite that repeats itself
+            if page and page[-1][0] > last:  # not the end, and not a satellite that repeats itself
                 after[satellite] = page[-1][0]
                 yield from ((satellite, key, presence) for key, presence in page)
 
 
 _ENOUGH_CLOCKS = 3
-"""Answers to wait for: one of them may be of a wrong clock."""
+"""Number of answers to wait for: one of them may come from a wrong clock."""
 
 
 def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
     """PING the box's centre and its four neighbours, so that the client adopts their count of moves: an operator may
     have pushed the box. Three answers suffice.
 
-    Returns by how many seconds the satellites' clocks are ahead of ours (the median, to within half a round trip); None
+    Return the seconds by which the satellites' clocks are ahead of ours (the median, to within half a round trip); None
     if none answered.
     """
     machine = driver.machine
