@@ -514,9 +514,8 @@ class Inventory:
             self.order.hold(key)
             return []
         self._expire(now_s)
-        if key in self.entries and not self._is_room(
-            size_bytes, key
-        ):  # with a ticket, the old and the new value both need room
+        # With a ticket, the old and the new value both need room.
+        if key in self.entries and not self._is_room(size_bytes, key):
             return None
         self.order.hold(key)
         count, victims = self.in_the_way([(key, size_bytes)])

@@ -275,9 +275,8 @@ class Prefetcher:
         read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
         puts: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
-            for info in reversed(
-                read
-            ):  # reversed: the first becomes the most recently used, as in every write of a chain
+            # Reversed: the first becomes the most recently used, as in every write of a chain.
+            for info in reversed(read):
                 number, copy = machine.put(
                     info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim, replicas
                 )

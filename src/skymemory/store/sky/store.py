@@ -426,9 +426,8 @@ class ConstellationStore(RemoteStore):
         if len(items) == 1:
             ((key, count),) = servers.items()
 
-            def look_ahead(
-                info: ValueInfo,
-            ) -> None:  # runs while the packets are in flight: the index does not know of the new value
+            # Called while the packets are in flight: the index does not know of the new value.
+            def look_ahead(info: ValueInfo) -> None:
                 self._look_up([key], ahead)
                 ahead.record = self._catalog.record_of(info, driver.now_s(), places.get(key))
 
