@@ -1,9 +1,9 @@
-"""The circuit breaker of something that may fail as a whole: a tier, or the constellation.
+"""Circuit breaker for a dependency that may fail as a whole: a tier, or the constellation.
 
-It opens when calls fail or hang; then calls are not made, and probes at growing intervals find out whether it is back.
-Pure: time comes in as ``now_s``; the owner makes the calls, sends the probes and does the locking.
+It opens when calls fail or hang. Calls are then not made, and probes at growing intervals find out if the dependency
+works again. Pure: time comes in as ``now_s``; the owner makes the calls, sends the probes and does the locking.
 
-States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is under way).
+States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is in flight).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """When to open and how often to probe."""
+    """Thresholds for opening, and intervals of probes."""
 
     failures: int = 3
-    """Consecutive failures that open it. A single call that hangs opens it, too."""
+    """Consecutive failures that open the breaker. A single call that hangs opens it too."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
     """Wait before a probe: ``first_wait_s``, doubled after each failed probe up to ``last_wait_s``."""
     probe_limit_s: float | None = 10.0
-    """A probe without an answer for this long has failed. None: probes are packets, and nothing waits for each; the
-    next one is sent after its wait.
+    """Time after which an unanswered probe has failed. None: probes are packets that nothing waits for; the next probe
+    is sent after its wait.
     """
 
     def __post_init__(self) -> None:
@@ -37,14 +37,17 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """What closes it differs. Calls that hang may be answered long afterwards, so of a tier only the result of a probe
-    counts (``probed``). A packet from a satellite was sent just now: any (``answered``).
+    """Circuit breaker of one dependency.
+
+    The event that closes it depends on the dependency. Hanging calls of a tier may be answered long afterwards, so only
+    the result of a probe counts (``probed``). A packet from a satellite was sent just now, so any packet counts
+    (``answered``).
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._failures = self._failed_loads = 0
-        """In a row: of calls, and of loads among them."""
+        """Consecutive failures: of all calls, and of loads among them."""
         self._wait_s = self._config.first_wait_s
         self._until_s = 0.0
         self._on_trial = False
@@ -58,12 +61,13 @@ class CircuitBreaker:
 
     @property
     def next_probe_s(self) -> float:
-        """When to ask ``probe_due`` again; infinite while it is closed."""
+        """Return the time for the next ``probe_due``; infinite while closed."""
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
-        """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it.
-        ``loaded``: what succeeds without loading (a lookup …) says nothing of loads: their failures still count.
+        """Record a call that was answered in time. Ignored unless closed, because the call may be old: only probes
+        close the breaker. With ``loaded`` False (a lookup …) the success says nothing about loads, so their failures
+        still count.
         """
         if self.closed:
             self._failures = 0
@@ -74,7 +78,7 @@ class CircuitBreaker:
                 self._wait_s = self._config.first_wait_s
 
     def failed(self, now_s: float, *, load: bool = False) -> None:
-        """A call failed or was not answered in time. The first one after a successful probe opens it again."""
+        """Record a failed or late call. The first failure after a successful probe opens the breaker again."""
         if not self.closed:
             return
         self._failures += 1
@@ -84,8 +88,8 @@ class CircuitBreaker:
             self._loads_opened = load
 
     def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
-        """A call was not answered within the longest deadline: opens at once. ``probe_at_once``: the first probe does
-        not wait.
+        """Record a call not answered within the longest deadline; the breaker opens immediately. ``probe_at_once``: the
+        first probe does not wait.
         """
         if self.closed:
             self._open(now_s)
@@ -94,7 +98,7 @@ class CircuitBreaker:
                 self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
     def probe_due(self, now_s: float) -> bool:
-        """Whether the owner must send a probe now; if so, it is half-open until the probe is answered or given up."""
+        """Return True if the owner must send a probe now; the breaker is then half-open until the probe ends."""
         if self.closed or now_s < self._until_s:
             return False
         limit_s = self._config.probe_limit_s
@@ -109,7 +113,7 @@ class CircuitBreaker:
         return True
 
     def probed(self, answered: bool, now_s: float) -> None:
-        """The result of a probe. A success is ignored if the probe was already given up."""
+        """Record the result of a probe. A success is ignored if the probe was already given up."""
         if self.state != "half-open":
             return
         if not answered:
@@ -120,7 +124,7 @@ class CircuitBreaker:
         self._on_trial = True
 
     def answered(self) -> bool:
-        """It has answered something: closes; returns whether it was not closed."""
+        """Record an answer, which closes the breaker; return True if it was not closed."""
         was_closed = self.closed
         self.state = "closed"
         self.succeeded()
@@ -132,6 +136,6 @@ class CircuitBreaker:
         self._wait(now_s)
 
     def _wait(self, now_s: float) -> None:
-        """No probe before the next wait is over; each wait is twice the one before."""
+        """Delay the next probe by the current wait, and double the wait."""
         self._until_s = now_s + self._wait_s
         self._wait_s = min(2 * self._wait_s, self._config.last_wait_s)
