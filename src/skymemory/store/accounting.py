@@ -1,8 +1,7 @@
 """Accounting of stores with a byte budget: sizes, leases, pins, reservations and eviction, independent of the medium.
 
-``PrefixOrder`` says which entries may be evicted; a policy (``eviction``) chooses the next victim among these.
-``Inventory`` counts bytes. ``BudgetedStore`` implements the contract on top, for stores in memory and on disk.
-``Deadlines`` holds the expiry times of keys.
+``PrefixOrder`` says which entries may be evicted; a policy (``eviction``) chooses the next victim. ``Inventory`` counts
+bytes. ``BudgetedStore`` implements the contract on top. ``Deadlines`` holds the expiry times of keys.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from skymemory.units import format_size
 
 
 class Deadlines:
-    """Expiry times of keys. Each key has one time: the last that was set."""
+    """Expiry times of keys; the last set counts."""
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []
-        """Heap of times and keys. Entries that differ from ``_until_s`` are stale."""
+        """Entries that differ from ``_until_s`` are stale."""
         self.next_s = math.inf
         """Lower bound of all expiry times."""
 
@@ -52,7 +51,7 @@ class Deadlines:
         return len(self._until_s)
 
     def give(self, key: bytes, until_s: float) -> None:
-        """Set the time at which ``key`` expires (infinite: never)."""
+        """Set the expiry time of ``key`` (infinite: never)."""
         self._until_s.pop(key, None)
         if until_s < math.inf:
             self._until_s[key] = until_s
@@ -66,11 +65,11 @@ class Deadlines:
         self._until_s.pop(key, None)
 
     def of(self, key: bytes) -> float:
-        """Return the time at which ``key`` expires; infinite if it never does, as far as known."""
+        """Return the expiry time of ``key``; infinite if it has none."""
         return self._until_s.get(key, math.inf)
 
     def ended(self, now_s: float) -> list[bytes]:
-        """Forget and return the keys that have expired, each once."""
+        """Forget and return the expired keys, each once."""
         expired = []
         while self._heap and self._heap[0][0] <= now_s:
             end_s, key = heapq.heappop(self._heap)
@@ -82,11 +81,11 @@ class Deadlines:
 
 
 REMEMBERED = 16_384
-"""Limit of absent keys whose predecessor is remembered: those of prompts being computed. About 4 MB when full."""
+"""Limit of absent keys with a remembered predecessor: those of prompts being computed. About 4 MB when full."""
 
 
 class _Node:
-    """Key that is present, or that precedes a present or held key."""
+    """Key that is present, or precedes a present or held key."""
 
     __slots__ = ("before", "depth", "here", "holds")
 
@@ -94,22 +93,23 @@ class _Node:
         self.before = before
         self.depth = depth
         self.holds = 0
-        """Hold count: ``hold`` calls for this key, plus one per child node."""
+        """Hold count: ``hold`` calls plus one per child."""
         self.here = False
 
 
 class PrefixOrder:
-    """Order of the keys of chains. It calls ``set_evictable(key, evictable)`` whenever that changes for a present key.
+    """Order of the keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present
+    key.
 
-    Every call costs O(1) per key named. Exception: a key that gets its predecessor after it already has successors
-    takes, once, a step for each key before it.
+    Calls cost O(1) per key named; but a key that gets its predecessor after its successors takes, once, a step for each
+    key before it.
     """
 
     def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
         self._set_evictable = set_evictable
         self._nodes: dict[bytes, _Node] = {}
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors of keys without a node, in the order in which they were last named."""
+        """Predecessors of keys without a node, least recently named first."""
         self._remembered = remembered
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class PrefixOrder:
             self._before.popitem(last=False)
 
     def before(self, key: bytes) -> bytes | None:
-        """Return the key's predecessor; None at the start of a chain, or if unknown."""
+        """Return the predecessor; None at the start of a chain, or if unknown."""
         node = self._nodes.get(key)
         return self._before.get(key) if node is None else node.before
 
@@ -153,7 +153,7 @@ class PrefixOrder:
         return 0 if node is None else node.depth
 
     def added(self, key: bytes) -> None:
-        """Record that ``key`` is present now; evictable, unless ``set_evictable`` says otherwise."""
+        """Record that ``key`` is present; evictable, unless ``set_evictable`` says otherwise."""
         node = self._nodes.get(key)
         if node is None:
             node = self._new(key, ())
@@ -173,14 +173,12 @@ class PrefixOrder:
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:
-        """Protect ``key``, present or absent, and the keys before it from eviction, until an equal number of ``free``
-        calls.
-        """
+        """Protect ``key``, present or absent, and the keys before it from eviction, until as many ``free`` calls."""
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """Hold ``key`` and its predecessors. ``made``: keys whose nodes this call has created; a node must not precede
-        one of these, to avoid cycles.
+        """Hold ``key`` and its predecessors. ``made``: keys whose nodes this call created, which must not precede each
+        other.
         """
         current: bytes | None = key
         while current is not None:
@@ -228,15 +226,13 @@ class PrefixOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """Accounting entry of one value. Equal only to itself: a value stored again under the same key has another
-    entry.
-    """
+    """Entry of one value, equal only to itself: a value stored again under the key has another entry."""
 
     size_bytes: int
 
 
 class Inventory:
-    """Entries of a store, within ``budget_bytes``, without I/O and clock. The caller holds a lock around every call.
+    """Entries of a store, without I/O and clock. The caller holds a lock around every call.
 
     Raises:
         InvalidInput: no such policy.
@@ -248,29 +244,27 @@ class Inventory:
         self.entries: dict[bytes, Entry] = {}
         self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
-        """Keys whose values a later release wrote: neither read nor replaced, but counted."""
+        """Keys of a later release's values: neither read nor replaced, but counted."""
         self._places: dict[bytes, Place] = {}
-        """Places of entries, as their writers gave them."""
         self._policy = policy_named(policy, self._depth)
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
-        """Keys that each open load protects."""
+        """Keys protected by each open load."""
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
-        """Keys that each open store protects, with their sizes in bytes."""
+        """Keys protected by each open store, with sizes in bytes."""
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """Heap of the ends of all tickets, with a serial number. Weak references, so that ended tickets keep no values
-        in memory; entries of ended tickets are stale.
+        """Heap of ticket ends, numbered, with weak references so that ended tickets (stale entries) keep no values in
+        memory.
         """
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """Heap of the ends of pins; entries that differ from ``_pins`` are stale."""
+        """Heap; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
-        """Expiry times of entries."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -298,12 +292,12 @@ class Inventory:
             self.order.added(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """Enter a value of a later release: it counts, and is never read, replaced or evicted."""
+        """Enter a later release's value: it counts, and is never read, replaced or evicted."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
-        """Remove an entry. Return True if it was present."""
+        """Return True if it was present."""
         entry = self.entries.get(key)
         if entry is None:
             return False
@@ -324,18 +318,18 @@ class Inventory:
         self._policy.gone(victim, evicted=True)
 
     def take_place(self, key: bytes) -> Place | None:
-        """Forget and return the place of an evicted block; None if its writer gave none."""
+        """Forget and return the place of an evicted block; None if unknown."""
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count a use. Return the present keys, with the most recently used (the first of ``keys``) last."""
+        """Count a use. Return the present keys, the most recently used (the first of ``keys``) last."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
             self._policy.used(key)
         return used
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Mark as recent without counting a use, with the first key as the most recent. Return the same as ``use``."""
+        """Mark as recent without counting a use, the first as the most recent. Returns as ``use`` does."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
             self._policy.noted(key)
@@ -344,14 +338,14 @@ class Inventory:
     # --- tickets ---
 
     def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
-        """Lease the present keys of ``keys``. Raises InvalidInput for anything that is not a key."""
+        """Lease those of ``keys`` that are present. Raises InvalidInput for anything that is not a key."""
         ticket = LoadTicket(check_keys(keys), now_s + lease_s)
         self._loads.add(ticket, now_s)
         self.lease(ticket)
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """Take the load for completion; InvalidInput unless it is open. Its lease lasts until ``end_lease``."""
+        """Take the load for completion; InvalidInput unless open. Its lease lasts until ``end_lease``."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
@@ -362,7 +356,7 @@ class Inventory:
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Reserve room for ``items``. Return, per item, True if there is room.
+        """Reserve room; return, per item, True if there is room.
 
         Raises:
             InvalidInput: an invalid item.
@@ -381,7 +375,7 @@ class Inventory:
         return ticket, granted
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Take the store for completion; InvalidInput unless it is open. Return, per item, True if its room is still
+        """Take the store for completion; InvalidInput unless open. Return, per item, True if its room is still
         reserved.
         """
         self._stores.take(ticket)
@@ -396,7 +390,7 @@ class Inventory:
     # --- leases and pins ---
 
     def lease(self, ticket: LoadTicket) -> None:
-        """Protect the present keys of the ticket until ``end_lease``, or until it expires."""
+        """Protect the present keys until ``end_lease``, or until the ticket expires."""
         self.order.learn(ticket.keys)
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
@@ -416,9 +410,7 @@ class Inventory:
             self.order.free(key)
 
     def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
-        """Pin a present key. Return False if it is absent or exceeds the pin budget; ``until_s`` not after ``now_s``
-        unpins.
-        """
+        """Pin a key; ``until_s`` not after ``now_s`` unpins. False: absent, or over the pin budget."""
         self._expire(now_s)
         entry = self.entries.get(key)
         if entry is None:
@@ -447,8 +439,8 @@ class Inventory:
     # --- reservations and eviction ---
 
     def reserve(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Reserve room for the items until ``end_store``, or until the ticket expires. Return, per item, True if there
-        is room. Victims stay until ``in_the_way`` names them, so a store that fails costs nothing.
+        """Reserve room until ``end_store``, or until the ticket expires; return, per item, True if there is room.
+        Victims stay until ``in_the_way`` names them, so a failed store costs nothing.
         """
         self._expire(now_s)
         self._learn(ticket)
@@ -476,7 +468,7 @@ class Inventory:
         self.order.hold(item[0])
 
     def _learn(self, ticket: StoreTicket) -> None:
-        """Learn each item's predecessor: given by its writer, or else the previous item of the call."""
+        """Learn each item's predecessor: from its writer, or else the previous item."""
         above: bytes | None = None
         for (key, _), place in zip(ticket.items, ticket.places, strict=True):
             before = above if place is None else place.parent
@@ -485,8 +477,8 @@ class Inventory:
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Return how many of the first reserved items (with sizes) can be put, and the victims to ``evict`` before, in
-        order. Fewer than all can be put if victims were leased or pinned meanwhile.
+        """Return how many of the first reserved items (with sizes) fit, and the victims to ``evict`` before, in order.
+        Not all fit if victims were leased or pinned meanwhile.
         """
         # A chain's first blocks are worth most, so the last items are left out first.
         for count in range(len(items), 0, -1):
@@ -499,14 +491,12 @@ class Inventory:
         return 0, []
 
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
-        """Return victims to ``evict``, in order, that free ``size_bytes`` regardless of the budget; None if too few
-        do.
-        """
+        """Return victims to ``evict``, in order, that free ``size_bytes`` at any budget; None if too few do."""
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for a value that is put immediately afterwards, with its key held until
-        ``order.free``. Return None if that needs a ticket: there is no room, or other stores have reservations.
+        """Return victims to ``evict`` for a value put immediately after, its key held until ``order.free``. None: it
+        needs a ticket, because there is no room or others have reservations.
         """
         if self._reservations or key in self.kept:
             return None
@@ -525,7 +515,7 @@ class Inventory:
         return victims  # held, because a free key would lose its known predecessor before it is put
 
     def over_budget(self, now_s: float) -> list[bytes]:
-        """Return victims to ``evict``, in order, to get below the budget, or as far as possible."""
+        """Return victims to ``evict``, in order, to get below the budget as far as possible."""
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
@@ -541,8 +531,8 @@ class Inventory:
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
-        """Return victims that free ``excess_bytes``, in order. If too few exist: None, or all of them with
-        ``partly``.
+        """Return victims, in order, that free ``excess_bytes``. If too few exist: None, or with ``partly`` all of
+        them.
         """
         victims: list[bytes] = []
         while excess_bytes > 0:
@@ -559,7 +549,6 @@ class Inventory:
         return None if excess_bytes > 0 and not partly else victims
 
     def has_room(self, ticket: StoreTicket, now_s: float) -> bool:
-        """Return True if the room of ``ticket`` is still reserved."""
         return ticket in self._reservations and ticket.expires_s > now_s
 
     def end_store(self, ticket: StoreTicket) -> None:
@@ -588,9 +577,8 @@ def size_of(value: Buffer) -> int:
 
 
 class BudgetedStore(TwoPhase):
-    """Store over an ``Inventory``: everything but the values, which subclasses hold.
-
-    Each call takes the store's lock, and raises InvalidInput once the store is closed.
+    """Store over an ``Inventory``; subclasses hold the values. Calls take the lock, and raise InvalidInput once
+    closed.
     """
 
     def __init__(
@@ -604,7 +592,7 @@ class BudgetedStore(TwoPhase):
         self._lock = OwnLock(f"the {name} store")
         self._closed = False
         self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
-        """Callback of ``base.Evicting``."""
+        """See ``base.Evicting``."""
 
     @property
     def name(self) -> str:
@@ -657,9 +645,7 @@ class BudgetedStore(TwoPhase):
             return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values (``base.Expiring``), despite leases and pins. A new value under the same key has no
-        lifetime.
-        """
+        """Expire values (``base.Expiring``), despite leases and pins."""
         keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
         with self._open():
             return [self._promise(key, ttl_s) for key in keys]
@@ -681,7 +667,7 @@ class BudgetedStore(TwoPhase):
         raise TypeError(f"{type(self).__name__} does not define _end")
 
     def names(self) -> list[NamedValue]:
-        """List named values (``named.Listing``); reads the beginning of every value, without the lock."""
+        """List named values (``named.Listing``); reads the start of every value, without the lock."""
         with self._open():
             keys = list(self._inventory.entries)
         values = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
@@ -693,7 +679,7 @@ class BudgetedStore(TwoPhase):
             return list(self._inventory.entries)
 
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
-        """Return at most ``size_bytes`` of a value; empty if it was removed or is not readable."""
+        """Return at most ``size_bytes`` of a value; empty if removed or unreadable."""
         raise TypeError(f"{type(self).__name__} does not define _beginning")
 
     def stats(self) -> dict[str, int | float]:
@@ -707,7 +693,7 @@ class BudgetedStore(TwoPhase):
             }
 
     def _open(self) -> OwnLock:
-        """Return the lock, for a ``with`` statement, after removing expired values; InvalidInput once closed."""
+        """Return the lock for a ``with`` statement, after removing expired values; InvalidInput once closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         lifetimes = self._inventory.lifetimes

@@ -57,11 +57,11 @@ LEASE_S = 30.0
 """Longest protection by a lease: a client that died must not pin memory forever."""
 
 ABANDONED_S = 10 * LEASE_S
-"""Time after the end of its lease in which a ticket may still be completed (as a miss, or not stored)."""
+"""Time after its lease in which a ticket may still be completed (as a miss, or not stored)."""
 
 
 class Presence(enum.Enum):
-    """Presence of a key. PENDING: a store of the key has begun but not ended; a load now is a miss."""
+    """Presence of a key. PENDING: a store of it has begun but not ended; a load now is a miss."""
 
     MISS = 0
     HIT = 1
@@ -82,7 +82,7 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Report of one load, with its keys in the order of the call."""
+    """Report of one load, in the order of its keys."""
 
     keys: tuple[KeyReport, ...]
     seconds: float
@@ -93,7 +93,7 @@ class LoadReport:
 
     @property
     def retransmitted(self) -> int:
-        """Return the number of retransmitted datagrams (or other units of the tier)."""
+        """Return the retransmitted datagrams (or other units of the tier)."""
         return sum(key.retransmitted for key in self.keys)
 
 
@@ -106,14 +106,11 @@ class LoadTicket:
     """Time on the store's own clock."""
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
-    """State of the implementation."""
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Wanted destination of each key's value, set before ``complete_load``. A tier may receive the value directly
-    there.
-    """
+    """Destination of each value, set before ``complete_load``; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """Values that were received in their rows, undamaged: position to CRC-32. ``complete_load`` returns only their
-    heads. Rows of other values may have been overwritten all the same.
+    """CRC-32, by position, of the values received undamaged in their rows; ``complete_load`` returns only their heads.
+    Rows of other values may be overwritten all the same.
     """
 
 
@@ -127,11 +124,10 @@ class StoreTicket:
     """Duration of ``complete_store``."""
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
-    """Place of each item."""
     unanswered: frozenset[bytes] = frozenset()
-    """Keys that ``complete_store`` could not store because no answer came; they were not refused."""
+    """Keys not stored because no answer came; they were not refused."""
     reason: str = ""
-    """Reason, in words for users, why some items are not stored; empty if unknown, or if all are stored."""
+    """Reason, in words for users, why some items are not stored; else, or if unknown, empty."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -146,26 +142,26 @@ class Store(Protocol):
         """Return the tier's name in reports and metrics: "memory", "constellation" …"""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the presence of each key. This refreshes and protects nothing."""
+        """Return the presence of each key, without refreshing or protecting it."""
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the size in bytes of each value, without loading it; None if absent, or unknown without loading."""
+        """Return the bytes of each value, without loading it; None if absent or unknown."""
 
     @property
     def leases(self) -> bool:
-        """Return True if leases always protect: what is present at the start of a load is there when it completes."""
+        """Return True if leases always protect: what is present at a load's start is present at its completion."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present (HIT), also if there are holes after them."""
+        """Return the number of leading keys that are all present (HIT); later holes do not matter."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease ``keys``: those present now stay until the load completes. Keys may repeat."""
+        """Lease ``keys``: those present stay until the load completes. Keys may repeat."""
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Return read-only views in the order of ``ticket.keys``, with None for a miss; set ``ticket.report``.
+        """Return read-only views in the order of ``ticket.keys``, None for a miss; set ``ticket.report``.
 
         Raises:
-            InvalidInput: the ticket was completed already, or belongs to another store.
+            InvalidInput: the ticket was completed before, or belongs to another store.
         """
 
     def release(self, ticket: LoadTicket) -> None:
@@ -179,7 +175,7 @@ class Store(Protocol):
         (``ticket.unanswered``).
 
         Raises:
-            InvalidInput: the ticket was completed already, or belongs to another store.
+            InvalidInput: the ticket was completed before, or belongs to another store.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -189,21 +185,21 @@ class Store(Protocol):
         """Run both phases of a store."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark ``keys`` as just used, with the first key as the most recent. Absent keys are ignored."""
+        """Mark ``keys`` as just used, the first as the most recent. Absent keys are ignored."""
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove values despite leases and pins; returned views stay valid. Return True per key if it was present and
-        can no longer be read, False if it was absent, None if unknown because a holder has not answered.
+        """Remove values despite leases and pins; returned views stay valid. Per key: True if it was present and can no
+        longer be read, False if absent, None if unknown because a holder did not answer.
         """
 
     def stats(self) -> dict[str, int | float]:
-        """Return counters and gauges, with units in their names."""
+        """Return counters and gauges; names contain units."""
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the seconds for loading ``keys`` at ``now_s``; infinite if a key is known to be absent."""
+        """Estimate the seconds for loading ``keys``; infinite if a key is known to be absent."""
 
     def close(self) -> None:
         """Free all resources. May be called again; other calls then raise InvalidInput."""
@@ -216,18 +212,16 @@ class Store(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """Optional interface: move values ahead of time to where they will be needed."""
+    """Optional interface: move values in advance to where they will be needed."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Have the values of ``keys`` near at the time ``at`` (Unix time in seconds, the store's own clock).
-
-        Return True per key if its value will be near. Return False if it is absent or could not be moved; it then stays
-        in its old place.
+        """Move the values of ``keys`` near before the time ``at`` (Unix seconds, the store's clock). Per key: True if
+        its value will be near; False if it is absent, or could not be moved and stays in its place.
         """
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """Call ``prefetch`` of any tier. In a tier without distances, every present value is near."""
+    """Call ``prefetch`` of any tier; in a tier without distances, every present value is near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -238,8 +232,8 @@ class Evicting(Protocol):
     """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Callback with key, value and place (None: unknown), called during the eviction with the tier's lock held. It must
-    be quick and must not call the tier. It is not called for values that are deleted, replaced or lost by closing.
+    """Callback with key, value and place (None: unknown) during an eviction, with the tier's lock held: it must be
+    quick and must not call the tier. Not called for values deleted, replaced or lost by closing.
     """
 
 
@@ -248,12 +242,12 @@ class Expiring(Protocol):
     """Optional interface: expire values."""
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Drop values after ``ttl_s`` seconds (infinite: never). Return True per key if that is promised."""
+        """Drop values after ``ttl_s`` seconds (infinite: never). True per key if promised."""
 
 
 @runtime_checkable
 class Lasting(Expiring, Protocol):
-    """Optional interface: report how long values will last. A new value under the same key has no lifetime."""
+    """Optional interface: report lifetimes. A new value under the same key has none."""
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
         """Return the seconds until each value expires; infinite if it never does, or is absent."""
@@ -261,32 +255,32 @@ class Lasting(Expiring, Protocol):
 
 @runtime_checkable
 class Keeping(Protocol):
-    """Optional interface: know which values a later release stored; they are neither read nor overwritten."""
+    """Optional interface: know the values of a later release, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True per key if a value of a later release was seen under it. Asks no server."""
+        """Return True per key if a later release's value was seen under it. Asks no server."""
 
 
 @runtime_checkable
 class AtOnce(Protocol):
-    """Optional interface: answer without waiting for a disk or another thread. A caller that a tier must not block then
-    needs no thread of its own for the call.
+    """Optional interface: answer without waiting for a disk or another thread, so that a caller that must not be
+    blocked needs no thread for the call.
     """
 
     def at_once(self) -> AbstractContextManager[bool]:
         """Hold the store. If this yields True, lookups, leases, estimates and ``release`` do not block."""
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
-        """Run ``complete_load`` if all values are in memory. Otherwise return None and leave the ticket as it was."""
+        """Run ``complete_load`` if all values are in memory; else return None and leave the ticket unchanged."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
-    """Call ``keeps`` of any tier; return False for all keys if the tier lacks it."""
+    """Call ``keeps`` of any tier; False for all keys if the tier lacks it."""
     return store.keeps(keys) if isinstance(store, Keeping) else [False] * len(keys)
 
 
 class TwoPhase:
-    """Base of all implementations: ``get_many`` and ``put_many`` from the two phases, and the ``with`` statement."""
+    """Base of all implementations: ``get_many`` and ``put_many`` from the two phases, and ``with``."""
 
     def __enter__(self) -> Self:
         return self
@@ -368,9 +362,7 @@ _Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
 
 
 class OpenTickets(Generic[_Ticket]):
-    """Loads, or stores, of one store that have begun and not ended. Each ticket is taken once. Thread-safe; takes no
-    other lock.
-    """
+    """Open loads, or open stores, of one store; each ticket is taken once. Thread-safe; takes no other lock."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[_Ticket, None] = OrderedDict()
@@ -383,15 +375,13 @@ class OpenTickets(Generic[_Ticket]):
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """Add a ticket. Drop tickets not completed long after their lease: they must not keep values in memory."""
+        """Add a ticket; drop tickets not completed long after their lease, so that they keep no values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
 
     def _drop_abandoned(self, now_s: float) -> None:
-        """Drop tickets from the front, up to the first that is not abandoned; the next call continues after that
-        ticket.
-        """
+        """Drop tickets from the front up to the first that is not abandoned, which moves to the end."""
         while self._open:
             ticket = next(iter(self._open))
             if ticket.expires_s + ABANDONED_S >= now_s:
@@ -434,13 +424,12 @@ class OpenTickets(Generic[_Ticket]):
                 self._ending.discard(ticket)
 
     def discard(self, ticket: _Ticket) -> None:
-        """Forget a ticket that is abandoned or was completed already."""
         with self._lock:
             self._open.pop(ticket, None)
             self._late.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
-        """Return the tickets whose lease has not ended."""
+        """Return the tickets with an unexpired lease."""
         with self._lock:
             return [ticket for ticket in set(self._open) | self._ending if ticket.expires_s > now_s]
 
@@ -452,11 +441,11 @@ class OpenTickets(Generic[_Ticket]):
 
 
 _LEARN_FROM_BYTES = 1 << 20
-"""Least size of a load to learn from: a smaller load measures the call or a round trip, not the medium."""
+"""Least load to learn from: a smaller load measures the call or a round trip, not the medium."""
 
 
 class ReadRate:
-    """Read rate of a tier, learned from its loads: a moving average with weight 1/4 for the last load."""
+    """Read rate of a tier, learned from its loads: a moving average, with weight 1/4 for the last."""
 
     def __init__(self, bytes_per_s: float = 1e9) -> None:
         self.bytes_per_s = bytes_per_s
@@ -467,7 +456,7 @@ class ReadRate:
 
 
 class RemoteStore(TwoPhase):
-    """Base of stores whose values are in other processes: tickets reserve nothing, and each call is checked first."""
+    """Base of stores with values in other processes: tickets reserve nothing, and each call is checked first."""
 
     def __init__(self, name: str, now_s: Callable[[], float]) -> None:
         self._name = name
@@ -499,7 +488,7 @@ class RemoteStore(TwoPhase):
         return ticket
 
     def _store_ticket(self, items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[StoreTicket, float]:
-        """Return a ticket that is not open yet, and the current time."""
+        """Return a ticket that is not open yet, and the time."""
         items = check_items(items)
         self._check(())
         for _, value in items:
@@ -511,11 +500,10 @@ class RemoteStore(TwoPhase):
         """Raise ValueTooLarge for a value that can never fit."""
 
     def _pending(self) -> set[bytes]:
-        """Return the keys that open tickets are storing."""
         return {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Return the keys; raise InvalidInput for a bad key or a closed store, WrongProcess in a forked child."""
+        """Return the keys. Raises InvalidInput for a bad key or a closed store, WrongProcess in a forked child."""
         if self._closed or self._owner.elsewhere:
             self._owner.check()
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
@@ -530,16 +518,14 @@ vector, and takes a quarter longer.
 
 
 class BufferPool:
-    """Pool of buffers for received values. Fresh memory costs more to touch for the first time than to fill, so a few
-    free buffers are kept. Thread-safe.
-    """
+    """Pool of buffers for received values: touching fresh memory costs more than filling it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lock = Lock()
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """Return an aligned buffer of at least ``size_bytes`` bytes, with undefined contents."""
+        """Return an aligned buffer of at least this size, contents undefined."""
         with self._lock:
             for at, buffer in enumerate(self._free):
                 if len(buffer) >= size_bytes:
@@ -547,7 +533,7 @@ class BufferPool:
         return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Return a buffer to the pool; no view of it may be in use any more."""
+        """Return a buffer to the pool; no view of it may be in use."""
         with self._lock:
             self._free.append(buffer)
             if len(self._free) > _KEPT_BUFFERS:
@@ -556,25 +542,24 @@ class BufferPool:
 
 
 _ALIGNED_FROM_BYTES = 128 << 10
-"""Least size of an aligned value. For a smaller value, the call costs more than the alignment saves."""
+"""Least size that is aligned; for a smaller value, the call outweighs the alignment."""
 
 
 _TOUCHED_FROM_BYTES = 4 << 20
-"""Least size of a buffer whose pages are touched in advance. The kernel maps a page at its first write: in fresh memory
-a receiver stops for that repeatedly, and loses what its socket has no room for. Socket buffers are smaller than this
-size.
+"""Least size of a buffer whose pages are touched in advance; socket buffers are smaller. The kernel maps a page at its
+first write: in fresh memory a receiver stops for that repeatedly, and loses packets.
 """
 
 
 def value_buffer(size_bytes: int) -> memoryview:
-    """Return new memory of this size for one value; aligned if it is large."""
+    """Return new memory for one value; aligned if it is large."""
     if size_bytes < _ALIGNED_FROM_BYTES:
         return memoryview(bytearray(size_bytes))
     return aligned_buffer(size_bytes).data[:size_bytes]
 
 
 def aligned_buffer(size_bytes: int) -> np.ndarray:
-    """Return new memory of at least one byte that begins at a multiple of ``ALIGNED``."""
+    """Return new memory of at least one byte, aligned to ``ALIGNED``."""
     buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
     begin = -buffer.ctypes.data % ALIGNED
     if size_bytes >= _TOUCHED_FROM_BYTES:
@@ -588,15 +573,15 @@ def aligned_bytes(size_bytes: int) -> int:
 
 
 _STRIPES = 4096
-"""Number of version counters. Versions are kept per stripe, not per key: a collision costs only a promotion."""
+"""Number of version counters. Versions are per stripe, not per key: a collision only costs a promotion."""
 
 
 class KeyLocks:
-    """Locks on keys. Two writers of a key run one after the other, and a value moving between tiers cannot undo a put
+    """Locks on keys: two writers of a key run one after the other, and a value moving between tiers cannot undo a put
     or a delete. Thread-safe, not reentrant.
 
-    Puts and deletes wait for their keys (``exclusive``); moves (promotion, demotion, write-back) take only the free
-    keys (``try_lock``). A load notes the versions of its keys: what it read is promoted only if they are unchanged.
+    Puts and deletes wait for their keys (``exclusive``); moves between tiers take only the free keys (``try_lock``). A
+    load notes the versions of its keys: what it read is promoted only if they are unchanged.
     """
 
     def __init__(self) -> None:
@@ -610,7 +595,7 @@ class KeyLocks:
 
     @contextmanager
     def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
-        """Wait for all of ``keys`` and hold them for a put or delete; yield False if ``patience_s`` passes first."""
+        """Hold all of ``keys`` for a put or delete; yield False if waiting takes longer than ``patience_s``."""
         if not self.take(keys, patience_s):
             yield False
             return
@@ -620,7 +605,7 @@ class KeyLocks:
             self.give_back(keys)
 
     def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
-        """Lock like ``exclusive``, until ``give_back``; return True if the keys are locked."""
+        """Lock like ``exclusive``, until ``give_back``; return True if locked."""
         with self._freed:
             if not self._busy.isdisjoint(keys):
                 timeout_s = patience_s if patience_s < math.inf else None
@@ -630,7 +615,7 @@ class KeyLocks:
             return True
 
     def give_back(self, keys: Sequence[bytes]) -> None:
-        """Unlock keys held by ``take``; each may have a new value."""
+        """Unlock keys of ``take``; each may have a new value."""
         with self._freed:
             for key in set(keys):
                 self._versions[_stripe(key)] += 1
@@ -639,7 +624,7 @@ class KeyLocks:
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Lock those of ``keys`` that are free and still have the given ``versions``; yield them."""
+        """Lock and yield those of ``keys`` that are free and still have the given ``versions``."""
         with self._freed:
             mine = {
                 key

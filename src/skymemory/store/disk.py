@@ -1,7 +1,7 @@
 """Disk tier: values as files within a byte budget, found again by the next process.
 
-An acknowledged value survives a kill of the process at any moment, and with ``sync="each"`` also a power cut. A file
-damaged by a crash, a bad sector or by hand fails its checksum: it is a counted miss and is dropped, never wrong bytes.
+An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A file damaged by a crash, a
+bad sector or by hand fails its checksum: it is a counted miss and is dropped, never wrong bytes.
 
 A store writes parts next to the final files (``Parts``), evicts, and renames the parts into place. A load reads without
 the lock: a file may be replaced or removed meanwhile.
@@ -51,27 +51,25 @@ from skymemory.store.disk_files import (
 )
 
 Sync = Literal["never", "each"]
-"""Time at which bytes must be on the disk: whenever the kernel writes them ("never"), or before a store is
-acknowledged.
-"""
+"""Time at which bytes must be on the disk: whenever the kernel writes them, or before a store is acknowledged."""
 _STAMPS_S = 1.0
-"""Interval between writes of use times to files. Writing a time costs as much as opening the file. A kill loses the
-order of use since the last write.
+"""Interval of writing use times to files, each as costly as opening the file. A kill loses the order of use since
+then.
 """
 
 
 _ROOM_S = 60.0
-"""Time to believe that the disk has no more room than when it was full; other programs may free some."""
+"""Time to believe that the disk has no more room than when it was full: others may free some."""
 _ROOM_TRIES = 3
-"""Limit of evictions for one value that does not fit on the disk: freed space is not always available at once."""
+"""Limit of evictions for one value that does not fit: freed space is not always available at once."""
 
 
 class DiskStore(BudgetedStore):
-    """Store of values in files under ``path``: at most ``budget_bytes`` of values (plus 64 bytes and a name each), and
-    no more than fits on the disk. If the disk is full, values are evicted for new values.
+    """Store of values in files under ``path``: at most ``budget_bytes`` (plus 64 bytes and a name each), and no more
+    than fits on the disk; if that is full, values are evicted for new values.
 
     One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins end with the
-    process. ``clock`` gives seconds; its readings are compared only with each other.
+    process. ``clock``: seconds with any origin.
 
     Raises:
         InvalidInput: no budget, an unknown ``sync``, or a directory that cannot be used (``StoreDirectory``).
@@ -100,10 +98,10 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
-        """Keys whose use is not yet written to their files, in the order of use."""
+        """Keys whose use is not in their files yet, in order of use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """Bytes of values that the full disk had room for, and the time until which that is believed."""
+        """Bytes that the full disk had room for, and the time until which that is believed."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -112,7 +110,7 @@ class DiskStore(BudgetedStore):
             raise
 
     def _scan(self) -> None:
-        """Enter the values of the directory; evict what exceeds the budget, least recently used first."""
+        """Enter the values found; evict above the budget, least recently used first."""
         values = sorted(self._directory.scan(), key=lambda value: value.used_ns)
         now_s = self._clock()
         for value in values:
@@ -129,9 +127,7 @@ class DiskStore(BudgetedStore):
     # --- loading ---
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Load; a single key is read without a lease: if it is evicted meanwhile, it is read to its end or is a
-        miss.
-        """
+        """Load. A single key needs no lease: if evicted meanwhile, it is read to its end or is a miss."""
         if len(keys) != 1:
             return super().get_many(keys)
         (key,) = check_keys(keys)
@@ -181,14 +177,12 @@ class DiskStore(BudgetedStore):
         return HeldNow(self._lock, self._may_hold)
 
     def _may_hold(self) -> bool:
-        """Return True if calls with the lock held will not block: expired values are removed first. Requires the
-        lock.
-        """
+        """Return True if calls will not block: expired values are removed first. Requires the lock."""
         next_s = self._inventory.lifetimes.next_s
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
     def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
-        """Return the present keys with memory for each, and the whole buffer. Requires the lock."""
+        """Return the present keys, each with memory, and all that memory. Requires the lock."""
         entries = self._inventory.entries
         present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
         buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
@@ -215,9 +209,7 @@ class DiskStore(BudgetedStore):
         return views
 
     def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
-        """Read a value without the lock. A file replaced meanwhile is read again; a removed file is absent, not
-        damaged.
-        """
+        """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.view is not None:
             return reading
@@ -287,20 +279,20 @@ class DiskStore(BudgetedStore):
         ticket.reason = no_room_reason(self._directory.path, error)
 
     def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Evict for the written values; return the keys of the first values that have room now. Requires the lock."""
+        """Evict for these; return the keys of the first that have room now. Requires the lock."""
         count, victims = self._inventory.in_the_way(written)
         self._counters.add("refused", len(written) - count)
         return [key for key, _ in written[:count]] if self._evict(victims) else []
 
     def _evict_for_disk(self, size_bytes: int, now_s: float) -> None:
-        """Evict before writing ``size_bytes``, if the disk is known to be too full for them. Requires the lock."""
+        """Evict before ``size_bytes`` are written to a disk known to be full. Requires the lock."""
         if now_s < self._room_until_s:
             excess_bytes = self._inventory.used_bytes + size_bytes - self._room_bytes
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """Evict for a value of ``size_bytes`` on a full disk; return True if it may fit now. If not enough can be
-        evicted, nothing is. ``tries``: evictions for this value so far.
+        """Evict for a value on a full disk; return True if it may fit now. If not enough can be evicted, nothing is.
+        ``tries``: evictions for it so far.
         """
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
@@ -332,7 +324,7 @@ class DiskStore(BudgetedStore):
         return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
-        """Remove a value. Return False if it was absent, None if its file cannot be removed and stays."""
+        """Return False if it was absent, None if its file cannot be removed and stays."""
         if key not in self._inventory.entries:
             return False
         if not self._directory.remove(self._directory.path_of(key)):
@@ -341,7 +333,9 @@ class DiskStore(BudgetedStore):
         return self._inventory.remove(key)
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        """Store the lifetime with the file, for the next process. Not promised if the file system has no attributes."""
+        """Store the lifetime with the file, for the next process; not promised if the file system has no
+        attributes.
+        """
         until_s = time.time() + ttl_s
         recorded = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
         return recorded and super()._promise(key, ttl_s)
@@ -358,8 +352,7 @@ class DiskStore(BudgetedStore):
 
     def _evict(self, victims: Sequence[bytes]) -> bool:
         """Remove the victims' files, up to the first that cannot be removed; return True if all were. Requires the
-        lock, so that no victim is put or deleted before ``on_evict`` has it. With ``on_evict``, each victim is read
-        first.
+        lock, so that none is put or deleted before ``on_evict``, for which each victim is read first.
         """
         for key in victims:
             path = self._directory.path_of(key)
@@ -375,9 +368,7 @@ class DiskStore(BudgetedStore):
         return True
 
     def _stamp(self, keys: Sequence[bytes], *, wait: bool = False) -> None:
-        """Record the order of use for the next process; the last of ``keys`` is the most recent. With ``wait``, a later
-        call writes it.
-        """
+        """Record the order of use, the most recent last, for the next process; with ``wait``, in a later call."""
         for key in keys:
             self._unstamped.pop(key, None)
             self._unstamped[key] = None
@@ -413,8 +404,8 @@ class DiskStore(BudgetedStore):
 
 
 class HeldNow:
-    """Context manager that holds a lock if it is free and ``may_hold`` agrees: ``with HeldNow(...) as held``. A
-    generator would take three times as long.
+    """Context manager that yields True if it holds the lock and ``may_hold`` agrees; never waits. A generator would
+    take three times as long.
     """
 
     __slots__ = ("_held", "_lock", "_may_hold")
@@ -435,7 +426,7 @@ class HeldNow:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Outcome of reading a file. ``view`` is None on a miss, with a ``reason``. ``lost``: a retry will not help."""
+    """Outcome of reading a file. ``view`` None: a miss. ``lost``: a retry will not help."""
 
     view: memoryview | None
     seconds: float = 0.0
@@ -461,7 +452,7 @@ def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]
 
 
 def whole_value(path: str, key: bytes) -> bytes | None:
-    """Return the value in a file of any size; None if the file does not hold it."""
+    """Return the value in a file, of any size; None if the file does not hold it."""
     try:
         size_bytes = stored_bytes(Path(path), key)
         if size_bytes is None:
@@ -474,14 +465,14 @@ def whole_value(path: str, key: bytes) -> bytes | None:
 
 _NUMBERS = itertools.count()
 MakeRoom = Callable[[int, OSError, int], bool]
-"""Callback for a full disk, with the value's size, the error, and the number of earlier calls for this value. It may
-free bytes, and returns True if it did.
+"""Callback for a full disk, with the value's size, the error, and the number of calls for this value before; returns
+True if it freed bytes.
 """
 
 
 class Parts:
     """Values of one store call, written next to their final files, then renamed into place. ``failed`` is called with
-    each error; a value that failed is not settled.
+    each error; such a value is not settled.
     """
 
     def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:
@@ -493,8 +484,8 @@ class Parts:
         """True if the disk was full and ``make_room`` has freed bytes."""
 
     def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: MakeRoom) -> list[tuple[bytes, int]]:
-        """Write values; return key and size of each written value. Stop at the first failure: the rest of a chain is
-        useless without it.
+        """Write values; return key and size of each. Stop at the first failure: the rest of a chain is useless
+        then.
         """
         for key, value in items:
             data = memoryview(value).cast("B")
@@ -526,7 +517,7 @@ class Parts:
                     raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Rename these parts into place, in order, up to the first failure; return key and size of each."""
+        """Rename parts into place, in order, up to the first failure; return key and size of each."""
         settled: list[tuple[bytes, int]] = []
         for key in keys:
             part, size_bytes = self._parts[key]
@@ -541,7 +532,6 @@ class Parts:
         return settled
 
     def discard(self) -> None:
-        """Remove parts that were not settled."""
         for part, _ in self._parts.values():
             self._directory.remove(part)
         self._parts.clear()

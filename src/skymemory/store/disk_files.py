@@ -42,7 +42,7 @@ _OURS = {"format", "lock", "values"}
 
 @dataclass(frozen=True, slots=True)
 class FoundValue:
-    """Value found when a directory is opened."""
+    """Value found by opening a directory."""
 
     key: bytes
     size_bytes: int
@@ -50,12 +50,12 @@ class FoundValue:
     until_s: float = math.inf
     """End of its lifetime, in Unix time."""
     later: bool = False
-    """True if a later release wrote it; ``size_bytes`` is then the size of its file."""
+    """True for a value of a later release; ``size_bytes`` is then its file's."""
 
 
 class StoreDirectory:
-    """Directory at ``path``, created if it does not exist, and locked until ``close``. With ``synced``, files and their
-    names are flushed to the disk before they are relied on.
+    """Directory at ``path``, created if needed, locked until ``close``. ``synced``: files and names are on the disk
+    before they are relied on.
 
     Raises:
         InvalidInput: it cannot be created or written, is open in another process, or holds other files.
@@ -67,7 +67,7 @@ class StoreDirectory:
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
         self.torn = 0
-        """Number of incomplete files that a scan removed."""
+        """Incomplete files removed by a scan."""
         self.has_unsynced_removals = False
         self._lock_fd = -1
         self._relocking = threading.Lock()
@@ -140,7 +140,7 @@ class StoreDirectory:
             os.close(fd)
 
     def _check_torn_format(self, path: Path, found: bytes) -> None:
-        """Raise InvalidInput unless the damaged content was our ``format``, as far as it and the values show."""
+        """Raise InvalidInput unless this was our ``format``, as far as it and the values show."""
         text = found.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
@@ -161,8 +161,8 @@ class StoreDirectory:
         raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")
 
     def _examine_values(self) -> tuple[bool, bool]:
-        """Return two flags: the header of a file in ``values/`` proves it ours; none does, and a file named like a key
-        is foreign. A torn file (all zeros, or cut in its header) proves nothing.
+        """Return two flags: a header in ``values/`` proves a file ours; no header does, and a file named like a key is
+        foreign. A torn file (zeros, or cut in its header) proves nothing.
 
         Raises:
             LaterVersion: a later release wrote a file.
@@ -179,8 +179,8 @@ class StoreDirectory:
         return ours, foreign and not ours
 
     def scan(self) -> Iterator[FoundValue]:
-        """Yield the values, in no order. Parts and incomplete files are removed; folders, foreign names and files of a
-        later release are left alone.
+        """Yield the values, in no order. Parts and incomplete files are removed; folders, foreign names and a later
+        release's files stay.
         """
         with os.scandir(self.values) as entries:
             for entry in entries:
@@ -210,8 +210,8 @@ class StoreDirectory:
                 self.remove(path)
 
     def is_ours(self) -> bool:
-        """Return True if no other process can have opened the directory, because ``lock`` is the file that we hold. If
-        only ``lock`` was removed (by a cleanup of ``/tmp``, for example), create and lock it again.
+        """Return True if no other process can have opened the directory: ``lock`` is the file that we hold. If only
+        ``lock`` was removed (as by a cleanup of ``/tmp``), create and lock it again.
         """
         lock = self.path / "lock"
         with self._relocking:
@@ -241,7 +241,7 @@ class StoreDirectory:
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
     def restore_values(self) -> bool:
-        """Create ``values/`` again if only that was removed; return True if it was."""
+        """Create ``values/`` again if only that was removed; return True if so."""
         try:
             if not self.is_ours():
                 return False
@@ -256,20 +256,20 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """Return the path as text: constructing a ``Path`` takes longer than opening the file."""
+        """Return text: constructing a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
         return self.values / f"{file_name(key)}.{number}{PART}"
 
     def stamp(self, key: bytes, used_ns: int) -> None:
-        """Record the time of use. If that fails, the next process evicts the value earlier."""
+        """Record the time of use; if that fails, the next process evicts the value earlier."""
         with contextlib.suppress(OSError):
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
-        """Record the end of the value's lifetime (Unix time; infinite: never) in the file's attributes, and flush it
-        with ``synced``. Return False if the file system has no attributes.
+        """Record the end of the value's lifetime (Unix time; infinite: never) in its file's attributes. False if the
+        file system has none.
         """
         try:
             self.check_ours()
@@ -303,7 +303,7 @@ class StoreDirectory:
         return True
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system; 0 if unknown."""
+        """Return the file system's free bytes; 0 if unknown."""
         try:
             status = os.statvfs(self.values)
         except OSError:
@@ -321,7 +321,7 @@ class StoreDirectory:
 
     def _sync_names(self) -> None:
         """Flush the directory entries that lead to the values, up to the root of the file system: another process may
-        have just created one of the directories.
+        have just created some.
         """
         for folder in (self.values, self.path):
             _sync_directory(folder)
@@ -337,8 +337,8 @@ class StoreDirectory:
                     raise
 
     def close(self) -> None:
-        """Release the lock. May be called again. A forked child also closes its copy: otherwise the directory would
-        stay locked as long as the child lives. The parent keeps the lock.
+        """Release the lock. May be called again. A forked child also closes its copy, so that it does not keep the
+        directory locked; the parent keeps the lock.
         """
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -347,8 +347,8 @@ class StoreDirectory:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
-"""Errors of a directory sync that are ignored: a directory that we may not read was not made by us, and some file
-systems need no directory sync.
+"""Errors of a directory sync to ignore: a directory that we may not read is not ours, and some file systems need no
+sync.
 """
 
 
@@ -361,16 +361,14 @@ def _sync_directory(path: Path) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Remove permissions of group and others, if the directory is this user's."""
+    """Remove others' permissions, if the directory is this user's."""
     status = path.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         path.chmod(status.st_mode & 0o700)
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file of the store itself. Raises InvalidInput for a link, a pipe or anything else that is not a regular
-    file.
-    """
+    """Open a file of the store itself. Raises InvalidInput for anything but a regular file."""
     try:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
@@ -384,30 +382,29 @@ def _open_own(path: Path, flags: int) -> int:
 
 
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
-"""Header: magic, key, size of the value in bytes, eight zero bytes, CRC-32 of the value, CRC-32 of the preceding bytes.
-"""
+"""Magic, key, bytes of the value, eight zero bytes, CRC-32 of the value, CRC-32 of the bytes before."""
 
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
-"""Magic; its last byte is the version. Later versions keep only the first seven bytes."""
+"""Magic with the version as its last byte; later versions keep the other seven."""
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags to open files with: follow no links, wait for no pipes."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""Errors due to the file itself: it does not exist, is unreadable, or is a link, a pipe or a socket. Other errors have
-other causes, such as too many open files or too little memory.
+"""Errors of the file itself: missing, unreadable, or a link, a pipe or a socket. Others are due to too many open files,
+too little memory, …
 """
 
 
 _LIFETIME = b"user.skymemory.expires_ms"
-"""File attribute with the end of the value's lifetime: Unix time in milliseconds, as digits. It cannot be in the file,
-which is never changed.
+"""File attribute for the end of the lifetime: Unix time in milliseconds, as digits. The file itself is never
+changed.
 """
 
 
 def lifetime_of(path: Path) -> float:
-    """Return the end of a value's lifetime in Unix time; infinite if it never ends."""
+    """Return the end of the lifetime in Unix time; infinite: never."""
     try:
         text = os.getxattr(path, _LIFETIME, follow_symlinks=False)
     except OSError:
@@ -430,7 +427,7 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Write header and value to a new file at ``path``; with ``synced``, flush them to the disk.
+    """Write header and value to a new file; with ``synced``, flush them to the disk.
 
     Raises:
         OSError: disk full, quota exceeded, … The file is removed.
@@ -449,7 +446,7 @@ def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> No
 
 
 def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
-    """Write all bytes. A single write may stop early (a disk nearly full, more than 2 GiB)."""
+    """Write all bytes: a single write may stop early (a disk nearly full, more than 2 GiB)."""
     remaining = [part for part in parts if part.nbytes]
     while remaining:
         written = os.writev(fd, remaining)
@@ -460,7 +457,6 @@ def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
 
 
 def _head_of(path: str) -> bytes:
-    """Read as many bytes of a file as a header has."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, HEADER_BYTES, 0)
@@ -469,7 +465,7 @@ def _head_of(path: str) -> bytes:
 
 
 def beginning_of(path: str, size_bytes: int) -> bytes:
-    """Read at most the first ``size_bytes`` of the value in a file, unchecked."""
+    """Read at most ``size_bytes`` of the value in a file, unchecked."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, size_bytes, HEADER_BYTES)
@@ -478,7 +474,7 @@ def beginning_of(path: str, size_bytes: int) -> bytes:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """Read the value of ``key`` into ``out``, which has its size. Return False if the file does not hold it undamaged.
+    """Read the value into ``out``, which has its size; False if the file does not hold it undamaged.
 
     Raises:
         OSError: the file does not exist, is not a regular file, or cannot be read.
@@ -499,22 +495,20 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 
 def read_value_now(path: str, key: bytes, out: memoryview) -> bool:
-    """Read like ``read_value``, but only from the page cache; also return False if that would block on the disk, or
-    fails.
-    """
+    """Read like ``read_value``, only from the page cache; also False if that would block, or fails."""
     header = bytearray(HEADER_BYTES)
     got_bytes = read_cached(path, header, out)
     return got_bytes is not None and _is_whole(header, got_bytes, key, out)
 
 
 def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) -> bool:
-    """Return True if the bytes read are a header and the undamaged value."""
+    """Return True if these are a header and the undamaged value."""
     fields = _open_header(header) if got_bytes >= HEADER_BYTES + value.nbytes else None
     return fields is not None and fields[:2] == (key, value.nbytes) and fields[2] == crc32(value)
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Return the value's size from the header, without reading the value; None if the file's length or header is wrong.
+    """Return the value's size by the header; None if the file's length or header is wrong.
 
     Raises:
         LaterVersion: a later release wrote it.

@@ -26,10 +26,10 @@ from skymemory.store.base import (
 
 
 class MemoryStore(BudgetedStore):
-    """Store of values in memory: at most ``budget_bytes`` of values, not counting Python's own overhead.
+    """Store of values in memory, without Python's own overhead at most ``budget_bytes``.
 
-    ``pin_fraction`` of the budget may be pinned. ``policy`` is a name in ``eviction.POLICIES``. ``clock`` gives
-    seconds; its readings are compared only with each other.
+    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. ``clock``: seconds with
+    any origin.
 
     Raises:
         InvalidInput: no budget, or no such policy.
@@ -61,8 +61,8 @@ class MemoryStore(BudgetedStore):
             return [None if value is None else memoryview(value) for value in self._used(keys)]
 
     def put_now(self, key: bytes, value: Buffer) -> bool:
-        """Run both phases of a store in one step. Return False, with nothing done, if the store needs a ticket: there
-        is no room, or other stores have reservations.
+        """Run both phases of a store in one step. False, with nothing done, if it needs a ticket: there is no room, or
+        others have reservations.
         """
         ((key, value),) = check_items([(key, value)])
         with self._open():

@@ -1,7 +1,7 @@
 """General key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
 
-A stored value starts with a header that holds its name. So a value under the wrong key is detected, and names are
-listed without an index.
+A stored value starts with a header with its name: a value under the wrong key is detected, and names are listed without
+an index.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEALED = "sealed"
 """Reason of a miss: the value is sealed, and was read without keys."""
 
 NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
-"""Reason of a failed put with a lifetime: the value is stored, but its expiry is not promised."""
+"""Reason of a failed put with a lifetime: the value is stored, but its expiry not promised."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """Entry of a list of named values. ``chunks`` is the number of its chunks, 1 outside of satellites."""
+    """Entry of a list of named values. ``chunks``: 1 outside of satellites."""
 
     name: str
     key: bytes
@@ -42,12 +42,12 @@ class Listing(Protocol):
     """Optional interface of a store: list its named values."""
 
     def names(self) -> list[NamedValue]:
-        """Return the values sorted by name, without blocks, and without sealed values, whose names are unreadable."""
+        """Return the values by name, without blocks and sealed values (whose names are unreadable)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOutcome:
-    """Result of a put or a get. ``value`` is None after a put and on a miss; ``reason`` is set on failure."""
+    """Result of a put or a get. ``value``: None after a put and on a miss. ``reason``: of a failure."""
 
     ok: bool
     value: memoryview | None
@@ -57,12 +57,11 @@ class NamedOutcome:
 
 
 def named_key(name: str) -> bytes:
-    """Return the 32-byte key of a text key."""
     return key_hash(NAMESPACE, name)
 
 
 def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
-    """Return the named value of ``key`` from its first bytes; None if it is not a named value or is unreadable."""
+    """Return the named value that begins so; None if it is not a named value of ``key``, or unreadable."""
     try:
         header = unpack_header(start_of_value)
     except MalformedPacket:
@@ -88,14 +87,14 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
 
 
 def not_stored_reason(ticket: StoreTicket, key: bytes) -> str:
-    """Return the reason, in words for users, why ``key`` is not stored."""
+    """Return why ``key`` is not stored, in words for users."""
     if ticket.reason:
         return ticket.reason
     return "no answer" if key in ticket.unanswered else "no room beside what is pinned or being read"
 
 
 def get_named(store: Store, name: str) -> NamedOutcome:
-    """Return the bytes under ``name``; a miss if they are absent, damaged, or stored under another name."""
+    """Return the bytes under ``name``; a miss if absent, damaged, or stored under another name."""
     ticket = store.prepare_load([named_key(name)])
     value = store.complete_load(ticket)[0]
     report = ticket.report
@@ -111,7 +110,7 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
-    """Return the bytes that were put under ``name``, from a stored value; or the reason of the miss."""
+    """Return the bytes in a stored value of ``name``; or the reason of the miss."""
     if is_sealed(value):
         return SEALED
     try:
@@ -146,7 +145,7 @@ class NamedValues:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, replacing any value there; with ``ttl_s``, it expires after that many seconds.
+        """Store ``data`` under ``name``, replacing any value there; it expires after ``ttl_s`` seconds.
 
         Raises:
             InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
@@ -164,22 +163,21 @@ class NamedValues:
         return None if value is None else bytes(value)
 
     def __contains__(self, name: object) -> bool:
-        """Return True if a value is stored under ``name``, without reading it."""
+        """Return True if a value is stored under ``name``."""
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """Delete the value under ``name``. Return True if it was present and is deleted, False if it was absent, None
-        if a satellite that may hold it has not answered.
+        """Return True if it was present and is deleted, False if absent, None if a satellite that may hold it did not
+        answer.
         """
         return self._store.delete([named_key(name)])[0]
 
     def pin(self, name: str, ttl_s: float) -> bool:
-        """Protect from eviction for ``ttl_s`` seconds (0 unpins). Return False if absent, or over the pin budget."""
+        """Protect from eviction for ``ttl_s`` seconds (0 unpins). False: absent, or over the pin budget."""
         return self._store.pin([named_key(name)], ttl_s)[0]
 
     def expire(self, name: str, ttl_s: float) -> bool:
-        """Expire the value after ``ttl_s`` seconds (infinite: never). Return False if it is absent, or if not every
-        satellite promised it.
+        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by every satellite.
 
         Raises:
             InvalidInput: a lifetime of 0 or less, or a store without expiry.
@@ -187,8 +185,7 @@ class NamedValues:
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """Return the named values with their sizes, sorted by name; sealed values, whose names are unreadable, are left
-        out.
+        """Return the values by name, with sizes, without sealed values (whose names are unreadable).
 
         Raises:
             InvalidInput: this store cannot list.

@@ -1,7 +1,7 @@
 """Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
 
 A value is one string: its bytes, a mark of four bytes and a CRC-32 of key and value. If the server is unreachable,
-slow, full or faulty, the value is a miss or is not stored; this is counted, and the next call tries again.
+slow, full or faulty, that is a counted miss or failed store; the next call tries again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
 _MARK = b"SKV1"
-"""Mark of a value; its last byte is the version, a digit."""
+"""Last byte: the version, a digit."""
 TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
-"""Largest value: a string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
+"""Limit of a string in Redis: 512 MiB (``proto-max-bulk-len``)."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
-"""Values in flight: at least, at most, and the limit of their bytes in between."""
+"""Values in flight: least, most, and bytes in between."""
 _QUESTIONS_AT_ONCE = 512
 _MOST_LATER = 1 << 16
 
@@ -47,8 +47,8 @@ class RedisStore(RemoteStore):
     """Store of values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
 
     No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
-    leased: the server evicts. ``ca`` is a PEM file with the authorities of a ``rediss://`` server; empty: the system's.
-    ``clock`` gives seconds; its readings are compared only with each other.
+    leased. ``ca``: PEM file with the authorities of a ``rediss://`` server (default: the system's). ``clock``: seconds
+    with any origin.
 
     Raises:
         InvalidInput: a malformed address. (An unreachable server is not an error: its values are misses.)
@@ -68,9 +68,9 @@ class RedisStore(RemoteStore):
         self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys under which values of a later release were seen: they are not overwritten."""
+        """Keys of a later release's values, which are not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
-        """Mean size of the values of the last load."""
+        """Mean of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -178,7 +178,7 @@ class RedisStore(RemoteStore):
         return [False] * len(self._check(keys))
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values (``base.Expiring``) by the server's clock, in whole milliseconds."""
+        """Expire values (``base.Expiring``) by the server's clock, in milliseconds."""
         keys = self._check(keys)
         if math.isinf(check_ttl(ttl_s)):
             self._ask_each(b"PERSIST", keys)  # the reply is also 0 for a key without a lifetime
@@ -238,20 +238,18 @@ class RedisStore(RemoteStore):
 
 
 def _at_once(value_bytes: float) -> int:
-    """Return the number of values of this size to have in flight."""
     return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, int(_BYTES_AT_ONCE / max(1.0, value_bytes))))
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    """Return the trailer of a value. A block's CRC is derived from its header, without reading the payload again: the
-    receiver does that.
+    """Return the trailer of a value. A block's CRC comes from its header, without reading its payload: the receiver
+    does that.
     """
     crc = crc_by_header(key, value, crc32(key))
     return _trailer(crc32(value, crc32(key)) if crc is None else crc)
 
 
 def is_trailer_of(key: bytes, value: Buffer, trailer: Buffer) -> bool:
-    """Return True if value and trailer were received as they were sent."""
     return trailer == _trailer(crc32(value, crc32(key)))
 
 
@@ -280,30 +278,28 @@ def opened(key: bytes, reply: object) -> memoryview | str:
 # sends a byte now and then can block a call forever: here the whole call has a deadline (``Deadline``).
 
 Argument = bytes | tuple[Buffer, ...]
-"""Argument of a command; the pieces of a tuple are sent as one argument."""
+"""Argument of a command; a tuple's pieces are sent as one argument."""
 Command = list[Buffer]
 """Command as pieces in the server's protocol."""
 
 _READ_BYTES = 256 << 10
-"""Bytes per read; with redis-py's own 32 KiB, a block of 2.9 MB takes ninety calls."""
+"""Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""
 MIN_BYTES_PER_S = 1e6
-"""Lowest rate of a link that is slow but not broken: a call's deadline is extended by its bytes at this rate."""
+"""Lowest rate of a working link: a call's deadline is extended by its bytes at this rate."""
 _SMALL_BYTES = 4096
-"""Limit below which pieces are joined: a copy costs less than a call."""
+"""Limit of joined pieces: a copy costs less than a call."""
 _REST_S = 1.0
-"""Time without requests after a timeout: otherwise every call of a load would wait again."""
+"""Silence after a timeout: otherwise every call of a load would wait again."""
 _PROBE_S = 30.0
-"""Timeout of the probe that ends such a rest."""
+"""Timeout of the probe that ends the silence."""
 
 
 class Unreachable(Exception):
-    """Error of a server that did not answer in time, or is unreachable. Returned as a reply, never raised to
-    callers.
-    """
+    """Failure of the server to answer in time. Returned as a reply, never raised to callers."""
 
 
 def pack(*arguments: Argument) -> Command:
-    """Encode a command in RESP (a list of strings with their lengths), without copying large pieces."""
+    """Encode a command in RESP, without copying large pieces."""
     pieces: Command = []
     small = bytearray(b"*%d\r\n" % len(arguments))
     for argument in arguments:
@@ -320,8 +316,8 @@ def pack(*arguments: Argument) -> Command:
 
 
 class Deadline(threading.local):
-    """Deadline of this thread's current call, including connecting: ``timeout_s`` after its start, extended by the time
-    that the bytes moved so far take at ``MIN_BYTES_PER_S``.
+    """Deadline of this thread's call, including connecting: ``timeout_s`` after its start, plus the time of the bytes
+    moved at ``MIN_BYTES_PER_S``.
     """
 
     def __init__(self) -> None:
@@ -353,9 +349,7 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the timeout. A timeout of 0 is kept: redis-py before 8 uses it to poll an idle connection for pending
-        bytes.
-        """
+        """Set the timeout; 0 is kept, with which redis-py before 8 polls an idle connection for bytes."""
         self._polling = seconds == 0
         self._sock.settimeout(seconds)
 
@@ -386,7 +380,7 @@ class _DeadlineSocket:
 
 
 def _with_deadline(kind: Any, deadline: Deadline) -> Any:
-    """Return redis-py's connection class ``kind`` with sockets that keep the deadline."""
+    """Return redis-py's connection class ``kind`` with such sockets."""
 
     class Connection(kind):  # type: ignore[misc]
         def _connect(self) -> Any:
@@ -441,13 +435,13 @@ class Link:
         self._rest_until_s = float("-inf")
         self._probing = threading.Lock()
         self._is_in_doubt = False
-        """True if a probe has ended a rest and no call has succeeded since."""
+        """True if a probe ended a silence and no call has succeeded since."""
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
-        """Return the reply to each command; for a failed command ``redis.ResponseError`` or ``Unreachable``.
+        """Return the reply to each command; ``redis.ResponseError`` or ``Unreachable`` on failure.
 
-        At most ``at_once`` commands are in flight, so that the server never has to keep more replies. All share one
-        deadline; the first failure ends them all.
+        At most ``at_once`` are in flight, so that the server never keeps more replies. All share one deadline; the
+        first failure ends them all.
         """
         self._owner.check()
         replies: list[object] = []
@@ -481,8 +475,8 @@ class Link:
                 self._pool.release(connection)
 
     def _rest(self) -> None:
-        """Send nothing for a while, except a probe whose answer ends the rest: a server that stood still is used as
-        soon as it continues. A server that answers only the probe is not probed a second time.
+        """Send only a probe for a while, whose answer ends the silence: a stalled server is used as soon as it
+        continues. A server that answers only the probe is not probed again.
         """
         self._rest_until_s = self._clock() + _REST_S
         if not self._is_in_doubt and self._probing.acquire(blocking=False):
@@ -517,8 +511,8 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error of redis-py to a connection error. redis-py may raise anything for an unexpected reply (an
-        AttributeError for a HELLO that is not a map): the peer is not a Redis server, and counts as unreachable.
+        """Map an error of redis-py, which may raise anything for an unexpected reply (an AttributeError for a HELLO
+        that is not a map): the peer is not a Redis server, and counts as unreachable.
         """
         if isinstance(error, self._redis.RedisError | OSError):
             return error
@@ -526,7 +520,7 @@ class Link:
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
 
     def _let_go(self) -> None:
-        """Close the connections in a forked child, without a message to the server."""
+        """Close a forked child's connections, without a message to the server."""
         self._pool.reset()
 
     def close(self) -> None:

@@ -103,14 +103,14 @@ class Wrapped(TwoPhase):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """State of a ticket: the inner store's ticket, and per item True if it is in that ticket."""
+    """State of a ticket: the inner store's ticket, and per item True if it is in it."""
 
     inner: StoreTicket
     chosen: list[bool]
 
 
 class Selecting(Wrapped):
-    """Wrapper that stores the items that ``select`` chooses, and reports the others as not stored."""
+    """Wrapper that stores only the items that ``select`` chooses."""
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         """Return, per item, True to store it."""
@@ -146,10 +146,10 @@ _BITS_PER_KEY = 16
 
 
 class Sketch:
-    """Set of recently seen keys, roughly the last ``capacity`` to ``2 * capacity``: two Bloom filters that take turns.
+    """Set of recently seen keys, the last ``capacity`` to ``2 * capacity``: two Bloom filters that take turns.
 
-    Keys are hashes, so four words of a key are its four probes. About one new key in 400 counts as seen: it is stored
-    one write too early, which is harmless.
+    Keys are hashes, so four words of a key are its probes. One new key in 400 counts as seen and is stored a write
+    early, which is harmless.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -178,8 +178,8 @@ class Sketch:
 class AdmittingStore(Selecting):
     """Write admission: stores a key only when it is offered a second time, or is present already.
 
-    Most prompts of a busy service are seen once; storing them evicts shared blocks. Because a prompt's blocks are
-    chained, exactly the blocks shared by several prompts are offered again.
+    Most prompts of a busy service are seen once; storing them evicts shared blocks. Blocks are chained, so exactly the
+    shared blocks are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -202,15 +202,15 @@ class AdmittingStore(Selecting):
 
 
 class TenantStore(Selecting):
-    """Quota in bytes: one tenant's handle on a store that several tenants of a process share.
+    """Quota in bytes of one tenant, on a store that several tenants of a process share.
 
-    A tenant over its quota evicts its own oldest values, never another tenant's, and none that it has leased or pinned.
-    They are evicted after the new value is stored, so a put that the store refuses costs nothing. Until the removal of
-    its victims is confirmed, a tenant exceeds the quota by up to that one put.
+    A tenant over its quota evicts its own oldest values, neither leased nor pinned, never another tenant's. They are
+    evicted after the new value is stored, so a refused put costs nothing; until their removal is confirmed, the tenant
+    exceeds its quota by up to that put.
 
-    Tenants have disjoint keys, because their salt is in the hash of every block. So this handle sees all writes of its
-    tenant, and no other's. It counts the stored values until the store confirms their removal: a miss in an outage, or
-    an unconfirmed deletion, confirms nothing. ``clock`` gives seconds; its readings are compared only with each other.
+    Tenants have disjoint keys, because their salt is in the hash of every block; so this handle sees all writes of its
+    tenant. It counts values until the store confirms their removal: a miss in an outage, or an unconfirmed deletion,
+    confirms nothing. ``clock``: seconds with any origin.
     """
 
     def __init__(
@@ -222,19 +222,18 @@ class TenantStore(Selecting):
         self.tenant = tenant
         self.quota_bytes = quota_bytes
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Sizes of the tenant's values, least recently used first."""
+        """Least recently used first."""
         self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
         """Keys of each open load, and the end of its lease."""
         self._pins: dict[bytes, float] = {}
-        """End of each pin."""
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Choose as many of the chain's first blocks as the quota holds. Their victims are evicted once they are
-        stored; while the removal of earlier victims is unconfirmed, nothing is stored.
+        """Choose as many of the chain's first blocks as the quota holds; their victims are evicted once they are
+        stored. While earlier removals are unconfirmed, nothing is stored.
         """
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
@@ -260,7 +259,7 @@ class TenantStore(Selecting):
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
-        """Drop expired leases of loads that were never completed. Requires the lock."""
+        """Drop expired leases of loads never completed. Requires the lock."""
         self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
 
     def _protected(self) -> set[bytes]:
@@ -316,7 +315,7 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Complete the load. Values that are absent are no longer counted; other misses may still be present."""
+        """Complete the load. Absent values are no longer counted; other misses may still be present."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
@@ -328,7 +327,7 @@ class TenantStore(Selecting):
         return values
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. Values whose removal is not confirmed are still counted."""
+        """Delete values; unconfirmed removals still count."""
         keys = check_keys(keys)
         with self._lock:
             outcomes = self.store.delete(keys)
@@ -346,11 +345,10 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """Token bucket: ``store`` is read at ``bytes_per_s``, with loads in sequence.
+    """Token bucket: ``store`` is read at ``bytes_per_s``, load by load.
 
-    It leaves bandwidth of a link to others, or models a link that this computer does not have. A full bucket lets the
-    bytes of ``burst_s`` seconds pass at once. ``bytes_per_s`` may be changed at any time, for later loads. Only loads
-    are limited.
+    It leaves bandwidth to others, or models a link that this computer lacks. A full bucket holds ``burst_s`` seconds of
+    bytes. ``bytes_per_s`` may change at any time, for later loads. Only loads are limited.
     """
 
     def __init__(
@@ -400,12 +398,10 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """Calls of ``store`` that need no ticket, awaited, with the same results and errors. It closes ``store``.
+    """Store for asyncio: awaitable calls, without tickets, with the results and errors of ``store``, which it closes.
 
-    Tiers block, and serve many threads concurrently. So each call runs in a thread of a pool, and does not block the
-    event loop.
-
-    A call cancelled before its thread starts does nothing; later it continues, and its result is dropped.
+    Tiers block, and serve many threads concurrently; so each call runs in a thread of a pool. A call cancelled before
+    its thread starts does nothing; later it continues, and its result is dropped.
     """
 
     def __init__(self, store: Store, threads: int = 32) -> None:
