@@ -30,7 +30,7 @@ NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
-    """Mapping from key to ``ValueInfo``. Without ``index``, satellites are probed for every key."""
+    """Mapping from key to ``ValueInfo``. Without ``index``, satellites are probed."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
@@ -38,14 +38,11 @@ class Catalog:
         self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
-        """Last probe result of each key and its time, without an index."""
+        """Without an index: last probe result of each key, and its time."""
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessor of each key, learned from the calls of this process: good enough for a touch, never for the
-        index.
-        """
+        """Predecessors, learned from the calls of this process: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present."""
         self._learn_order(keys)
         if self.index is not None and self._rebuilder is not None:
             indexed = self.index.longest_prefix(keys)
@@ -55,7 +52,7 @@ class Catalog:
         return count
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Return the infos of the present keys; satellites are probed for keys that the index cannot know."""
+        """Return the infos of the present keys; satellites are probed as needed."""
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
@@ -64,48 +61,48 @@ class Catalog:
         """
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:
-            found, certain = self._prober.search(keys) if keys else ({}, True)
-            self._remember(found)
-            return found, certain
-        found = self.known(keys)
-        missing = [key for key in keys if key not in found]
+            infos, certain = self._prober.search(keys) if keys else ({}, True)
+            self._remember(infos)
+            return infos, certain
+        infos = self.known(keys)
+        missing = [key for key in keys if key not in infos]
         if not missing or self.index.complete:
-            return found, True
+            return infos, True
         probed, certain = self._rebuilder.search(missing)
-        found.update(probed)
-        return found, certain
+        infos.update(probed)
+        return infos, certain
 
     def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
         """Return, per key, all different values that satellites of the box report."""
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Return the keys of values that another writer has replaced, as reported by satellites."""
+        """Return the keys that another writer has replaced, as satellites report."""
         reported = self.settings_in_box(infos)
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Replace stale entries of values whose reads got chunks of other values under the same keys. An entry is stale
-        if satellites report a later value of the key, or only other values; the latest of those replaces it.
+        """Replace stale entries of values whose reads got chunks of other values of the key. An entry is stale if
+        satellites report a later value, or only others; the latest replaces it.
 
-        Return the torn values: some chunks were overwritten, and no complete index vouches for the value.
+        Return the torn values: some chunks were overwritten, and no complete index vouches for them.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
-        replacements, torn = list[ValueInfo](), list[ValueInfo]()
+        replacements, overwritten = list[ValueInfo](), list[ValueInfo]()
         for info in infos:
             candidates = reported.get(info.key, ())
             later = _replacement_of(info, candidates)
             if later is not None:
                 replacements.append(later)
             elif unvouched and any(_overwrites(candidate, info) for candidate in candidates):
-                torn.append(info)
+                overwritten.append(info)
         self.remove([info.key for info in replacements], gone=False)
         if self.index is None:
             self._remember({info.key: info for info in replacements})
         else:
             self._enter(replacements, now_s)
-        return torn
+        return overwritten
 
     def absent(self, keys: Sequence[bytes]) -> bool:
         """Return True if a key is known to be absent. Asks no satellite."""
@@ -115,12 +112,12 @@ class Catalog:
         return any(self._rebuilder.absent(key) for key in keys if key not in known)
 
     def bytes_by_servers(self) -> dict[int, float] | None:
-        """Return the bytes of values by their number of servers (``RadixIndex``); None without an index."""
+        """Return the bytes of values by number of servers (``RadixIndex``); None without an index."""
         return None if self.index is None else self.index.bytes_by_servers()
 
     def probing(self) -> dict[str, int]:
-        """Return figures for ``stats``: probe packets, keys probed and values adopted by this process; index writes
-        that found no room, and writes that found the index locked.
+        """Return figures for ``stats``: of this process's probes, and of index writes that found no room or a held
+        lock.
         """
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
@@ -145,8 +142,8 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """Return the chunk size of an entry. Earlier releases did not write it: then it is the default or our size, if
-        that fits the number of chunks; otherwise the largest size that fits.
+        """Return an entry's chunk size. Earlier releases did not write it: then the default or our size, if it fits the
+        number of chunks; else the largest that fits.
         """
         if info.chunk_bytes:
             return info.chunk_bytes
@@ -162,7 +159,7 @@ class Catalog:
             self._known.popitem(last=False)
 
     def _learn_order(self, keys: Sequence[bytes]) -> None:
-        """Learn that ``keys`` are a chain or a piece of a chain, perhaps with holes (see ``base``)."""
+        """Learn from ``keys``: a chain, or a piece of a chain with holes (see ``base``)."""
         for before, key in pairwise(keys):
             self._predecessors.setdefault(key, before)
         self._trim_predecessors()
@@ -172,7 +169,7 @@ class Catalog:
             self._predecessors.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """Return the infos of the keys known to this process. Asks no satellite."""
+        """Return the infos of keys known here. Asks no satellite."""
         if self.index is None:
             entries = {key: self._known.get(key) for key in keys}
             return {key: known[0] for key, known in entries.items() if known is not None}
@@ -180,7 +177,7 @@ class Catalog:
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
-        """Return the known infos of the blocks before ``key`` in its chain, in chain order."""
+        """Return the known infos of the blocks before ``key``, in chain order."""
         chain: list[bytes] = []
         parent = self._predecessors.get(key)
         while parent is not None and len(chain) < _MAX_CHAIN:
@@ -192,36 +189,34 @@ class Catalog:
         return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Search the distinct keys, in order. The result of a probing ``prefix`` is used once."""
+        """Search the distinct keys, in order. Results of a probing ``prefix`` are used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
-            found, certain = self.search(wanted)
+            infos, certain = self.search(wanted)
         else:
             # Keys probed just before by ``prefix`` need not be probed again.
             since_s = self._prober.now_s() - _FRESH_S
             remembered = {key: self._known.pop(key, None) for key in wanted}
-            found = {key: entry[0] for key, entry in remembered.items() if entry is not None and entry[1] >= since_s}
-            unknown = [key for key in wanted if key not in found]
+            infos = {key: entry[0] for key, entry in remembered.items() if entry is not None and entry[1] >= since_s}
+            unknown = [key for key in wanted if key not in infos]
             more, certain = self._prober.search(unknown) if unknown else ({}, True)
-            found.update(more)
-        return {key: found[key] for key in wanted if key in found}, certain
+            infos.update(more)
+        return {key: infos[key] for key in wanted if key in infos}, certain
 
     def learn_places(self, places: Mapping[bytes, Place]) -> None:
-        """Learn the predecessors, as given by the writer, of values about to be stored."""
+        """Learn the writer's predecessors of values about to be stored."""
         for key, place in places.items():
             if place.parent is not None:
                 self._predecessors[key] = place.parent
         self._trim_predecessors()
 
     def record_of(self, info: ValueInfo, now_s: float, place: Place | None) -> bytes:
-        """Return the index record that ``add`` will write for this value, as far as known now; empty without an
-        index.
-        """
+        """Return the record that ``add`` will write for a value, as far as known now; empty without an index."""
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
-        """Enter stored values. ``places``: their places in their chains, if the writer gave them. ``record``: the
-        record of all of them, from ``record_of``.
+        """Enter stored values, with the places that their writer gave. ``record``: of all of them, by
+        ``record_of``.
         """
         if self._rebuilder is None:
             for info in infos:
@@ -239,8 +234,8 @@ class Catalog:
         *,
         patient: bool = False,
     ) -> None:
-        """Enter values in the index: each run of a chain as one record, values without a place one by one. ``patient``:
-        wait for the index's lock, which no read does.
+        """Enter values: runs of a chain as one record each, values without a place one by one. ``patient``: wait for
+        the index's lock, which no read does.
         """
         if self.index is None:
             return
@@ -265,7 +260,7 @@ class Catalog:
             self.index.add_unplaced(list(unplaced), list(unplaced.values()), patient=patient)
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
-        """Replace the entry of a value that was copied elsewhere; return False if the entry is no longer ``old``."""
+        """Replace the entry of a copied value; return False if it is no longer ``old``."""
         if self.index is None:
             return True
         return self.index.replace(
@@ -283,9 +278,7 @@ class Catalog:
         )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
-        """Drop the entries of keys. ``gone`` False: another value may be present under the key. ``patient``: as in
-        ``_enter``.
-        """
+        """Drop entries. ``gone`` False: another value may be present under the key. ``patient``: as in ``_enter``."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
@@ -312,7 +305,7 @@ def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
 
 
 def _size_to_write(info: ValueInfo) -> int:
-    """Return the chunk size for an index entry: 0 if it is the default, or if there is only one chunk."""
+    """Return the chunk size for an index entry: 0 if default, or for a single chunk."""
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
@@ -322,15 +315,14 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
-    """Return True if ``other`` is a different value with its chunks in the same places as those of ``info``."""
+    """Return True if ``other`` is a different value with its chunks in the places of ``info``."""
     same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
     return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """Return the value that has replaced ``info``, among the reported values of its key: the latest other value, if it
-    is later than ``info`` or if no satellite reports ``info``. Otherwise None: leftovers of an earlier value prove
-    nothing.
+    """Return the reported value that has replaced ``info``: the latest other value, if it is later, or if none reports
+    ``info``. Otherwise None: leftovers of an earlier value prove nothing.
     """
     candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
     if not candidates:
@@ -341,14 +333,13 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
 
 
 Reach = Literal["now", "nearby", "ever"]
-"""Satellites to consider for a chunk. "now": where its copies are. "nearby": also before the last move and after the
-next move, which may happen before a command arrives. "ever": everywhere that copies may have been left since the value
-was set.
+"""Range of satellites for a chunk. "now": holders of its copies. "nearby": also before the last move and after the
+next, which may happen before a command arrives. "ever": wherever copies may have been left since it was set.
 """
 
 
 class Holders:
-    """Satellites that hold the chunks of a value, computed from its info and the clock. Asks no satellite."""
+    """Satellites with the chunks of a value, computed from its info and the clock. Asks no satellite."""
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
@@ -378,11 +369,10 @@ class Holders:
         return [list(share) for share in zip(*copies, strict=True)]
 
     def of(self, info: ValueInfo, reach: Reach) -> dict[SatelliteId, None]:
-        """Return all satellites of ``shares``."""
         return dict.fromkeys(satellite for share in self.shares(info, reach) for satellite in share)
 
     def chunks_of(self, info: ValueInfo) -> Counter[SatelliteId]:
-        """Return the number of chunks that each satellite should hold now."""
+        """Return the number of chunks that each satellite should hold."""
         counts: Counter[SatelliteId] = Counter()
         for server, share in enumerate(self.shares(info, "now")):
             for satellite in share:
@@ -396,8 +386,8 @@ class Holders:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
-        """Return satellites with the values they may hold, at most ``most`` per packet, in the given order; satellites
-        that ``but`` spares for a key are left out.
+        """Return satellites with the values that they may hold, at most ``most`` per packet, in order; without
+        satellites that ``but`` spares for a key.
         """
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:

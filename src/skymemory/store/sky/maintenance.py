@@ -28,7 +28,7 @@ from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
-"""Time within which a command arrives: it is repeated for 0.8 s, and takes at most half a second around the world."""
+"""Time in which a command arrives: 0.8 s of repeats, plus at most half a second around the world."""
 
 
 _MOST_OWED = 1024
@@ -38,8 +38,8 @@ _Places = defaultdict[bytes, set[SatelliteId]]
 
 
 class Evictor:
-    """Evictor of many values at once, with a packet per satellite and page of keys. EVICT removes any value under a
-    key; FORGET removes only the chunks of a given setting (bytes and moves) of the key.
+    """Evictor of many values at once, in packets per satellite and page of keys. EVICT removes any value under a key;
+    FORGET only the chunks of one setting (bytes and moves).
     """
 
     def __init__(self, driver: ClientDriver, catalog: Catalog, holders: Holders, counters: Counters) -> None:
@@ -48,14 +48,14 @@ class Evictor:
         self._holders = holders
         self._counters = counters
         self._owed: dict[ValueInfo, float] = {}
-        """Replaced values, with the time of replacement, of which unanswering satellites may still have chunks."""
+        """Replaced values of which silent satellites may have chunks, and the times of replacement."""
         self._owing = Lock()
-        """Lock of ``_owed``, not held while satellites are asked."""
+        """Lock of ``_owed``; not held while satellites are asked."""
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict the remaining chunks of values that reads, started at ``looked_s``, found incomplete. If another writer
-        has set a key again meanwhile, only our stale entry is dropped.
+        """Evict values that reads, started at ``looked_s``, found incomplete. If another writer has set a key again
+        since, only our stale entry is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -69,10 +69,9 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Evict leftovers of values whose keys were stored again: chunks in another placement, surplus chunks, or
-        copies on satellites that the new value skipped. Chunks of the same bytes, set at the same moves, stay where the
-        new value has chunks. A lookup without an index would find leftovers, and other readers would take them for the
-        value. Satellites that do not answer are owed the eviction (``pay``).
+        """Evict leftovers of values stored again: in another placement, with more chunks, or as copies on satellites
+        that were skipped. Of the same bytes, set at the same moves, chunks stay where the new value has chunks. Readers
+        without an index would take leftovers for the value. Silent satellites are owed the eviction (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -101,7 +100,7 @@ class Evictor:
                 self._owed.pop(info, None)
 
     def pay(self) -> None:
-        """Send owed evictions again, to every satellite that may have the chunks by now; at most once per second."""
+        """Retry owed evictions, at most once per second, wherever the chunks may be by now."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
@@ -117,9 +116,8 @@ class Evictor:
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """Evict what was stored of values whose store failed, if an index entry of the same bytes was certainly absent:
-        a complete index had none before and has none now. Otherwise the chunks stay, because they may belong to an
-        intact value; a read will find what is missing.
+        """Evict the parts of failed stores, if the same bytes were certainly absent before: a complete index had no
+        entry of them, and has none. Otherwise they may be chunks of an intact value; a read will find what is missing.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
@@ -139,11 +137,11 @@ class Evictor:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         reach: Reach = "nearby",
     ) -> set[bytes]:
-        """FORGET values where their chunks are, and where they were before the last move. Spare the satellites in
-        ``but`` per key, and chunks stored in the last ``since_s`` seconds; other values of the same keys stay.
+        """FORGET values at their satellites and those before the last move, except satellites in ``but`` and chunks
+        stored in the last ``since_s``. Other values of the keys stay. Return the keys for which a satellite did not
+        answer.
 
-        Earlier releases can only forget whole keys and are not asked: their leftovers stay until they are the oldest.
-        Return the keys for which a satellite did not answer.
+        Earlier releases, which forget whole keys only, are not asked: their leftovers stay until they are the oldest.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -154,9 +152,9 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT values where their chunks are, and where they were before the last move. Return the keys that can no
-        longer be read; only these leave the index. A key qualifies if, for the share of one server, every copy was
-        evicted in its place, or all satellites that may ever have had it confirm that they hold nothing.
+        """EVICT values at their satellites and those before the last move. Return the keys that can no longer be read;
+        only these leave the index. That is so if, for one server's share, every copy was evicted in its place, or all
+        satellites that may ever have had it confirm that they hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -181,8 +179,8 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """EVICT values. Add, per key, the satellites that hold nothing of it any more to ``confirmed``, and those that
-        had all their chunks to ``emptied``. Skip ``confirmed`` satellites.
+        """EVICT values except from ``confirmed`` satellites. Add, per key, satellites that hold nothing any more to
+        ``confirmed``, and those that had all their chunks to ``emptied``.
         """
         expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
@@ -197,7 +195,7 @@ class Evictor:
 
 
 def _setting(info: ValueInfo) -> bytes:
-    """Return the identity of a value in FORGET."""
+    """Return a value's identity in FORGET."""
     return pack_setting(info.value_crc, *info.set_moves)
 
 
@@ -210,21 +208,21 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 BATCH_BYTES = 8 << 20
-"""Limit of values copied at once: it bounds the memory, and the time that a read of the same client may wait."""
+"""Limit of bytes copied at once: it bounds the memory, and the time that a read of the same client may wait."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Prefetcher: copies values in advance to the satellites that will be overhead at a given time.
+    """Copier of values to the satellites that will be overhead at a given time, in advance.
 
     A value with a migrating strategy follows the box by itself. A *parked* value (``hop`` or ``baseline``: its
     satellites fly away with it, without migration) is
 
-    1. read from its current satellites, and written, as ``hop``, around the satellite that will be overhead;
-    2. switched: the index entry changes once every chunk of the copy is acknowledged, if the entry is still the same;
+    1. read, and written as ``hop`` around the satellite that will be overhead;
+    2. switched: the index entry changes once every chunk of the copy is acknowledged, if it is still the same;
     3. forgotten in its old place a lease later, when no reader needs it any more.
 
-    If a step fails, the value stays in its old place.
+    If a step fails, the value stays in its place.
     """
 
     def __init__(
@@ -243,12 +241,10 @@ class Prefetcher:
         self._evictor = evictor
         self._counters = counters
         self._obsolete: list[tuple[float, ValueInfo]] = []
-        """Obsolete copies (old places, and copies whose switch failed), with the time to forget them."""
+        """Obsolete copies (old, or with a failed switch), and when to forget them."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Return, per key, True if its value will be near at ``at_s``. ``target``: moves of the box of another
-        place.
-        """
+        """Return, per key, True if its value will be near at ``at_s``. ``target``: moves of another place's box."""
         self._forget_obsolete()
         follows_box = target is None
         target_moves = self._driver.machine.moves_at(at_s) if target is None else target
@@ -267,12 +263,12 @@ class Prefetcher:
         return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
-        """Copy values to the satellites around the centre of ``aim``; return the keys of the copied values."""
+        """Copy values around the centre of ``aim``; return the keys of those copied."""
         driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
-            asked = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
-        read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
+            gets = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
+        read = [gets[number] for number, outcome in driver.run(gets).items() if outcome.ok]
         puts: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
             # Reversed: the first becomes the most recently used, as in every write of a chain.
@@ -293,7 +289,7 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies that are due, except on satellites that hold the value now."""
+        """FORGET obsolete copies that are due, except on satellites with the current value."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

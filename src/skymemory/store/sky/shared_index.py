@@ -1,22 +1,21 @@
 """Radix index on the ground, shared by the processes of one computer through an append-only journal.
 
-**Reads and writes.** Every change is one record, appended under a file lock. Before each lookup a process replays the
-records that others have appended (``_follow``). Without a path the index lives in this process only. If the journal was
-removed because the constellation was restarted, the index starts empty too.
+**Reads and writes.** Every change is a record, appended under a file lock. Before each lookup a process replays the
+records of others (``_follow``). Without a path the index lives in this process only. If the journal was removed because
+the constellation was restarted, the index starts empty too.
 
 **Waiting.** No read waits for the file lock, and a put waits at most ``LOCK_WAIT_S``: the holder may be a stopped
-process. A record that cannot be written then is appended to a side file, which takes no lock. While the side file
-exists the index counts as incomplete, so satellites are asked for keys that it lacks. The next process that gets the
-lock renames the side file, moves its records into the journal and removes it. Earlier releases do not read it.
+process. A record that cannot be written then goes to a side file, which needs no lock. While that exists the index
+counts as incomplete, so satellites are asked for keys that it lacks. The next process that gets the lock renames the
+side file, moves its records into the journal and removes it. Earlier releases do not read it.
 
 **Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
-record cuts the journal off there and appends a record of the loss. It does the same if the disk is full.
+record cuts the journal off there and appends a record of the loss; the same if the disk is full.
 
-**Compaction.** When most of a journal is about removed blocks, its writer replaces it by a journal with the fewest
-records. That is written to a second file and renamed, so that a process killed at any moment leaves one of the two
-intact. Other processes find that their open journal was removed, and open the new journal. An older release checks for
-that before it waits for the lock, not after: the records that it still appends to the old journal are copied into the
-new journal by the process that replaced it.
+**Compaction.** When most of a journal is about removed blocks, its writer replaces it by a minimal journal, written to
+a second file and renamed, so that a process killed at any moment leaves one of the two intact. Other processes find
+that theirs was removed, and open the new journal. An older release checks for that before it waits for the lock, not
+after: what it still appends to the old journal is copied by the process that replaced it.
 """
 
 from __future__ import annotations
@@ -49,32 +48,32 @@ from skymemory.kv.block import Place
 _log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 0.5
-"""Longest wait of a put for the lock. It is normally held for about a millisecond, longer on a busy computer."""
+"""Longest wait of a put for the lock, normally held for about a millisecond."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
-"""Pauses between two attempts to get the lock."""
+"""Pauses between attempts to get it."""
 _BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
-"""Attempts to read a torn record of the side file, which another process may still be writing."""
+"""Attempts to read a torn record of the side file, which may still be in writing."""
 COMPACT_BYTES = 1 << 20
-"""Least size of a journal that is compacted; a smaller journal is replayed in a tenth of a second."""
+"""Least size for compaction; a smaller journal is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
-"""Least factor by which compaction must shrink the journal: so blocks are rewritten at a quarter of the write cost."""
+"""Least factor by which compaction must shrink the journal; so it adds a fourth to the cost of a block."""
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
-"""Wait for writers of earlier releases that were waiting for the lock of a replaced journal. Each holds it for about a
-millisecond; but a process that has just been woken is no longer seen waiting.
+"""Wait for earlier releases' writers that were waiting for the lock of a replaced journal. Each holds it for about a
+millisecond, but one just woken is no longer seen waiting.
 """
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
-"""Size of the pieces in which a long journal is replayed, so that it is never in memory as a whole."""
+"""Size of replayed pieces, so that a long journal is never in memory as a whole."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
 class _Replaced:
-    """Journal that this process has replaced, still open, with the number of its bytes that are in the new journal."""
+    """Journal that we have replaced, still open, and the number of its bytes in the new journal."""
 
     fd: int
     taken_bytes: int
@@ -89,7 +88,7 @@ class SharedIndex:
 
     def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
         """``born``: the constellation is known to be empty now, so a new journal is complete. By default only an index
-        without a file is complete.
+        without a file is.
         """
         self._index = RadixIndex()
         self._state = JournalState(path is None if born is None else born and path is None)
@@ -102,23 +101,23 @@ class SharedIndex:
         self.unwritten = 0
         """Records that the disk had no room for."""
         self.written_beside = 0
-        """Records that were not written into the journal, because another process held its lock."""
+        """Records written to the side file, because another process held the lock."""
         self.locked_out = False
-        """True if another process held the lock for longer than ``LOCK_WAIT_S`` at the last write."""
+        """True if another process held the lock longer than ``LOCK_WAIT_S``, as of the last write."""
         self._ahead = False
-        """True if this process knows records that are not in the journal yet."""
+        """True if we know records that are not in the journal yet."""
         self._lost = False
-        """True if this process knew such records and could not write them anywhere."""
+        """True if we knew such records and could not write them anywhere."""
         self._kept_beside = False
-        """True if the side file existed when the journal was last replayed."""
+        """True if there was a side file at the last replay."""
         self._unread = False
-        """True if the journal has a torn tail and its lock is held: perhaps it is only being written."""
+        """True if the journal has a torn tail, perhaps only being written: its lock is held."""
         self._shortened = False
-        """True if the journal was cut off before records that were replayed. This program never does that."""
+        """True if the journal was cut before replayed records, which this program never does."""
         self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """Lock of this process's threads. The file lock excludes only other processes, and a forked child shares it
-        with the file descriptor: so the child closes its copy.
+        """Lock of our threads. The file lock excludes only other processes, and a forked child shares it with the
+        descriptor; so the child closes its copy.
         """
         if path is not None:
             try:
@@ -134,7 +133,7 @@ class SharedIndex:
 
     @property
     def journal_state(self) -> JournalState:
-        """Return the current completeness of the journal, and the figures of probing."""
+        """Return the journal's completeness and the figures of probing, now."""
         with self._lock:
             self._follow()
             state = copy.copy(self._state)
@@ -143,14 +142,12 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """Return True if keys that the last lookup did not find are absent: the journal was complete, without a side
-        file.
-        """
+        """Return True if keys missed by the last lookup are absent: the journal was complete, without a side file."""
         return self._state.complete and not (self._unread or self._lost or self._kept_beside)
 
     @property
     def unknown_records(self) -> int:
-        """Return the number of records of a later release, as of the last lookup. They stay in the journal, unread."""
+        """Return the number of a later release's records, as of the last lookup; they stay, unread."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
@@ -163,7 +160,7 @@ class SharedIndex:
             return len(self._index)
 
     def assume_capacity(self, memory_bytes: float) -> None:
-        """Set the memory size assumed for later entries."""
+        """Set the memory size for later entries."""
         with self._lock:
             self._index.capacity_bytes = memory_bytes
 
@@ -173,13 +170,13 @@ class SharedIndex:
             return self._index.bytes_by_servers()
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys all present; ``keys`` may start anywhere in a chain, or be no chain."""
+        """Return the number of leading keys all present; ``keys`` need not start a chain, or be a chain."""
         with self._lock:
             self._follow()
             return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Return up to ``most`` blocks before ``key``, the nearest first, as far as places are known."""
+        """Return up to ``most`` blocks before ``key``, nearest first, as far as known."""
         ancestors: list[bytes] = []
         with self._lock:
             self._follow()
@@ -189,7 +186,6 @@ class SharedIndex:
         return ancestors
 
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
-        """Return the entry of each key; None if absent."""
         with self._lock:
             self._follow()
             return self._index.infos(keys)
@@ -203,8 +199,8 @@ class SharedIndex:
         *,
         patient: bool = True,
     ) -> None:
-        """Add a chain at the places given by its writer, replacing older entries of the same blocks. Blocks whose
-        places contradict other blocks are added without places. ``patient``: as in ``_write``.
+        """Add a chain at its writer's places, replacing older entries. Blocks whose places contradict others are added
+        without places. ``patient``: as in ``_write``.
         """
         self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
@@ -229,8 +225,8 @@ class SharedIndex:
         return encode_record(RecordOp.REMOVE, removed) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
-        """Return the record that adds a value, at the place given by its writer or known to the index; empty if the
-        place contradicts itself.
+        """Return the record that adds a value at its writer's or its known place; empty if the place contradicts
+        itself.
         """
         if place is not None:
             start, parent = place.depth, place.parent
@@ -243,7 +239,7 @@ class SharedIndex:
         return b""
 
     def add_record(self, record: bytes) -> bool:
-        """Add a record of ``record_of``; return False, with no change, if it contradicts entries added since."""
+        """Add a record of ``record_of``; return False, with no change, if it now contradicts the index."""
 
         def change() -> bytes:
             replay_all(record, self._index, self._state)
@@ -256,15 +252,15 @@ class SharedIndex:
         return True
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], *, patient: bool = True) -> None:
-        """Add values without their places. Known places stay. ``patient``: as in ``_write``."""
+        """Add values without places; known places stay. ``patient``: as in ``_write``."""
         self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)), patient)
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add entries to this index by replaying their record, as other processes will; return the record. Raises
-        InvalidInput, with no change, on a contradiction.
+        """Add entries by replaying their record, as other processes will; return it. InvalidInput, with no change, on a
+        contradiction.
         """
         record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
         replay_all(record, self._index, self._state)
@@ -273,9 +269,7 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace a key's entry if it still satisfies ``expected``; return True if it was
-        replaced.
-        """
+        """Compare and swap: replace a key's entry if it is still ``expected``; return True if so."""
         done = False
 
         def change() -> bytes:
@@ -316,8 +310,8 @@ class SharedIndex:
 
     def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
         """Apply a change and append its records while no other process writes; to the side file if the lock is not
-        free. ``patient``: first wait ``LOCK_WAIT_S`` for it. Return False if the disk is full: the journal is then
-        incomplete.
+        free. ``patient``: first wait ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete from now
+        on.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -339,7 +333,7 @@ class SharedIndex:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
-        """Run ``_write_locked``; return None, with no change, if another process holds the lock."""
+        """Run ``_write_locked``; None, with no change, if another process holds the lock."""
         if self._fd < 0:
             return None
         # 1. Lock the current journal; 2. replay others' records; 3. change and append; 4. compact if needed.
@@ -366,7 +360,7 @@ class SharedIndex:
         return True
 
     def _note_lock(self, *, held: bool) -> None:
-        """Log, once each, that writers are locked out, and that they no longer are."""
+        """Log once that writers are locked out, and once that they no longer are."""
         if held and not self.locked_out:
             _log.warning(
                 "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
@@ -379,8 +373,8 @@ class SharedIndex:
         self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change to a journal of this size. Return two flags: processes wait for the lock of a journal that was
-        replaced in this call; the change is in the journal. Requires the file lock.
+        """Apply a change to a journal of this size. Return two flags: processes wait for the lock of a journal replaced
+        here; the change is in the journal. Requires the file lock.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
@@ -402,7 +396,7 @@ class SharedIndex:
     # --- records beside the journal ---
 
     def _write_beside(self, change: Callable[[], bytes]) -> bool:
-        """Apply a change, and append its records to the side file. Return False if the disk is full."""
+        """Apply a change and append its records to the side file; False if the disk is full."""
         self._follow()
         state = copy.copy(self._state)
         record = change()
@@ -425,9 +419,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append a record; return False, leaving a torn tail, if there is no room. OSError if not even that can be
-        written.
-        """
+        """Append a record. False, with a torn tail: no room. OSError if not even that can be written."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
@@ -448,8 +440,8 @@ class SharedIndex:
         return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
-        """Move the records of the side file into the journal. Lost records make the journal incomplete. A process
-        killed meanwhile leaves the file to the next. Requires the file lock.
+        """Move the side file's records into the journal; lost records make it incomplete. A process killed meanwhile
+        leaves the file to the next. Requires the file lock.
         """
         lost, self._lost = self._lost, False
         for is_new in (False, True):  # first the file renamed by a process that was killed
@@ -466,11 +458,9 @@ class SharedIndex:
             self._append_lost()
 
     def _move_in(self, path: str) -> bool:
-        """Move the records of a file into the journal and remove the file; return False if there is no room for
-        them.
-        """
+        """Move a file's records into the journal and remove the file; False if there is no room."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        taken_bytes, removed, looks = 0, False, _LOOKS
+        taken_bytes, removed, attempts = 0, False, _LOOKS
         try:
             while True:
                 data = os.pread(fd, os.fstat(fd).st_size - taken_bytes, taken_bytes)
@@ -478,9 +468,9 @@ class SharedIndex:
                     records, whole_bytes = decode_records(data)
                 except MalformedPacket:
                     records, whole_bytes = [], 0
-                torn = whole_bytes < len(data)
-                if torn and looks:
-                    looks -= 1
+                is_torn = whole_bytes < len(data)
+                if is_torn and attempts:
+                    attempts -= 1
                     time.sleep(_LEAST_PAUSE_S)
                     continue
                 if not self._append(b"".join(self._repeat(record) for record in records)):
@@ -488,8 +478,8 @@ class SharedIndex:
                 taken_bytes += whole_bytes
                 if removed:  # earlier releases' appends before the removal are in the journal too
                     return True
-                if not data or torn:
-                    if torn:
+                if not data or is_torn:
+                    if is_torn:
                         self._append_lost()
                     # Flush in this order: after a power cut an old file must not be read in again.
                     _sync(self._fd)
@@ -500,7 +490,7 @@ class SharedIndex:
             os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
-        """Apply a record of another journal; return the record to append to ours."""
+        """Apply another journal's record; return the record to append to ours."""
         if record.op is RecordOp.ADD:
             return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
         if record.op is RecordOp.REMOVE:
@@ -514,8 +504,8 @@ class SharedIndex:
     # --- the journal's length ---
 
     def _compact(self) -> bool:
-        """Replace the journal by a much smaller equivalent; return True if replaced. Requires the file lock. All
-        processes, including this one, open the new journal when they find that theirs was removed.
+        """Replace the journal by a much smaller equivalent, if possible; return True if so. Requires the file lock. All
+        processes, including this, open it when they find that theirs was removed.
         """
         blocks, path, state = len(self._index), self._path, self._state
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
@@ -547,7 +537,7 @@ class SharedIndex:
         return True
 
     def _wait_for_writers_of_old(self) -> None:
-        """Copy the records of processes that were waiting for the lock of the journal just replaced."""
+        """Copy records of processes that waited for the lock of the journal just replaced."""
         started_s, is_done = time.monotonic(), False
         while not is_done and time.monotonic() < started_s + _MOST_WAIT_S:
             time.sleep(0.001)
@@ -564,7 +554,7 @@ class SharedIndex:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
-        """Add records that were appended to journals after this process replaced them."""
+        """Add records appended to journals since we replaced them."""
         for old in list(self._old):
             new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
             if new_bytes <= 0:
@@ -575,8 +565,8 @@ class SharedIndex:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Append a record; return False, leaving a torn tail for other processes to see, if there is no room. OSError
-        if not even that can be written.
+        """Append a record. False, with a torn tail that other processes see: no room. OSError if not even that can be
+        written.
         """
         try:
             written = os.write(self._fd, record)
@@ -599,9 +589,7 @@ class SharedIndex:
         self._ahead = False
 
     def _reopen(self) -> None:
-        """Open the new journal after ours was removed. If its folder was removed, no constellation runs there: keep
-        ours.
-        """
+        """Open the new journal: ours was removed. If its folder was, no constellation runs there: keep ours."""
         if self._path is None:
             return
         try:
@@ -614,7 +602,7 @@ class SharedIndex:
         self._shortened = False
 
     def _follow(self) -> None:
-        """Replay records appended to the current journal; cut off a torn or damaged tail."""
+        """Replay the current journal's new records; cut off a torn or damaged tail."""
         if self._old:
             self._copy_from_replaced()
         if self._fd < 0:
@@ -636,7 +624,7 @@ class SharedIndex:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _replay(self, size_bytes: int) -> bool:
-        """Apply appended records up to this size of the journal; return False if it is damaged."""
+        """Apply new records up to this size; return False if the journal is damaged."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
@@ -664,7 +652,7 @@ class SharedIndex:
 
     def _cut_off(self) -> bool:
         """Replace the unreadable tail by a record of the loss, written over it first, so that the journal never looks
-        intact without it. Return False if the disk has no room for it: the tail stays torn.
+        intact without it. False: no room, and the tail stays torn.
         """
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -688,7 +676,7 @@ class SharedIndex:
 
 
 def _lock_is_awaited(fd: int) -> bool:
-    """Return True if a process waits for a lock on this file, as far as the kernel shows."""
+    """Return True if a process is seen waiting for a lock on this file."""
     inode = os.fstat(fd).st_ino
     try:
         lines = _LOCKS.read_text("ascii").splitlines()
@@ -712,7 +700,7 @@ def _sync_folder(path: str) -> None:
 
 
 def create_journal(path: Path) -> None:
-    """Create the complete journal of a constellation that is about to start, empty."""
+    """Create the complete journal of a constellation about to start, empty."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created a journal
     for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -2,11 +2,10 @@
 
 A warm read: ``prefix`` asks the index; ``complete_load`` gets the values' infos from it (``catalog``), begins a ``get``
 of the client's state machine for each, and lets the driver run them together. The satellites of the chunks follow from
-the info (size, strategy, moves when set) and the clock. Without an index, or if it is incomplete, satellites are
-probed.
+the info (size, strategy, moves when set) and the clock. Without a complete index, satellites are probed.
 
-A failed read is a miss, but does not prove a loss: a chunk may be moving to the current box. Only a value with a chunk
-proved lost (``protocol.client.transfer``) leaves the index; its other chunks are then evicted.
+A failed read is a miss, but no proof of loss: a chunk may be moving to the current box. Only a value with a chunk
+proved lost (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
 """
 
 from __future__ import annotations
@@ -60,12 +59,10 @@ from skymemory.units import format_size
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
-"""Failures that a read may report wrongly: the value is read again before it is evicted."""
+"""Failures that may be wrong: the value is read again before it is evicted."""
 _GONE = ("missing", "corrupt")
 _UNANSWERED = ("unreachable", "timeout", "out of sight")
-"""Failures without an answer of the satellites. ``_GONE`` above: failures that prove a value lost, because a chunk is
-lost or the stored bytes are not those written.
-"""
+"""Failures without an answer. ``_GONE``: failures that prove a loss, of a chunk or of the bytes written."""
 
 
 _REASONS = {
@@ -73,31 +70,29 @@ _REASONS = {
     "timeout": "satellites did not answer in time",
     "out of sight": "no satellite for it is in sight",
 }
-"""Failures of writes, in words for users; other failures are words already."""
+"""Failures of writes in words for users; others are words already."""
 
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
-"""Limit of servers believed of another writer, which may use more servers than this client."""
+"""Limit believed of another writer, which may use more servers than we do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkySettings:
-    """Layout of values on satellites. ``memory_per_satellite_bytes`` 0: unknown; then only the wire's 4 GiB limit
-    values.
-    """
+    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit values."""
 
     strategy: str = "rotation_hop"
     servers: int = 10
-    """Satellites of a value; with ``fan_out``, the maximum."""
+    """Satellites per value; with ``fan_out`` at most."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     memory_per_satellite_bytes: int = 0
     lazy_eviction: bool = True
-    """True if a reader that finds a chunk lost evicts the rest of the value."""
+    """True if a reader that finds a chunk lost evicts the rest."""
     replicas: int = 1
-    """Copies of every chunk, on different satellites (and on different planes, as far as the box has rows)."""
+    """Copies per chunk, on different satellites (and planes, as far as the box has rows)."""
     fan_out: FanOut | None = None
-    """Policy that chooses each value's number of servers by its size; None: always ``servers``."""
+    """Policy for the servers of a value, by its size; None: always ``servers``."""
 
     @property
     def strategy_code(self) -> int:
@@ -109,21 +104,21 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """Return the bytes of values that the satellites of the box hold; infinite if their memory is unknown."""
+        """Return the bytes of values that fit into the box; infinite if the memory is unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
     @property
     def largest_value_bytes(self) -> int:
-        """Return the size of the largest value that fits into an empty box."""
+        """Return the largest value that fits into an empty box."""
         if not self.memory_per_satellite_bytes:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Return True if a reported value can exist: its chunks, with their overhead, must fit into the satellites. If
-        their memory is unknown, up to a million chunks are believed.
+        """Return True if a reported value can exist: chunks with overhead must fit into the satellites; with unknown
+        memory, up to a million chunks.
         """
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
@@ -142,14 +137,14 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
-    """Index lookups for a store of values; if possible, done while the packets are in flight."""
+    """Index lookups for a store of values, done while the packets are in flight if possible."""
 
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
-    """Earlier entries of the keys: leftovers in other placements are evicted once the new values are stored."""
+    """Earlier entries of the keys, whose leftovers are evicted once the new values are stored."""
     chain: list[ValueInfo] = field(default_factory=list)
     """Blocks before the first value."""
     record: bytes = b""
-    """Index record, for a single value only."""
+    """Index record, of a single value only."""
 
 
 class ConstellationStore(RemoteStore):
@@ -204,7 +199,7 @@ class ConstellationStore(RemoteStore):
         return [infos[key].value_bytes if key in infos else None for key in keys]
 
     def _process_notices(self) -> None:
-        """Remove values that satellites reported as evicted (GONE) from the index, unless they were set again."""
+        """Remove values from the index that satellites reported as evicted (GONE), unless set again since."""
         if not self._driver.machine.any_gone:
             return
         with self._driver.lock:
@@ -218,8 +213,8 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease known keys by sending the lease to the satellites before the read. A satellite that misses the packet,
-        or has leased its maximum, may evict. The lease ends when the chunks are served.
+        """Send the lease for known keys to the satellites before the read. A satellite that misses the packet, or has
+        leased its share, may evict. The lease ends when the chunks are served.
         """
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
@@ -283,8 +278,8 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows``, or else into ``buffer``; handle failures as ``_settle`` does. Return the
-        outcome of each read, and views of the values, or of their heads.
+        """Read values into their ``rows``, or else ``buffer``. Return the outcome of each read, after ``_settle``, and
+        views of the values or their heads.
         """
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
@@ -302,9 +297,7 @@ class ConstellationStore(RemoteStore):
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Handle the outcomes of reads: read doubtful values again, evict values proved lost, and adopt
-        replacements.
-        """
+        """Read doubtful values again, evict values proved lost, and adopt replacements."""
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
@@ -378,7 +371,7 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def _store(self, ticket: StoreTicket) -> list[bool]:
-        """Write the values of a ticket that is being completed, and enter them in the index."""
+        """Write a ticket's values, and enter them in the index."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
@@ -447,7 +440,7 @@ class ConstellationStore(RemoteStore):
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
-        """Return the number of satellites for a value, and add the value to ``held``."""
+        """Return the number of satellites for a value, and add it to ``held``."""
         settings = self.settings
         if settings.fan_out is None or held is None:
             return settings.servers
@@ -459,8 +452,8 @@ class ConstellationStore(RemoteStore):
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
 
-        Values with migrating strategies follow the box and need no copy. ``moves`` names the box of another place
-        instead (a travelling host, another region); then these are copied too, and stay there.
+        Values of migrating strategies follow the box. With ``moves``, the box of another place (a travelling host,
+        another region), they are copied too, and stay there.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
@@ -472,7 +465,7 @@ class ConstellationStore(RemoteStore):
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Pin values. True if every satellite of the value has promised; each pins at most half of its memory."""
+        """Pin values. True if all their satellites promise; each pins at most half of its memory."""
         keys, until_s = self._check(keys), self._driver.now_s() + ttl_s if check_ttl(ttl_s) > 0 else 0.0
         infos = self._catalog.find(keys)
         promised = self._retain(Retain.PIN, until_s, list(infos.values()))
@@ -482,7 +475,7 @@ class ConstellationStore(RemoteStore):
         return [promised.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values after ``ttl_s`` seconds (infinite: never). True if all their satellites have promised."""
+        """Expire values after ``ttl_s`` seconds (infinite: never). True if all their satellites promise."""
         keys = self._check(keys)
         until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
         promised = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
@@ -505,7 +498,7 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """Send a RETAIN. Return, per key, True if every satellite with chunks of its value has promised."""
+        """Send a RETAIN. Per key: True if all satellites of its value promise."""
         promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
@@ -516,8 +509,8 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True if enough satellites have confirmed that the value can no longer be read; a satellite
-        that did not answer may keep useless chunks. None: it may still exist; delete it again.
+        """Delete values. True: enough satellites confirm that it can no longer be read; a silent satellite may keep
+        useless chunks. None: it may still exist; delete it again.
         """
         keys = self._check(keys)
         with self._writing.exclusive(keys):
@@ -533,7 +526,7 @@ class ConstellationStore(RemoteStore):
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """List the named values (``store.named``) in the box, and in boxes displaced because satellites were dead."""
+        """List the named values (``store.named``) in the box, also where dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
@@ -553,7 +546,7 @@ class ConstellationStore(RemoteStore):
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         """Estimate a round trip plus the bytes at the recent rate; infinite if a key is known to be absent. Asks no
-        satellite: keys that an index cannot know count as present.
+        satellite: unknown keys count as present.
         """
         keys = self._check(keys)
         farthest_s = self._driver.machine.config.expected_rtt_s
