@@ -23,25 +23,21 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.units import format_size
 
 FILLED = 0.5
-"""Assumed fill of the box's satellites. Above it, chunks lag behind for a while, and are served from their old
-place.
-"""
+"""Assumed fill of the box's satellites; above it chunks lag behind, and are served from their old place."""
 SHARE = 0.75
 """Share of the processors for the suggested scale; requests and other programs get the remainder."""
 _SATELLITE_S = 40e-6
 """CPU time of a move per satellite, independent of its chunks."""
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
-"""CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
-"""CPU time added per chunk with injected faults: datagrams are then sent one by one."""
+"""CPU time added per chunk with injected faults: datagrams are then sent singly."""
 _DELAY_S = 18e-6
-"""CPU time added per chunk with link delays."""
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
 
 
 def _work() -> None:
-    """Run a sample of a host's work: packing, looking up and unpacking headers."""
+    """Run a sample of a host's work on headers."""
     header, sums = struct.Struct(">HHHIHI32s"), dict[bytes, int]()
     for number in range(4000):
         packet = header.pack(1, 2, 3, number, 5, 6, number.to_bytes(32, "big"))
@@ -49,8 +45,8 @@ def _work() -> None:
 
 
 def speed() -> float:
-    """Return the speed of this machine relative to the reference: best of several runs, in CPU time, so that other
-    programs do not count.
+    """Return this machine's speed relative to the reference: best of several runs in CPU time, so other programs do not
+    count.
     """
     times_s = []
     for _ in range(_TURNS):
@@ -61,7 +57,7 @@ def speed() -> float:
 
 
 def processors() -> float:
-    """Return the processors available to this process: its affinity, limited by the control group's quota."""
+    """Return the processors of this process: its affinity, limited by the control group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
@@ -71,9 +67,7 @@ def processors() -> float:
 
 
 def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
-    """Return the largest time scale whose moves take at most ``processor_s_per_s`` processors of the reference
-    machine.
-    """
+    """Return the largest scale whose moves take at most ``processor_s_per_s`` processors of the reference machine."""
     if plan.access == "onboard":
         return float("inf")
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
@@ -89,7 +83,7 @@ def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
 
 
 def check_time_scale(plan: ConstellationPlan) -> None:
-    """Raise ``InvalidInput`` for a plan whose moves would exceed all processors of this machine."""
+    """Raise ``InvalidInput`` if the plan's moves would exceed all processors here."""
     if plan.time_scale == 0:
         return
     count = processors()

@@ -1,8 +1,8 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
 A thousand requests at once, each retransmitted within a second, would keep an overloaded host from answering, and late
-answers would be dropped. So a survey limits requests in flight, retransmits less often to hosts with many unanswered
-requests, accepts late answers, and waits for a host as long as it makes progress.
+answers would be dropped. So a survey limits requests in flight, retransmits less to hosts with many unanswered
+requests, accepts late answers, and waits while a host makes progress.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
-"""Longest wait for a host that makes progress or is busy, in units of the timeout."""
+"""Longest wait for a busy or progressing host, in timeouts."""
 _START_PATIENCE_S = 5.0
-"""Timeout at start: long enough for about twenty retransmissions with injected faults."""
+"""Timeout at start: about twenty retransmissions with injected faults."""
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
 _CLOCKS_OF = 3
-"""Satellites of each host that are asked for the time: one of them may be disabled."""
+"""Satellites per host that are asked for the time: some may be disabled."""
 _OFF = ""
-"""Host name, in a survey, of satellites that are expected not to answer."""
+"""Host, in a survey, of satellites not expected to answer."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _QUIET_S = 0.3
-"""Time without a change after which a handover is complete. Not a number of polls, which may take longer than the box
-stands still.
+"""Time without a change that completes a handover; not a number of polls, which may take longer than the box stands
+still.
 """
 
 Housekeeping = dict[str, int]
@@ -67,10 +67,8 @@ class Rotation:
 
 
 class Silence:
-    """Timeouts for satellites that do not answer.
-
-    The timeout is ``patience_s`` plus the round trip. It restarts when the satellite's host answers or is ``busy``, up
-    to ``most_s`` in all. Satellites that are ``off`` get ``patience_s`` only.
+    """Timeouts for silent satellites: ``patience_s`` plus the round trip, restarted when their host answers or is
+    ``busy``, up to ``most_s``. Satellites that are ``off`` get ``patience_s`` only.
     """
 
     def __init__(
@@ -151,7 +149,7 @@ def _ping(
 
 
 def _housekeeping(answer: Finished) -> Housekeeping:
-    """Return the housekeeping with ``clock_off_us``, a lower bound of the clock difference."""
+    """Return the housekeeping plus ``clock_off_us``, a lower bound of the clock difference."""
     off_s = max(0.0, abs(answer.report.clock_ahead_s) - answer.report.seconds / 2)
     return {**unpack_housekeeping(answer.body), "clock_off_us": round(off_s * 1e6)}
 
@@ -160,7 +158,7 @@ def ping_all(
     plan: ConstellationPlan, silence: Silence | float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
     """Return the housekeeping (``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of ``satellites`` (default: all); None
-    without an answer within ``silence`` (timeouts or seconds).
+    without an answer within ``silence`` (timeouts, or seconds).
     """
     silence = silence if isinstance(silence, Silence) else Silence(silence)
     client = control_client(plan, 2 * silence.most_s)
@@ -171,25 +169,25 @@ def ping_all(
 
 
 def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> dict[str, float]:
-    """Return the seconds by which the clock of each host that answers or refuses is ahead of ours."""
+    """Return the seconds that each host's clock is ahead of ours, for hosts that answer or refuse."""
     client = control_client(plan, 2 * patience_s)
     ahead_s: dict[str, float] = {}
     try:
         with client.lock:
             end_s = client.now_s() + patience_s + worst_round_trip_s(plan, plan.torus.satellites())
-            asked = {
+            host_of_request = {
                 client.machine.ask(Op.PING, b"", satellite, client.now_s()): host.name
                 for host in plan.hosts
                 for satellite, _ in islice(plan.addresses_of(host), _CLOCKS_OF)
             }
-            while (silent := [number for number, host in asked.items() if host not in ahead_s]) and (
+            while (silent := [number for number, host in host_of_request.items() if host not in ahead_s]) and (
                 client.now_s() < end_s
             ):
                 for number, answer in client.run_any(silent, end_s).items():
-                    host = asked.pop(number)
+                    host = host_of_request.pop(number)
                     if answer.ok or answer.report.failure == "refused":
                         ahead_s[host] = answer.report.clock_ahead_s
-            for number in asked:
+            for number in host_of_request:
                 client.machine.cancel(number)
     finally:
         client.close()
@@ -197,8 +195,8 @@ def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> di
 
 
 def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the hosts whose clocks make them refuse what the others sign, with the seconds by which they are ahead of
-    the others. Our clock decides between two equal halves.
+    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds by which they are ahead.
+    Our clock decides between halves.
     """
     ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
     usual_s = ordered_s[len(ordered_s) // 2]
@@ -206,7 +204,7 @@ def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raise ``ConstellationError`` for hosts with unanswering satellites that are not ``busy``."""
+    """Raise ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -218,7 +216,7 @@ def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[st
 
 
 def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
-    """Return the moves that operators added by hand, by the majority of the answers."""
+    """Return operators' manual moves, by the majority of the answers."""
     reported = Counter(
         (answer.get("pushed_slot_moves", 0), answer.get("pushed_plane_moves", 0)) for answer in answers if answer
     )
@@ -236,8 +234,7 @@ def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int
 def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_s: float = 10.0) -> Rotation:
     """Move the overhead satellite by hand and wait for the handovers.
 
-    The command contains the total of moves, so it is idempotent. Satellites that do not answer learn it from a later
-    packet.
+    The command has the total of moves, so it is idempotent. Silent satellites learn it from a later packet.
     """
     if not (abs(slot_moves) <= MAX_MOVES and abs(plane_moves) <= MAX_MOVES):
         raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: expected at most {MAX_MOVES} at once")
@@ -273,7 +270,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
-    """Poll until the handovers have stopped; return the answers, and True if they stopped before the deadline."""
+    """Poll until the handovers stop; return the answers, and True if they stopped in time."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -319,7 +316,7 @@ def _is_pair(pair: object) -> bool:
 
 
 def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> frozenset[SatelliteId]:
-    """Disable satellites: they do not answer or forward, and lose their chunks. Return all disabled satellites.
+    """Disable satellites: they neither answer nor forward, and lose their chunks. Return all disabled satellites.
 
     Raises:
         InvalidInput: an unknown satellite, or a satellite on another computer.
@@ -329,7 +326,7 @@ def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> fro
 
 
 def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) -> frozenset[SatelliteId]:
-    """Enable these satellites (None: all), empty. Return the satellites still disabled. Raise like ``disable``."""
+    """Enable satellites (None: all), empty. Return those still disabled. Raises like ``disable``."""
     return _change(directory, satellites, alive=True)
 
 
@@ -395,20 +392,20 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 
 
 WINDOW = 64
-"""Limit of requests in flight, without overdue requests (``OVERDUE_S``): dead satellites would block others."""
+"""Limit of requests in flight, except overdue requests: dead satellites would block others."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip. It doubles each time while its host gets more than ``REPEATED_PER_S``:
-retransmitting to a few silent satellites, whose packets were lost, is cheap.
+"""Retransmission timeout beyond the round trip; doubled each time while its host gets over ``REPEATED_PER_S``: a few
+silent satellites are cheap to retry.
 """
 REPEATED_PER_S = 10.0
-"""Limit of retransmissions to a host: fewer than an overloaded host can answer."""
+"""Limit of retransmissions to a host: fewer than it can answer in overload."""
 
 
 class Survey:
     """Schedule of a request to each satellite, and of giving up; no I/O, no clock. ``hosts``: satellites by host.
 
-    A host is given up when all of its satellites have been asked and, for ``patience_s``, none has answered and the
-    host was not ``busy``; at the latest ``most_s`` after its first request.
+    A host is given up when all its satellites have been asked and, for ``patience_s``, none answered and it was not
+    ``busy``; at the latest ``most_s`` after its first request.
     """
 
     def __init__(
@@ -422,30 +419,30 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Time at which each request in flight becomes overdue, in that order."""
+        """Requests in flight with the time they become overdue, in that order."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
-        """Time of the last request to each overdue satellite."""
+        """Last request to each overdue satellite."""
         self._began_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Return the number of unanswered satellites per host, for hosts not given up."""
+        """Return the unanswered satellites per host not given up."""
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
-        """Return the satellites to ask now. The survey ends when ``waiting`` is empty."""
+        """Return the satellites to ask now; the survey ends when ``waiting`` is empty."""
         self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
-        asked: list[SatelliteId] = []
+        chosen: list[SatelliteId] = []
         while len(self._fresh) < WINDOW and (self._unasked or again):
             # First requests go before retransmissions.
             satellite = self._unasked.pop() if self._unasked else again.pop(0)[1]
             if satellite in self._open.get(self._host_of[satellite], ()):
                 self._ask(satellite, now_s)
-                asked.append(satellite)
-        return asked
+                chosen.append(satellite)
+        return chosen
 
     def _ask(self, satellite: SatelliteId, now_s: float) -> None:
         host = self._host_of[satellite]
@@ -460,19 +457,19 @@ class Survey:
             self._waits_s[satellite] = 2 * wait_s
 
     def _max_interval_s(self, host: str) -> float:
-        """Return the longest retransmission interval of a host, by its unanswered satellites."""
+        """Return the longest retransmission interval, by the host's unanswered satellites."""
         return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
 
     def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
-        """Yield the times of the next retransmissions. Intervals shrink as other satellites of the host answer;
-        otherwise the last satellites would wait until the host is given up.
+        """Yield the next retransmissions. Intervals shrink as others of the host answer, or the last would wait until
+        it is given up.
         """
         max_s = {host: self._max_interval_s(host) for host in self._open}
         for satellite, asked_s in self._overdue.items():
             yield asked_s + min(self._waits_s[satellite], max_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record an answer, however late; duplicate answers also count as progress of the host."""
+        """Record an answer, however late; duplicates also count as progress of the host."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
         self._overdue.pop(satellite, None)
@@ -484,13 +481,11 @@ class Survey:
                 del self._open[host]
 
     def busy(self, hosts: Iterable[str], now_s: float) -> None:
-        """Restart the timeouts of busy hosts."""
         for host in hosts:
             if host in self._open:
                 self._progress_s[host] = max(now_s, self._progress_s.get(host, now_s))
 
     def _expire(self, now_s: float) -> None:
-        """Mark overdue requests and give up hosts."""
         for satellite, until_s in list(self._fresh.items()):
             if until_s <= now_s:
                 del self._fresh[satellite]
@@ -504,7 +499,6 @@ class Survey:
                     self._overdue.pop(satellite, None)
 
     def next_s(self, now_s: float) -> float:
-        """Return the time of the next ``to_ask``."""
         ends = (self._progress_s.get(host, now_s) + self._patience_s for host in self._open)
         again = (at_s for at_s, _ in self._again_s()) if len(self._fresh) < WINDOW else ()
         return min([*self._fresh.values(), *again, *ends], default=now_s)

@@ -1,7 +1,6 @@
-"""Hosts whose satellites are in C: the daemon of ``flight/posix``, and the text file that it reads.
+"""Hosts with satellites in C: the daemon of ``flight/posix``, and the text file that it reads.
 
-The daemon needs no JSON and no presets: addresses, orbits and the speed of the box are numbers in lines of words,
-computed here from the plan.
+The daemon needs no JSON and no presets: addresses, orbits and the box's speed are lines of words, computed here.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
 Choice = Literal["python", "c", "mixed"]
-"""Implementation of a constellation's satellites; ``mixed`` has every second host in C."""
+"""Kind of satellites; ``mixed`` has every second host in C."""
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
-"""Environment variable with the path of another build of the daemon."""
+"""Environment variable with the path of another daemon."""
 _SHARE_UNITS = 65_536
 MOST_REPLICAS = 32
-"""Limit of replicas that satellites in C ask about a copy: flight/core/config.c."""
+"""Limit of satellites in C: flight/core/config.c."""
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 _LONG_S = 1e6
-"""Interval over which the Earth's rotation rate is measured: exact, because its angle is linear."""
+"""Interval for the Earth's rotation rate: exact, because its angle is linear."""
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
-    """Return the hosts with satellites in C; the others are left out."""
+    """Return the hosts with satellites in C."""
     return {host.name: "c" for at, host in enumerate(hosts) if choice == "c" or (choice == "mixed" and at % 2 == 1)}
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """Return ``kinds_of`` the plan's hosts; raise, before anything is started, if C cannot serve them."""
+    """Return ``kinds_of`` the plan's hosts; raise, before any start, if C cannot serve them."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -61,7 +60,7 @@ def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
 
 
 def daemon_path() -> Path:
-    """Return the path of the daemon: ``$SKYMEMORY_FLIGHT``, or installed next to Python by ``make flight``, or in PATH.
+    """Return the daemon's path: ``$SKYMEMORY_FLIGHT``, or next to Python (``make flight``), or in PATH.
 
     Raises:
         ConstellationError: it was not built.
@@ -80,13 +79,13 @@ def daemon_path() -> Path:
 
 
 def check_plan(plan: ConstellationPlan) -> None:
-    """Raise ``InvalidInput`` for settings that satellites in C do not support."""
+    """Raise ``InvalidInput`` for settings that C does not support."""
     if plan.replicas > MOST_REPLICAS:
         raise InvalidInput(f"satellites in C keep at most {MOST_REPLICAS} replicas: use --satellite python")
 
 
 def _us(seconds: float) -> int:
-    """Return microseconds, rounded up, so that timers never fire early."""
+    """Return microseconds, rounded up: timers never fire early."""
     return math.ceil(seconds * 1e6)
 
 
@@ -98,7 +97,7 @@ def _gaps(torus: Torus) -> Iterator[str]:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield the light delays of links and beams, and the plan's scale of them."""
+    """Yield the light delays of links and beams, and their scale."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
     if scale:
         yield f"delay-scale {scale!r}"
@@ -117,7 +116,7 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
 
 
 def _orbits(sight: OrbitSight) -> Iterator[str]:
-    """Yield the closed form of ``OrbitSight``: the daemon evaluates it at any time, however long it runs."""
+    """Yield the closed form of ``OrbitSight``, which the daemon evaluates at any time."""
     shell, epoch_s = sight.shell, sight.epoch_unix_s
     numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
     yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
@@ -137,7 +136,6 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
 
 
 def _links(plan: ConstellationPlan) -> Iterator[str]:
-    """Yield the capacities and disturbances of links."""
     links = plan.links
     if links is None:
         return
@@ -184,7 +182,7 @@ def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
 
 
 def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
-    """Return the configuration of the daemon that serves ``host``. ``record``: its pid file, in the run directory.
+    """Return the configuration of the daemon of ``host``. ``record``: its pid file, in the run directory.
 
     Raises:
         InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
@@ -239,7 +237,7 @@ def _path(path: Path) -> str:
 
 
 def become_daemon(text: str, host: HostShare, run_dir: Path | None, supervisor_fd: int | None) -> NoReturn:
-    """Replace this process by the daemon, which keeps its pid and so the record of the process.
+    """Replace this process by the daemon, which keeps its pid and so its record.
 
     Raises:
         ConstellationError: it was not built, or cannot be run.

@@ -57,7 +57,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _follow(keys: KeyFollower) -> None:
-    """Reload rotated keys periodically."""
     while True:
         await asyncio.sleep(LOOK_S / 4)
         keys.refresh()
@@ -88,8 +87,8 @@ async def _serve(
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """Apply disabled satellites, now and at each SIGHUP. Enabling a satellite whose port is taken is retried: a
-        search for free ports binds each of them for a moment.
+        """Apply disabled satellites, now and at each SIGHUP. If a port is taken, retry: a search for free ports binds
+        each for a moment.
         """
         # ``again`` is the pending retry; a signal replaces it, so that at most one is pending.
         trouble, again = "", loop.call_soon(lambda: None)
@@ -129,8 +128,8 @@ def run_host(
     insecure: bool = False,
     kind: Kind = "python",
 ) -> None:
-    """Serve ``host`` of ``plan`` until stopped. With a ``directory``, record the process in it. With ``kind`` ``c``
-    this process becomes the daemon, and the call does not return.
+    """Serve ``host`` until stopped; record the process in ``directory``, if any. With ``kind`` ``c`` this process
+    becomes the daemon, and the call does not return.
 
     Raises:
         InvalidInput: other computers could command the host without a key, and ``insecure`` is False.

@@ -64,7 +64,7 @@ def from_json(text: str, where: str) -> KeyRing:
 
 
 def read_keys(path: Path) -> KeyRing:
-    """Read a key file; refuse a file that others may read."""
+    """Read a key file; refuse a file readable by others."""
     try:
         # Check the open file, not the path: another file cannot take its place in between.
         with open_file(path) as file:
@@ -109,14 +109,11 @@ def new_keys(path: Path) -> KeyRing:
 
 
 class KeyFollower:
-    """Follower of a key file that keeps an ``Authority`` up to date. An unreadable file is reported to ``say`` and
-    changes nothing.
-    """
+    """Follower of a key file for an ``Authority``. An unreadable file is reported to ``say`` and changes nothing."""
 
     def __init__(
         self, path: Path, auth: str = "on", say: Callable[[str], None] | None = None, look_s: float = LOOK_S
     ) -> None:
-        """``auth``: which packets are signed, as in the plan."""
         self._path = path
         self._say = say
         self._look_s = look_s
@@ -132,9 +129,7 @@ class KeyFollower:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def refresh(self) -> float:
-        """Reload the file if it has changed; check at most every ``look_s``. Return the ``time.monotonic`` of the next
-        check.
-        """
+        """Reload a changed file; check at most every ``look_s``. Return the ``time.monotonic`` of the next check."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._look_s

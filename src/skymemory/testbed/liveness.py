@@ -1,5 +1,5 @@
-"""Progress of starting processes: a process makes progress if it logs, reads files, uses a processor or waits for one.
-Also a guard that ends a process when this process ends.
+"""Progress of starting processes: logging, reading files, using a processor or waiting for it. Also a guard that ends a
+process when this process ends.
 
 Progress is read from Linux' ``/proc``; without it, only the log and the time count.
 """
@@ -16,22 +16,21 @@ from pathlib import Path
 from skymemory.errors import SkyMemoryError
 
 SHARE = 0.3
-"""Share of the time since the last check that a busy process ran or waited to run."""
+"""Share of the time that a busy process ran or waited to run."""
 IDLE_S, MOST_S = 60.0, 1800.0
 """Limits of a start: without progress, and in all."""
 _LOOK_S = 0.5
 _READ_BYTES_PER_S = 1 << 20
-"""Read rate at which a process counts as loading, even if it uses little of a processor."""
+"""Read rate of a loading process, however little processor it uses."""
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
-"""Shell script that guards a service which does not end with its standard input: its own standard input ends with this
-process, and it then ends the service.
+"""Guard of a service that does not end with its standard input: a shell whose own input ends with this process, and
+which then ends the service.
 """
 
 
 def wanted_s(pid: int) -> float | None:
-    """Return the seconds that a process has run or waited for a CPU since its start; None if unknown.
-
-    Read from schedstat; on kernels without it only the running time.
+    """Return the seconds that a process has run or waited for a CPU; None if unknown. Without schedstat in the kernel,
+    only the running time.
     """
     try:
         ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text("ascii").split())
@@ -43,7 +42,7 @@ def wanted_s(pid: int) -> float | None:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may contain anything: state, parent, group,
+    """Return the fields of /proc/PID/stat after the name (which may contain anything): state, parent, group,
     session, …
     """
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -62,7 +61,7 @@ def is_runnable(pid: int) -> bool:
 
 
 class Demand:
-    """Detector of busy processes: running or waiting for a CPU, so late but not hung."""
+    """Detector of busy processes, running or waiting for a CPU: late but not hung."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -86,7 +85,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Activity so far of a process and all processes of its session."""
+    """Activity of a process and its session."""
 
     processor_s: float
     read_bytes: int
@@ -95,9 +94,7 @@ class Activity:
 
 
 def activity(pid: int, log: str) -> Activity:
-    """Return the sum over the session that ``pid`` leads, or over ``pid`` alone if it leads none. ``log``: its
-    output.
-    """
+    """Sum the activity of the session that ``pid`` leads, or else of ``pid`` alone. ``log``: its output."""
     processor_s, read_bytes, runnable = 0.0, 0, False
     for number in _session(pid):
         try:
@@ -130,9 +127,9 @@ def _session(pid: int) -> list[int]:
 
 
 class StartWait:
-    """Wait for a process to be ready: ends ``idle_s`` after its last progress, or ``most_s`` after its start.
+    """Wait for a process to be ready: over ``idle_s`` after its last progress, or ``most_s`` after its start.
 
-    The process should lead a session, so that the activity of its children counts too.
+    The process should lead a session, so that its children count too.
     """
 
     def __init__(
@@ -144,9 +141,7 @@ class StartWait:
         idle_s: float = IDLE_S,
         most_s: float = MOST_S,
     ) -> None:
-        """``what``: description of the process. ``log``: reads its output, or the end of it; called every half
-        second.
-        """
+        """``what``: the process in words. ``log``: reads its output, or the end of it; called every half second."""
         self._what = what
         self._pid = pid
         self._log = log
@@ -162,12 +157,12 @@ class StartWait:
 
     @property
     def last_line(self) -> str:
-        """Return the last line that it printed; empty if none."""
+        """Return its last line of output; empty if none."""
         lines = self._log().strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def is_over(self) -> bool:
-        """Return True if one of the limits has passed."""
+        """Return True if a limit has passed."""
         now_s = time.monotonic()
         if now_s - self._look_s >= _LOOK_S:
             self._look(now_s)
@@ -179,7 +174,7 @@ class StartWait:
             raise self.error()
 
     def error(self) -> SkyMemoryError:
-        """Return the error of a wait that is over: it names the limit, the last activity, and what to do."""
+        """Return the error of a wait that is over, with the limit, the last activity and advice."""
         now_s = time.monotonic()
         idle_s = now_s - self._progress_s
         limit = (
@@ -193,7 +188,7 @@ class StartWait:
         )
 
     def on_exit(self, code: int) -> SkyMemoryError:
-        """Return the error of a process that ended instead of starting."""
+        """Return the error of a process that ended early."""
         words = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return SkyMemoryError(
             f"{self._what} did not start: it ended after {self.seconds:.0f} s, {words}; {self._printed()}"
@@ -220,7 +215,7 @@ class StartWait:
 
 
 def guard(pid: int) -> subprocess.Popen[bytes]:
-    """End the process group ``pid`` when this process ends in any way; to keep the group, kill the guard first."""
+    """End the process group ``pid`` when this process ends in any way, unless the guard was killed before."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, str(pid)],
         stdin=subprocess.PIPE,

@@ -70,12 +70,12 @@ def open_store(where: str = "constellation") -> Store:
 
 
 def without_password(address: str) -> str:
-    """Return the address as logs show it."""
+    """Return the address for logs."""
     return _PASSWORD.sub(r"\1***@", address)
 
 
 def kinds_of(where: str) -> list[str]:
-    """Return the kinds of the stores of an address, the nearest first, such as ``["memory", "redis"]``. Opens no store.
+    """Return the kinds of an address's stores, the nearest first, such as ``["memory", "redis"]``. Opens none.
 
     Raises:
         InvalidInput: a hierarchy that cannot be read.
@@ -100,7 +100,7 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
-    """Wrap the store according to its options about writes."""
+    """Wrap the store by its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise _refused(where, f"admit={quoted(rules['admit'])}: expected all or second")
@@ -169,7 +169,7 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
-    """Check the database: redis-py would take an invalid database for 0, and join the digits of two."""
+    """Check the database: redis-py takes an invalid database for 0, and joins the digits of two."""
     if kind == "unix":
         if not place:
             raise _refused(where, "expected unix:///REDIS.sock")
@@ -193,7 +193,7 @@ def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> N
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
-    """Open the hierarchy. If a tier fails to open, close the tiers opened before."""
+    """Open the hierarchy; on failure, close the tiers opened before."""
     if place and options:
         raise _refused(where, f"unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
@@ -215,14 +215,12 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:
-    """Return the number of the tier that failed; empty if all opened but do not fit together."""
+    """Return the number of the failed tier; empty if all opened but do not fit together."""
     return f"{len(opened) + 1}: " if len(opened) < len(plan.tiers) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """Tier of a hierarchy: address and settings."""
-
     address: str
     settings: TierSettings
 
@@ -329,7 +327,6 @@ _OF_THE_WHOLE: dict[str, tuple[str, Reader]] = {
 
 
 def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
-    """Return the given settings by field name."""
     settings = {}
     for name, value in given.items():
         if name not in known:
@@ -367,7 +364,7 @@ def read_file(path: Path) -> HierarchyPlan:
     """Read the plan in a TOML file.
 
     Raises:
-        InvalidInput: an unreadable file, or an invalid setting, which the message names.
+        InvalidInput: an unreadable file, or an invalid setting, which is named.
     """
     content = read_toml(path)
     tiers = content.pop("tier", None)
@@ -378,7 +375,7 @@ def read_file(path: Path) -> HierarchyPlan:
 
 
 def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
-    """Read the plan in the options of ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
+    """Read the plan in ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
 
     Raises:
         InvalidInput: as ``read_file``.

@@ -1,7 +1,7 @@
-"""Plan of a constellation: the configuration that its hosts and clients share.
+"""Plan of a constellation: the configuration that hosts and clients share.
 
-A plan is a frozen object and a file (``constellation.json``, see ``plan_file``), read by processes of one or several
-computers. This module opens no socket and starts no process.
+A frozen object and a file (``constellation.json``, see ``plan_file``), read by processes of several computers. No
+sockets, no processes here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from skymemory.testbed.key_file import KeyFollower
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Memory policy of the satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or
-    ``none``. ``sweep_s``: interval of sweeps.
+    """Memory policy of satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or ``none``.
+    ``sweep_s``: interval of sweeps.
     """
 
     eviction: str = "lazy"
@@ -56,14 +56,13 @@ class MemoryPolicy:
         return "lazy" in parse_policies(self.eviction)
 
     def satellites(self, replicas: int = 1) -> EvictionConfig:
-        """Return the satellites' part of the policy."""
         return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s, replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Position of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``), in degrees. With
-    ``waypoints``, in the satellites' time since the epoch, the host moves; latitude and longitude are then ignored.
+    """Place of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``); degrees. With ``waypoints``
+    (satellites' time since the epoch) the host moves; latitude and longitude are then ignored.
     """
 
     latitude_deg: float = DEFAULT_HOST.latitude_deg
@@ -87,7 +86,7 @@ class Ground:
         return GroundHost(self.latitude_deg, self.longitude_deg)
 
     def track(self, preset: Preset) -> Track | None:
-        """Return the track of the overhead point; None for presets with a fixed centre."""
+        """Return the overhead point's track; None for presets with a fixed centre."""
         if preset.fixed_centre is not None:
             return None
         return track_over(preset.shell, self.place, preset.epoch_unix_s)
@@ -98,7 +97,7 @@ class Ground:
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
     def check_reach(self, preset: Preset) -> None:
-        """Raise ``InvalidInput`` if no satellite ever rises above the mask, or, for a moving host, at none of its
+        """Raise ``InvalidInput`` if no satellite ever rises above the mask; for a moving host, at none of its
         places.
         """
         if preset.fixed_centre is not None:
@@ -120,9 +119,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class PlaceSight:
-    """Sight of a second host. ``box``: the sight of the plan's host, around which the box is. ``own``: its own
-    sight.
-    """
+    """Sight of a second host. ``box``: sight of the plan's host, around which the box is."""
 
     box: OrbitSight
     own: OrbitSight
@@ -145,7 +142,7 @@ class PlaceSight:
         return self.box.blocked(here, there, centre, sky_s)
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
-        """Return the centre of a box around this host, pushed as far as the plan's."""
+        """Return the centre of a box around this host, pushed like the plan's."""
         plane, slot = self.box.track.cell_at(sky_s)
         own_plane, own_slot = self.own.track.cell_at(sky_s)
         return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
@@ -153,7 +150,7 @@ class PlaceSight:
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
-"""Default first port, below the ephemeral port range (32768 and up on Linux)."""
+"""First port, below the ephemeral ports (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 FAN_OUTS = ("size", "fixed")
@@ -166,10 +163,10 @@ def _require(holds: bool, message: str) -> None:
 
 
 def parse_ip(text: str, where: str) -> str:
-    """Parse an IPv4 or IPv6 address; return it as sockets spell the senders of packets.
+    """Parse an IP address; return it as sockets spell senders.
 
     Raises:
-        InvalidInput: not an address, or an IPv6 address that is only valid on one link.
+        InvalidInput: not an address, or an IPv6 address valid on a single link.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -190,13 +187,13 @@ def parse_ip(text: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """UDP ports from ``base_port`` upwards, without the gaps ``skipped`` (first, last)."""
+    """UDP ports from ``base_port`` on, without the gaps ``skipped`` (first, last)."""
 
     base_port: int
     skipped: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> list[int]:
-        """Return the first ``count`` ports, which may exceed ``MAX_PORT``."""
+        """Return the first ``count`` ports; they may exceed ``MAX_PORT``."""
         ports: list[int] = []
         at = self.base_port
         for gap_first, gap_last in self.skipped:
@@ -207,8 +204,8 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """Share of a host process: all satellites of ``planes``, each with a UDP port from ``base_port`` upwards.
-    ``skipped_ports``: gaps (first, last) in ascending order.
+    """Share of a host process: all satellites of ``planes``, each on a UDP port from ``base_port`` on.
+    ``skipped_ports``: gaps (first, last), ascending.
     """
 
     name: str
@@ -234,7 +231,6 @@ class HostShare:
         )
 
     def ports(self, slots_per_plane: int) -> list[int]:
-        """Return the ports of its satellites, ascending."""
         return Ports(self.base_port, self.skipped_ports).first(len(self.planes) * slots_per_plane)
 
     @property
@@ -248,7 +244,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that satellites inject into received packets, as shares (0 to 1), seeded."""
+    """Faults injected into received packets, as shares (0 to 1), seeded."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -271,9 +267,9 @@ class Faults:
 class ConstellationPlan:
     """Configuration of a constellation. Bytes, seconds (Unix time for the epoch), indices from 0.
 
-    ``centre``: the satellite overhead without moves. ``delay_scale``: link delays relative to light, 0 for none.
-    ``time_scale``: speed of the clock from ``epoch_s`` on; at 0 it stands still (``rotate`` moves the box). With access
-    ``onboard`` the host is the satellite ``centre``.
+    ``centre``: satellite overhead without moves. ``delay_scale``: delays relative to light, 0 for none. ``time_scale``:
+    speed of the clock from ``epoch_s`` on; 0 stands still (``rotate`` moves the box). With access ``onboard`` the host
+    is the satellite ``centre``.
     """
 
     preset: str
@@ -299,21 +295,21 @@ class ConstellationPlan:
     auth: str = "off"
     """Authentication mode, from ``AUTH_MODES``."""
     keys_file: str = ""
-    """Key file, if ``auth`` is not off; in a plan file relative to its folder."""
+    """Key file, unless ``auth`` is off; relative in a plan file."""
     fan_out: str = ""
-    """Satellites per value. ``size``: as many as the value's size justifies, at most ``servers``. ``fixed``:
-    ``servers``. Empty: by size if ``servers`` is the preset's number. (Plans of earlier releases are always fixed.)
+    """Satellites per value. ``size``: by the value's size, at most ``servers``. ``fixed``: ``servers``. Empty: by size
+    if ``servers`` is the preset's number. (Earlier releases' plans are fixed.)
     """
     preset_version: int = 1
-    """Version of the preset. (Plans of earlier releases have version 1.)"""
+    """Version of the preset; 1 in earlier releases' plans."""
 
     links: Links | None = None
-    """Capacity of links; None: unlimited, as in plans of earlier releases."""
+    """Capacity of links; None: unlimited, as in earlier releases' plans."""
     flown: FlownShell | None = None
-    """Constellation of real satellites, if any; ``preset`` is then its name."""
+    """Constellation of real satellites, named by ``preset``."""
     unix_at_boot_s: float | None = field(default=None, compare=False)
-    """Origin of the clocks of this computer's processes (``UnixClock.count_from``); None: the wall clock. Stored in a
-    file next to the plan's file, which may belong to another computer.
+    """Origin of this computer's clocks (``UnixClock.count_from``); None: the wall clock. Stored in a separate file: the
+    plan's may be another computer's.
     """
 
     def __post_init__(self) -> None:
@@ -359,7 +355,7 @@ class ConstellationPlan:
         self._check_hosts()
 
     def _check_seam(self, torus: Torus) -> None:
-        """Refuse a Walker star: twice a day the seam passes over a host, and the box would have to go round all
+        """Refuse a Walker star: twice a day its seam passes over a host, and the box would have to go round all
         planes.
         """
         _require(
@@ -397,7 +393,7 @@ class ConstellationPlan:
                 _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
 
     def sight(self, host: GroundHost | None = None) -> Sight:
-        """Return the sight of the plan's host, or of ``host``; the box stays over the plan's host.
+        """Return the sight of the plan's host, or of ``host``; the box stays over the plan's.
 
         Raises:
             InvalidInput: ``host`` with a preset that is no orbit, or with the plan's host on board.
@@ -418,7 +414,7 @@ class ConstellationPlan:
 
     @property
     def constellation(self) -> Preset:
-        """Return the preset, in the version of the plan, or the real satellites."""
+        """Return the plan's version of the preset, or the real satellites."""
         if self.flown is not None:
             return self.flown.preset()
         return preset_named(self.preset, self.preset_version)
@@ -429,18 +425,17 @@ class ConstellationPlan:
 
     @property
     def by_size(self) -> bool:
-        """Return True if clients choose each value's number of satellites by its size."""
+        """Return True if clients choose a value's satellites by its size."""
         if self.fan_out:
             return self.fan_out == "size"
         return self.servers == self.constellation.servers
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory of all satellites."""
         return self.torus.size * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
-        """Yield the satellites of a host with their addresses, by port."""
+        """Yield a host's satellites with addresses, by port."""
         torus = self.torus
         cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
         for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
@@ -448,19 +443,18 @@ class ConstellationPlan:
                 yield cell, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
-        """Return the ``(ip, port)`` of every satellite."""
         return {satellite: address for host in self.hosts for satellite, address in self.addresses_of(host)}
 
     @property
     def is_ipv6(self) -> bool:
-        """Return True if its hosts have IPv6 addresses: all of them do, or none."""
+        """Return True if all hosts have IPv6 addresses; otherwise none has."""
         return self.hosts[0].is_ipv6
 
     def parse_own_ip(self, text: str, where: str) -> str:
-        """Parse an address of this computer to bind, with ``parse_ip``.
+        """Parse an address of this computer to bind.
 
         Raises:
-            InvalidInput: not an address, or an address from which the hosts cannot be reached.
+            InvalidInput: not an address, or not of the hosts' family.
         """
         ip = parse_ip(text, where)
         family = "IPv6" if self.is_ipv6 else "IPv4"
@@ -482,12 +476,12 @@ def _chosen(preset: str | Preset) -> Preset:
 
 
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
-    """Return contiguous runs of planes per host, as even as possible."""
+    """Return contiguous planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
 def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
-    """Return ``hosts`` processes on one computer, with consecutive ports."""
+    """Return ``hosts`` processes on this computer, with consecutive ports."""
     torus = _chosen(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
@@ -535,8 +529,8 @@ def make_plan(
     keys_file: str = "",
     links: Links | None = None,
 ) -> ConstellationPlan:
-    """Make a plan with the preset's defaults. ``hosts`` defaults to five on this computer, the strategy with access
-    ``onboard`` to ``hop``. With ``servers`` every value has that many satellites; by default its size decides.
+    """Make a plan with the preset's defaults. Default ``hosts``: five on this computer; default strategy with access
+    ``onboard``: ``hop``. With ``servers`` every value has that many satellites; else its size decides.
 
     Raises:
         InvalidInput: an impossible setting, or a place where no satellite ever rises above the horizon.
@@ -575,12 +569,11 @@ def make_plan(
 
 
 AUTH_MODES = ("off", "on", "answers", "every")
-"""Authentication modes: no MACs; MACs on commands; also on answers to clients, except DATA; on every packet."""
+"""No MACs; MACs on commands; also on answers to clients, except DATA; on every packet."""
 DEFAULT_AUTH = "answers"
 
 
 def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
-    """Raise ``InvalidInput`` for invalid authentication settings."""
     if auth not in AUTH_MODES:
         raise InvalidInput(f"auth {auth!r}: expected one of {', '.join(AUTH_MODES)}")
     if auth != "off" and not keys_file:
@@ -599,7 +592,7 @@ def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = Non
 
 
 def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
-    """Refuse to bind a non-loopback address without MACs: any computer could then command the satellites."""
+    """Refuse to bind a non-loopback address without MACs: any computer could command the satellites."""
     address = listen or host.ip
     if plan.auth == "off" and not insecure and not ipaddress.ip_address(address).is_loopback:
         raise InvalidInput(

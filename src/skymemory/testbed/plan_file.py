@@ -95,7 +95,7 @@ def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def _build(kind: type[Part], fields: dict[str, Any], where: str) -> Part:
-    """Return ``kind(**fields)``, with ``where`` before its errors."""
+    """Return ``kind(**fields)``; its errors begin with ``where``."""
     try:
         return kind(**fields)
     except InvalidInput as error:
@@ -186,7 +186,6 @@ def _ground(value: Any, where: str) -> Ground:
 
 
 def load_plan(path: Path) -> ConstellationPlan:
-    """Read and check a plan file."""
     try:
         plan = from_json(read_text(path), str(path))
         folder = path.absolute().parent
@@ -203,12 +202,12 @@ def load_plan(path: Path) -> ConstellationPlan:
 
 
 def write_clock(path: Path, unix_at_boot_s: float) -> None:
-    """Record the origin of time for processes of this computer, until it is restarted."""
+    """Record the origin of time for this computer's processes, until it restarts."""
     write_private(path, json.dumps({"boot": boot_id(), "unix_at_boot_s": unix_at_boot_s}) + "\n")
 
 
 def read_clock(path: Path) -> float | None:
-    """Return the origin of time; None, to use the wall clock, if unknown since this computer's last start."""
+    """Return the origin of time; None (wall clock) if unknown since this computer's start."""
     boot = boot_id()
     try:
         content = json.loads(read_bounded(path, _MAX_CLOCK_BYTES))
@@ -222,9 +221,8 @@ def read_clock(path: Path) -> float | None:
 
 @contextmanager
 def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
-    """Lock the folder of the plan at ``path`` for read-modify-write, among the processes of this computer.
-
-    Leaves no file. Raises ConstellationError after ``patience_s``.
+    """Lock the plan's folder for read-modify-write by processes of this computer; leaves no file. Raises
+    ConstellationError after ``patience_s``.
     """
     deadline_s = time.monotonic() + patience_s
     handle = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

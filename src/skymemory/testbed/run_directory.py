@@ -1,7 +1,7 @@
-"""Run directory of a constellation: its plan, a pid file and a log per host process, and a lock; free UDP ports.
+"""Run directory of a constellation: plan, lock, a pid file and a log per host process; free UDP ports.
 
 Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` in the folder of
-temporary files. A pid file contains the process's start time, so that a reused pid is recognised as stale.
+temporary files. A pid file has the process's start time, to recognise a reused pid.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ KINDS_NAME = "satellites.json"
 KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
 Kind = Literal["python", "c"]
-"""Implementation language of a host's satellites."""
 _MAX_PID_FILE_BYTES = 4096
 _MAX_KINDS_BYTES = 1 << 20
 _POLL_S = 0.02
 
 
 def default_run_directory() -> Path:
-    """Return the default run directory of this user."""
     chosen = os.environ.get("SKYMEMORY_RUN_DIR")
     if chosen:
         return Path(chosen)
@@ -58,7 +56,7 @@ def default_run_directory() -> Path:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of process ``pid`` as an opaque string; None without such a process (or only a zombie).
+    """Return a process's start time as an opaque string; None if there is none (or only a zombie).
 
     Boot id and clock ticks since boot from ``/proc``, else from ``ps``.
     """
@@ -90,7 +88,7 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Process identified by pid and start time."""
+    """Process with pid and start time."""
 
     pid: int
     start: str
@@ -101,7 +99,7 @@ class ProcessRecord:
         return process_start(self.pid) == self.start
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the process, and no other process that reuses its pid."""
+        """Signal this process only, even if its pid was reused."""
         try:
             handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         except ProcessLookupError:
@@ -135,20 +133,20 @@ class RunDirectory:
 
     @property
     def index_path(self) -> Path:
-        """Return the path of the index of stored values on the ground."""
+        """Return the path of the ground's index of stored values."""
         return self.path / INDEX_NAME
 
     @property
     def outages_path(self) -> Path:
-        """Return the path of the list of disabled satellites."""
+        """Return the path of the disabled satellites."""
         return self.path / OUTAGES_NAME
 
     def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
-        """Record the implementation of each host's satellites, for restarts; Python hosts are left out."""
+        """Record the kind of each host's satellites, for restarts; Python hosts are left out."""
         write_private(self.path / KINDS_NAME, json.dumps(dict(kinds)) + "\n")
 
     def kind_of(self, host: str) -> Kind:
-        """Return the implementation of the satellites of ``host`` when it is started here."""
+        """Return the kind of satellites to start for ``host``."""
         try:
             kinds = json.loads(read_bounded(self.path / KINDS_NAME, _MAX_KINDS_BYTES))
         except FileNotFoundError:
@@ -159,7 +157,7 @@ class RunDirectory:
 
     @property
     def keys_path(self) -> Path:
-        """Return the path of the keys of a constellation started here without a key file."""
+        """Return the path of the keys, if started without a key file."""
         return self.path / KEYS_NAME
 
     def log_path(self, host: str) -> Path:
@@ -169,8 +167,8 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Create the directory. Refuse a directory of another user or writable by others: its files say which processes
-        to kill.
+        """Create the directory. Refuse another user's, or one writable by others: its files say which processes to
+        kill.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -186,14 +184,13 @@ class RunDirectory:
             )
 
     def open_log(self, host: str) -> BinaryIO:
-        """Open a host's log for appending."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(self.log_path(host), flags, 0o600), "ab")
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Lock the directory while starting or stopping; reentrant for the thread that holds this object's lock. Raises
-        ConstellationError after ``patience_s``.
+        """Lock the directory while starting or stopping; reentrant per thread and object. Raises ConstellationError
+        after ``patience_s``.
         """
         if self._locked_by == threading.get_ident():
             yield
@@ -233,7 +230,7 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Write the plan, new keys if it needs them, and the origin of time, from the current wall clock."""
+        """Write the plan, new keys if needed, and the origin of time, by the wall clock."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
@@ -249,9 +246,7 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """Return the plan of a running constellation. Raises ``NoConstellation`` if all its processes here have
-        died.
-        """
+        """Return a running constellation's plan. Raises ``NoConstellation`` if all its processes here have died."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
@@ -268,8 +263,8 @@ class RunDirectory:
         write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start, "kind": kind}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
-        """Return the recorded process of ``host``, alive or not; None without a record. If the file is damaged, return
-        the running process of this host, if any.
+        """Return the recorded process, alive or not; None without a record. If the file is damaged, the running process
+        of this host, if any.
         """
         try:
             record = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
@@ -283,7 +278,7 @@ class RunDirectory:
         return self.running().get(host)
 
     def running(self) -> dict[str, ProcessRecord]:
-        """Return the running host processes of this directory, found by command line. Empty without ``/proc``."""
+        """Return running host processes by command line; empty without ``/proc``."""
         # Pid files may be lost or damaged (a full disk, a user): the command line names host and directory.
         records = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -301,11 +296,10 @@ class RunDirectory:
         return records
 
     def recorded_hosts(self) -> list[str]:
-        """Return the names of the hosts with a pid file, sorted."""
         return sorted(path.stem for path in self.path.glob("*.pid")) if self.path.is_dir() else []
 
     def living(self) -> dict[str, ProcessRecord]:
-        """Return the running host processes of this directory, found by their records."""
+        """Return running host processes by record."""
         records = {host: self.read_record(host) for host in self.recorded_hosts()}
         return {host: record for host, record in records.items() if record is not None and record.alive}
 
@@ -313,7 +307,7 @@ class RunDirectory:
         self.pid_path(host).unlink(missing_ok=True)
 
     def log_tail(self, host: str, lines: int = 8) -> str:
-        """Return the last lines of a host's log; empty if there are none."""
+        """Return the log's last lines; empty if none."""
         try:
             with self.log_path(host).open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -354,11 +348,11 @@ class PortTaken(ConstellationError):
 
 
 _LAST_BASE_PORT = 32_768
-"""End of the ports to search: start of the ephemeral port range."""
+"""End of the searched ports: start of the ephemeral range."""
 
 
 def _bind_error(address: tuple[str, int]) -> int:
-    """Return 0 if ``address`` can be bound, else the error number."""
+    """Return 0 if the address can be bound, else the error number."""
     try:
         with udp_socket(address[0]) as probe:
             probe.bind(address)
@@ -368,13 +362,13 @@ def _bind_error(address: tuple[str, int]) -> int:
 
 
 def check_ports(plan: ConstellationPlan) -> None:
-    """Raise ``ConstellationError`` for the first satellite whose port cannot be bound here."""
+    """Raise ``ConstellationError`` for the first port that cannot be bound here."""
     for host in plan.hosts:
         check_host_ports(plan, host)
 
 
 def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
-    """Check the ports of a single host, which may ``listen`` on another address."""
+    """Check a single host's ports; ``listen``: another address."""
     for satellite, (planned_ip, port) in plan.addresses_of(host):
         ip = listen or planned_ip
         number = _bind_error((ip, port))
@@ -395,9 +389,9 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 
 
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
-    """Return ``count`` free UDP ports: consecutive ports below the ephemeral range, else any free ports.
+    """Return ``count`` free UDP ports: consecutive below the ephemeral range, else any.
 
-    The start of the search depends on the process and the ``attempt``, so that parallel searches differ.
+    The search starts by process and ``attempt``, so that parallel searches differ.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
@@ -422,12 +416,12 @@ def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
 PREFIX = "skymemory-demo-"
 _HELD = "held"
 _YOUNG_S = 60.0
-"""Age below which a folder may not be locked by its creator yet."""
+"""Age below which a folder may not be locked yet."""
 
 
 @contextmanager
 def temporary_run_directory(kind: str = "") -> Iterator[Path]:
-    """Yield a temporary run directory, removed at the end. First remove folders of killed demos of this user."""
+    """Yield a temporary run directory, removed at the end. First remove those of this user's killed demos."""
     remove_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -441,7 +435,7 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
 
 
 def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
-    """Remove and return folders in ``parent`` of killed demos without running satellites."""
+    """Remove and return killed demos' folders in ``parent`` without running satellites."""
     now_s = time.time() if now_s is None else now_s
     removed = []
     for folder in sorted(parent.glob(f"{PREFIX}*")):
@@ -453,7 +447,7 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 
 
 def _is_left_behind(folder: Path, now_s: float) -> bool:
-    """Return True for the folder of a killed demo. Raises OSError if it is inaccessible or vanishes."""
+    """Return True for a killed demo's folder. Raises OSError if it is inaccessible or vanishes."""
     status = folder.lstat()
     # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free. The
     # system releases the lock when the demo ends in any way.

@@ -1,10 +1,10 @@
-"""Supervisor of a constellation's host processes on this computer: starts, watches and stops them.
+"""Supervisor of this computer's host processes: starts, watches and stops them.
 
 ``start`` is atomic: either every host runs, or none does and the run directory is unchanged.
 
 Supervisor and child share a socket pair. The child sends ``ready`` once its satellites listen; the supervisor sends
-``stay`` to leave the constellation running in the background. A child whose socket closes before ``stay`` stops, so a
-supervisor that dies while starting, or in the foreground, leaves nothing running.
+``stay`` to leave it running in the background. A child whose socket closes before ``stay`` stops: a supervisor that
+dies while starting, or in the foreground, leaves nothing running.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class AlreadyRunning(ConstellationError):
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of a host's process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: implementation
-    of the satellites of a running host.
+    """State of a host process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: of its satellites,
+    if running.
     """
 
     name: str
@@ -76,7 +76,7 @@ class HostState:
 
 @dataclass(slots=True)
 class Started:
-    """Started constellation. ``children`` is empty if they run in the background."""
+    """Started constellation; no ``children`` if in the background."""
 
     plan: ConstellationPlan
     seconds: float
@@ -84,7 +84,7 @@ class Started:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process, shared pages included; None if unknown."""
+    """Return a process's resident memory with shared pages; None if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -111,15 +111,15 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
     words = child.exit_words()
     try:
         check_host_ports(plan, child.host)
-    except PortTaken as taken:
-        return taken
+    except PortTaken as port_error:
+        return port_error
     tail = directory.log_tail(child.host.name)
     log = f"; its log ends with:\n{tail}" if tail else "; its log is empty"
     return ConstellationError(f"{child.host.name} did not start ({words}); all hosts were stopped{log}")
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
-    """Wait until the satellites of each child listen, as long as any child makes progress."""
+    """Wait until each child's satellites listen, while any child makes progress."""
     started_s = progress_s = look_s = time.monotonic()
     demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
@@ -153,7 +153,7 @@ def start(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Start every host of ``plan`` here; return when all listen. ``kinds``: hosts not implemented in Python.
+    """Start every host of ``plan`` here; return when all listen. ``kinds``: of hosts not in Python.
 
     Then ``confirm`` is called; if it raises, all are stopped. With ``foreground`` the children stay attached, to be
     watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``. Raises
@@ -194,11 +194,10 @@ def revive(
     kept: list[Child] | None = None,
     wrong: Collection[str] = (),
 ) -> list[str]:
-    """Restart the dead hosts of this computer, and the ``wrong`` hosts; return their names when their satellites
-    listen.
+    """Restart this computer's dead hosts, and ``wrong`` hosts; return their names when their satellites listen.
 
-    They start empty, take pushed moves from the plan, and learn later moves from their neighbours. Atomic: all of them
-    run, or none. With ``kept`` the children stay attached, and are appended to it.
+    They start empty, with pushed moves from the plan, and learn later moves from neighbours. Atomic: all run, or none.
+    With ``kept`` the children stay attached, and are appended to it.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
@@ -234,7 +233,7 @@ def start_on_free_ports(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Run ``start`` on free ports, with other ports if another process takes them first."""
+    """Run ``start`` on free ports; on other ports if these are taken first."""
     for attempt in range(FREE_PORT_ATTEMPTS):
         plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
@@ -246,9 +245,8 @@ def start_on_free_ports(
 
 
 def watch(directory: RunDirectory, started: Started, say: Callable[[str], None], gate: SignalGate | None = None) -> int:
-    """Watch a constellation in the foreground until a signal or the end of the last host; then stop it.
-
-    Return 0 after a signal, 1 if all hosts died.
+    """Watch a constellation in the foreground until a signal (return 0) or the end of the last host (return 1); then
+    stop it.
     """
     alive = list(started.children)
     with gate or SignalGate() as gate:
@@ -265,8 +263,8 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stop every host process of this directory and remove its files. Return the numbers of stopped processes and of
-    those that were killed. Waits for a command that is starting them.
+    """Stop this directory's host processes and remove its files; return the numbers of stopped and of killed processes.
+    Waits for a command that is starting them.
     """
     if not directory.path.is_dir():
         return 0, 0
@@ -295,7 +293,7 @@ def inspect(directory: RunDirectory) -> list[HostState]:
 
 
 def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
-    """Record the plan of a constellation that runs on other computers, to use it from here."""
+    """Record the plan of a constellation on other computers, to use it from here."""
     with directory.locked():
         _refuse_if_running(directory)
         directory.sweep()
@@ -309,8 +307,8 @@ class SignalGate:
     """Context manager that defers SIGINT, SIGTERM and SIGHUP: they only set ``closed``, and ``check`` raises
     KeyboardInterrupt.
 
-    Reentrant, so that a gate covers several steps. Outside the main thread Python delivers no signals, and the gate
-    stays open.
+    Reentrant, so that a gate covers several steps. Outside the main thread the gate stays open: Python delivers no
+    signals there.
     """
 
     def __init__(self) -> None:
@@ -346,19 +344,16 @@ class SignalGate:
 
 @dataclass(slots=True)
 class Child:
-    """Host process and our end of its socket pair."""
-
     host: HostShare
     process: subprocess.Popen[bytes]
     line: socket.socket
 
     def release(self) -> None:
-        """Let the process continue without this supervisor."""
+        """Let the process outlive this supervisor."""
         self.line.sendall(STAY)
         self.line.close()
 
     def exit_words(self) -> str:
-        """Return how the process ended, in words."""
         try:
             code = self.process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -367,7 +362,6 @@ class Child:
 
 
 def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
-    """Return the ``skymemory satellite`` command of a host, with its end of the socket pair."""
     return [
         sys.executable,
         "-m",
@@ -412,9 +406,9 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
 
 
 def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) -> int:
-    """Terminate processes, and kill those that do not end; return the number of killed processes.
+    """Terminate processes, kill those that do not end, and return their number.
 
-    The grace period restarts while a process is busy: a busy process will handle the signal, a hung process will not.
+    The grace period restarts while a process is busy: it will handle the signal, unlike a hung process.
     """
     targets = [record for record in records if record.alive]
     for record in targets:
@@ -431,7 +425,7 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
 
 
 def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
-    """Wait until none of the processes (pids by name) lives. The grace period restarts while a process is busy, up to
+    """Wait for the end of all processes (pids by name). The grace period restarts while any is busy, up to
     ``MOST_GRACE_S``.
     """
     started_s = progress_s = look_s = time.monotonic()
@@ -448,7 +442,7 @@ def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """End our own children like ``end_processes``, and reap them."""
+    """End and reap our own children, like ``end_processes``."""
     started = list(children)
     for child in started:
         child.line.close()
