@@ -34,7 +34,7 @@ _OF_SHA = ("chain_sha256", "check_macs", "sign_packets", "strip_macs")
 
 
 def _compiled() -> Any:
-    """Return the compiled helper; None if it is missing, disabled, or compiled from another version's sources."""
+    """Return the compiled helper; None if missing, disabled, or of another version's sources."""
     if os.environ.get("SKYMEMORY_PURE_PYTHON", "0") not in ("", "0"):
         return None
     try:
@@ -61,7 +61,7 @@ for _name in backend.__all__:
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> backend.Crcs:
-    """Return the CRC-32 of each ``chunk_bytes`` of ``value``, the last maybe shorter (uint32, maybe read-only)."""
+    """Return the CRC-32 of each ``chunk_bytes`` of ``value`` (uint32, maybe read-only)."""
     if _fast is not None:
         return np.frombuffer(_fast.crc32_chunks(value, chunk_bytes), _CRC)
     return backend.crc32_chunks(value, chunk_bytes)

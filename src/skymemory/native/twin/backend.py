@@ -99,7 +99,6 @@ __all__ = [
     "value_refs",
     "verify_segments",
 ]
-"""Names that the compiled helper provides too."""
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -113,16 +112,16 @@ if TYPE_CHECKING:
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
-"""Polynomial 1: bit 31 is the coefficient of x**0 in the reflected representation."""
+"""Polynomial 1: bit 31 is the coefficient of x**0."""
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """Return the CRC-32 of ``data``, continued from ``value``, like ``zlib.crc32``."""
+    """Return the CRC-32 of ``data``, continued from ``value``."""
     return zlib.crc32(data, value)
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two reflected polynomials modulo the CRC's."""
+    """Return the product of two reflected polynomials modulo the CRC's polynomial."""
     product = 0
     while a:
         if a & _ONE:
@@ -134,7 +133,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_of(length_bytes: int) -> int:
-    """Return ``x**(8*length_bytes)`` modulo the polynomial: the factor of a CRC for appending that many bytes."""
+    """Return ``x**(8*length_bytes)`` modulo the polynomial: the factor for appending that many bytes."""
     result, square = _ONE, _ONE >> 8
     while length_bytes:
         if length_bytes & 1:
@@ -146,20 +145,20 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the same multiplication as four tables of 256 entries, per byte: four lookups instead of 32 steps."""
+    """Return the same multiplication as four tables, per byte: four lookups instead of 32 steps."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 
 
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC-32 of ``a + b`` from the CRC of ``a``, the CRC of ``b`` and ``len(b)``, without the bytes."""
+    """Return the CRC-32 of ``a + b`` from the CRCs of ``a`` and ``b``, and ``len(b)``."""
     if len2 < 0:
         raise ValueError(f"length {len2}: expected 0 or more")
     return _multiply(crc1 & 0xFFFFFFFF, _shift_of(len2)) ^ crc2 & 0xFFFFFFFF
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
-    """Return the CRC-32 of each ``chunk_bytes`` of ``value``, the last maybe shorter; empty for no bytes."""
+    """Return the CRC-32 of each ``chunk_bytes`` of ``value``, the last maybe shorter."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     view = memoryview(value).cast("B")
@@ -168,7 +167,7 @@ def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
 
 
 def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
-    """Return the CRC-32 of a value of ``value_bytes`` from the CRCs of its chunks (native-endian uint32, in order)."""
+    """Return the CRC-32 of a value from the CRCs of its chunks (native-endian uint32, in order)."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     parts = memoryview(crcs).cast("B").cast("I").tolist()
@@ -211,7 +210,6 @@ def _mixed(lane: int, word: int) -> int:
 
 
 def xxh64(data: bytes, seed: int = 0) -> int:
-    """Return the XXH64 of ``data``, by its specification."""
     at, size = 0, len(data)
     if size >= _STRIPE_BYTES:
         lanes = [seed + _PRIME_1 + _PRIME_2 & _MASK, seed + _PRIME_2 & _MASK, seed, seed - _PRIME_1 & _MASK]
@@ -258,10 +256,8 @@ def _blocks(data: Buffer, block_bytes: int) -> list[bytes]:
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """Return the chained hashes of the whole blocks of ``data`` (uint64, maybe read-only); an incomplete block is left
-    out.
-
-    ``seed`` (its lower 64 bits) stands for everything before the first block.
+    """Return the chained hashes of the whole blocks of ``data`` (uint64, maybe read-only), without an incomplete block.
+    ``seed`` (its lower 64 bits) stands for everything before.
     """
     previous, hashes = seed & _MASK, []
     for block in _blocks(data, block_bytes):
@@ -271,15 +267,14 @@ def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """Return the seeded XXH64 of each whole block of ``data`` by itself; an incomplete block is left out."""
+    """Return the seeded XXH64 of each whole block by itself."""
     return np.array([_hash(block, seed & _MASK) for block in _blocks(data, block_bytes)], dtype=np.uint64)
 
 
 def chain_sha256(data: Buffer, block_bytes: int, seed: bytes) -> list[bytes]:
-    """Return the chained SHA-256 of the whole blocks of ``data``: of the previous digest (first ``seed``) and the
-    block.
+    """Return the chained SHA-256 of the whole blocks: each of the previous digest (first ``seed``) and the block.
 
-    An incomplete block is left out. Raises ValueError for blocks of no bytes and a seed that has not 32 bytes.
+    Raises ValueError for blocks of no bytes and a seed that has not 32 bytes.
     """
     if len(seed) != hashlib.sha256().digest_size:
         raise ValueError(f"a seed of {len(seed)} bytes: expected 32")
@@ -291,9 +286,7 @@ def chain_sha256(data: Buffer, block_bytes: int, seed: bytes) -> list[bytes]:
 
 
 def pack_tokens(tokens: object) -> bytes | None:
-    """Pack a list or tuple of plain ``int`` in 0 .. 2^32-1 as unsigned 32-bit little-endian; None for anything
-    else.
-    """
+    """Pack a list or tuple of plain ``int`` as unsigned 32-bit little-endian; None for anything else."""
     if not (type(tokens) is list or type(tokens) is tuple) or set(map(type, tokens)) - {int}:
         return None
     try:
@@ -307,7 +300,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """Return the first value of each header name; names in lower case, in the order of their first occurrence."""
+    """Return the first value of each header name, names in lower case, in order."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -315,7 +308,7 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
-    """Return header lines with line ends, without headers whose lower-case name is in ``left_out``."""
+    """Return header lines with line ends, without lower-case names in ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:
@@ -324,7 +317,7 @@ def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
 
 
 def pairs_into(headers: list[tuple[bytes, bytes]]) -> Callable[[bytes, bytes], None]:
-    """Return a parser's callback that appends each name with its value. The compiled callback runs no Python."""
+    """Return a parser's callback that appends name and value. The compiled callback runs no Python."""
 
     def append_pair(name: bytes, value: bytes) -> None:
         headers.append((name, value))
@@ -336,11 +329,10 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
-    """Count the parts of a JSON text: lists and objects, texts (including names), commas, commas of the outermost list,
-    and the offset of the end of that list's first item (0: none).
+    """Count the parts of a JSON text: lists and objects, texts (with names), commas, commas of the outermost list, and
+    the end of that list's first item (0: none).
 
-    Nothing is decoded, and text that is not JSON is counted all the same. A long text is counted while other threads
-    run.
+    Nothing is decoded or checked. A long text is counted while other threads run.
     """
     lists = texts = commas = items = first_end = depth = 0
     for match in _JSON_MARKS.finditer(text):
@@ -366,11 +358,11 @@ _PLAIN = re.compile(rb'[^\x00-\x1f\x80-\xff\\"]*')
 
 
 def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """Cut the long texts out of a request's body, so that little is left to decode. Return the body with these texts
-    emptied, and the texts: the ``prompt`` by -1, the ``content`` of messages by their numbers.
+    """Cut long texts out of a request's body, so that little is left to decode. Return the body with these emptied, and
+    the texts: the ``prompt`` by -1, the ``content`` of messages by number.
 
-    A text of 512 bytes or more is cut out if its bytes stand for themselves: ASCII without escapes. The remainder is
-    JSON if and only if ``text`` is.
+    A text is cut out from 512 bytes on if its bytes stand for themselves: ASCII without escapes. The remainder is JSON
+    if and only if ``text`` is.
     """
     cuts = _long_texts(text)
     remainder, texts, at = b"", {}, 0
@@ -380,7 +372,7 @@ def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
 
 
 def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
-    """Return number, begin and end of each long text. Empty if a field occurs twice, or a name is escaped: only a
+    """Return number, begin and end of each long text; empty if a field occurs twice, or a name is escaped: only a
     decoder knows which occurrence counts.
     """
     cuts: list[tuple[int, int, int]] = []
@@ -419,7 +411,7 @@ def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
 
 
 def read_cached(path: str, head: bytearray | memoryview, out: bytearray | memoryview) -> int | None:
-    """Fill ``head``, then ``out``, from the beginning of a plain file, from the page cache; return the number of bytes.
-    Return None if that would block on the disk. The twin always returns None, because Python's ``open`` blocks.
+    """Fill ``head``, then ``out``, from the start of a plain file in the page cache; return the number of bytes, or
+    None if that would block on the disk. The twin always returns None: Python's ``open`` blocks.
     """
     return None

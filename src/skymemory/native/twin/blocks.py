@@ -1,11 +1,11 @@
-"""``BlockTable``: the blocks of a radix index by their hashes, each with a packed row and the previous block.
+"""``BlockTable``: the blocks of a radix index by hash, each with a packed row and the previous block.
 
 A block's hash names all blocks before it, so no edges are compared: a single lookup finds a block, and ``parent`` leads
-back along its prompt. A block that is named as a parent but is not present has no row; it is forgotten with the last of
-its children. Depth is the number of blocks before a block: all that is known about a block must agree on it.
+back along its prompt. A block named as a parent but absent has no row; it is forgotten with its last child. Depth is
+the number of blocks before a block: all that is known about a block must agree on it.
 
-Rows are those of ``skymemory.index.radix``; only two of their fields matter here, the value's bytes and the number of
-its group. Records are those of ``skymemory.index.journal``.
+Rows are those of ``skymemory.index.radix``, of which only the value's bytes and the group number matter here. Records
+are those of ``skymemory.index.journal``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _ADD_HEAD = struct.Struct("<III32s")
 _MARKER, _ADD, _REMOVE = 0x5B, 1, 2
 
 NumbersOf = Callable[[bytes, int, bool], Sequence[int]]
-"""Callback for the numbers of the groups that a record packs: (their bytes, count, True if they give the chunk
-size).
-"""
+"""Callback for the group numbers that a record packs: (their bytes, count, True if with the chunk size)."""
 Visit = Callable[[int, "bytes | None", bytes, bytes, list[int]], object]
 
 
@@ -47,11 +45,11 @@ class _Block:
 
 
 class BlockTable:
-    """Table of blocks. Not thread-safe. Only ``bytes`` of length 32 are found; other keys are absent."""
+    """Table of blocks. Not thread-safe. Only ``bytes`` of length 32 are found."""
 
     def __init__(self) -> None:
         self.capacity_bytes = math.inf
-        """Size of the memory of the values, for ``held``."""
+        """Memory size of the values, for ``held``."""
         self._changes = 0
         self.clear()
 
@@ -65,9 +63,9 @@ class BlockTable:
         return self._present
 
     def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
-        """Enter a chain with rows that use the table's own group numbers. Its first block is at depth ``start`` after
-        ``parent`` (None exactly at depth 0). Rows of present blocks are replaced. Return the number of new blocks;
-        None, with no change, if the chain contradicts itself or the table.
+        """Enter a chain with the table's own group numbers. Its first block is at depth ``start`` after ``parent``
+        (None exactly at depth 0); rows of present blocks are replaced. Return the number of new blocks; None, with no
+        change, if the chain contradicts itself or the table.
         """
         keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
         if len(keys) != len(packed):
@@ -107,7 +105,7 @@ class BlockTable:
         return self._present - before
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; return False if it is absent. Its successors stay, unreachable until it is entered again."""
+        """Remove a block; False if absent. Its successors stay, unreachable until it is entered again."""
         block = self._block(key)
         if block is None or block.row is None:
             return False
@@ -125,12 +123,10 @@ class BlockTable:
         return True
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the row of each key; None if absent."""
         blocks = [self._block(key) for key in keys]
         return [None if block is None else block.row for block in blocks]
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading keys that are all present."""
         for at, key in enumerate(keys):
             block = self._block(key)
             if block is None or block.row is None:
@@ -138,18 +134,18 @@ class BlockTable:
         return len(keys)
 
     def place(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Return the depth of a block and the previous hash; None if absent."""
+        """Return a block's depth and the previous hash; None if absent."""
         block = self._block(key)
         return None if block is None or block.row is None else (block.depth, block.parent)
 
     def below(self, key: bytes) -> int | None:
-        """Return the depth of the children of an absent block; None if it has none, or is present."""
+        """Return the depth of an absent block's children; None if it has none, or is present."""
         block = self._block(key)
         return None if block is None or block.row is not None else block.depth + 1
 
     def held(self) -> list[float]:
-        """Return the bytes of the values present, by group number. A value fades exponentially, by ``capacity_bytes``,
-        as later values are entered.
+        """Return the bytes of the values present, by group number. Values fade exponentially, by ``capacity_bytes``, as
+        later values are entered.
         """
         return list(self._held)
 
@@ -159,7 +155,7 @@ class BlockTable:
 
     def runs(self, visit: Visit) -> None:
         """Call ``visit(start, parent, hashes, rows, groups)`` for every run, a chain of maximum length. Rows name
-        groups by their positions in ``groups``, the group numbers that occur. ``visit`` must not change the table.
+        groups by position in ``groups``. ``visit`` must not change the table.
         """
         follows: dict[bytes, bytes] = {}
         heads = []
@@ -186,8 +182,8 @@ class BlockTable:
                 raise RuntimeError("the table was changed while its runs were visited")
 
     def replay(self, data: Buffer, at: int, numbers_of: NumbersOf) -> int:
-        """Apply the records in ``data`` from ``at`` on that add or remove blocks. Stop at the first record that is
-        incomplete, damaged, of another kind, or contradicts the table; return its offset.
+        """Apply the records from ``at`` on that add or remove blocks, up to the first that is incomplete, damaged, of
+        another kind, or contradicts the table; return its offset.
         """
         view = memoryview(data).cast("B")
         if not 0 <= at <= len(view):
@@ -235,7 +231,7 @@ class BlockTable:
                 yield key, block.row
 
     def _count(self, row: bytes, sign: int) -> None:
-        """Count the value of a row as present (``sign`` 1) or removed (-1)."""
+        """Count a row's value as present (``sign`` 1) or removed (-1)."""
         size_bytes, number = _SIZE_AND_GROUP.unpack(row)
         if sign > 0 and self.capacity_bytes < math.inf:
             fade = math.exp(-size_bytes / self.capacity_bytes)

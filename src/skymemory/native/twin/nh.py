@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 PAYLOAD_BLOCK_BYTES: Final = 1024
 PAYLOAD_KEY_BYTES: Final = PAYLOAD_BLOCK_BYTES + 16
-"""Bytes of a key: a block, plus the second pass's shift."""
+"""Bytes of a key: a block plus the second pass's shift."""
 _WORDS = 8
 _GROUPS = PAYLOAD_BLOCK_BYTES // (4 * _WORDS)
-"""Groups of words in a block."""
 
 
 def payload_hash(key: bytes, payload: Buffer) -> bytes:

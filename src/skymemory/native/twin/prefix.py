@@ -1,10 +1,10 @@
 """Tables of the blocks that servers hold: ``PrefixTable`` estimates them (LRU), ``HolderTable`` follows engines'
 events.
 
-Blocks are uint64 chained hashes (``backend.chain_hashes``): each names all blocks before it. Servers are *slots*, small
-numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, in the order of their last use.
-Learning a chain uses its blocks from the last to the first, so a block is always used after its successors, and
-evicting the least recently used never takes the head of a prefix before its end: a slot's blocks are *prefix-closed*.
+Blocks are uint64 chained hashes (``backend.chain_hashes``), each naming all blocks before it. Servers are *slots*,
+small numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, by last use. Learning a chain
+uses its blocks from the last to the first, so evicting the least recently used never takes the head of a prefix before
+its end: a slot's blocks are *prefix-closed*.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
-"""Block in a dump: its hash, the position of its parent in the same dump, and four zero bytes."""
+"""Block in a dump: hash, position of its parent in the dump, four zero bytes."""
 _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """Estimated blocks per slot. ``capacity``: blocks per slot, unless ``set_capacity`` changes it.
+    """Estimated blocks per slot, at most ``capacity``, unless ``set_capacity`` changes it.
 
     ``secret`` (odd) makes the hash table's buckets unpredictable: otherwise a client could choose prompts that share a
-    bucket, and make the table slow. The twin's dictionaries do not use it.
+    bucket, and make it slow. The twin does not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -42,12 +42,12 @@ class PrefixTable:
         self._changes = 0
         self._own: dict[int, int] = {}
         self._holders: dict[int, int] = {}
-        """Slots that hold each block, as bits; no block without a bit."""
+        """Slots that hold each block, as bits; no block without any."""
         self._shelves: dict[int, OrderedDict[int, int | None]] = {}
-        """Parent of each block per slot, with the last used block last."""
+        """Parent of each block per slot, the last used block last."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each of ``slots`` holds. Does not count as a use."""
+        """Return the number of leading blocks that each slot holds; not a use."""
         # Sets of slots are bits of an integer. ``remaining`` are the slots that hold every block so far: a slot that
         # lacks a block holds none after it (prefix-closed), so its depth is known then.
         depths = dict.fromkeys(slots, 0)
@@ -67,7 +67,7 @@ class PrefixTable:
         return [depths[slot] for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Record that ``slot`` holds this chain and uses it; evict beyond its capacity, least recently used first."""
+        """Record that ``slot`` holds and uses this chain; evict beyond its capacity, least recently used first."""
         check_slot(slot)
         self._changes += 1
         capacity = self.capacity(slot)
@@ -80,7 +80,7 @@ class PrefixTable:
         self._trim(slot, capacity)
 
     def drop(self, slot: int, block: int) -> int:
-        """Remove ``block`` and its successors from ``slot``; return the number of removed blocks."""
+        """Remove ``block`` and its successors from ``slot``; return the number removed."""
         check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
@@ -103,7 +103,6 @@ class PrefixTable:
         self._own.pop(slot, None)
 
     def set_capacity(self, slot: int, capacity: int) -> None:
-        """Limit ``slot`` to ``capacity`` blocks from now on."""
         check_slot(slot)
         _check_capacity(capacity)
         self._changes += 1
@@ -115,22 +114,19 @@ class PrefixTable:
         return self._own.get(slot, self._capacity)
 
     def held(self, slot: int) -> int:
-        """Return the number of blocks that ``slot`` holds."""
         check_slot(slot)
         return len(self._shelves.get(slot, ()))
 
     def blocks(self) -> int:
-        """Return the number of different blocks, over all slots."""
+        """Return the number of different blocks over all slots."""
         return len(self._holders)
 
     def changes(self) -> int:
-        """Return a number that differs after every change: earlier matches may be stale."""
+        """Return a number that differs after every change."""
         return self._changes
 
     def dump(self, slot: int) -> bytes:
-        """Return the blocks of ``slot``, last used first: per block (16 bytes) its hash, its parent's position and
-        zero.
-        """
+        """Return the blocks of ``slot``, last used first: hash, parent's position and zero, 16 bytes per block."""
         check_slot(slot)
         places: dict[int, int] = {}
         rows = []
@@ -140,7 +136,7 @@ class PrefixTable:
         return b"".join(rows)
 
     def load(self, slot: int, dump: Buffer) -> None:
-        """Replace the blocks of ``slot`` by those of ``dump``: the most recently used blocks, up to its capacity.
+        """Replace the blocks of ``slot`` by the most recently used of ``dump``, up to its capacity.
 
         Raises:
             ValueError: bytes that no ``dump`` returns. The slot holds nothing then.
@@ -187,8 +183,8 @@ _MASK = (1 << 64) - 1
 
 
 class HolderTable:
-    """Blocks of each slot and medium (a number below ``MAX_MEDIA``). Engines' events add and remove single blocks in
-    any order: a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
+    """Blocks of each slot and medium (below ``MAX_MEDIA``). Engines' events add and remove single blocks in any order,
+    so a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
     """
 
     def __init__(self, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -197,16 +193,16 @@ class HolderTable:
         if not secret & 1:
             raise ValueError("the secret of a table must be odd")
         self._media: list[dict[int, int]] = [{} for _ in range(MAX_MEDIA)]
-        """Slots that hold each block, as bits, per medium; no block without a bit."""
+        """Slots that hold each block, as bits, per medium; no block without any."""
 
     def add(self, medium: int, slot: int, block: int) -> None:
-        """Record that ``slot`` holds the block in that medium. May be repeated."""
+        """Record that ``slot`` holds the block in the medium. May be repeated."""
         _check(medium, slot, block)
         holders = self._media[medium]
         holders[block] = holders.get(block, 0) | 1 << slot
 
     def take(self, medium: int, slot: int, block: int) -> None:
-        """Record that ``slot`` no longer holds the block in that medium, if it did."""
+        """Record that ``slot`` does not hold the block in the medium."""
         _check(medium, slot, block)
         holders = self._media[medium]
         others_bits = holders.get(block, 0) & ~(1 << slot)
@@ -228,8 +224,8 @@ class HolderTable:
     def match(
         self, blocks: Buffer, slots: Sequence[int], media: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
-        """Return, for each of ``slots``, the number of leading blocks without a gap that it holds in any of ``media``,
-        and their total weight: each block counts with the weight of the first of ``media`` that has it.
+        """Return, per slot, the number of leading blocks without a gap in any of ``media``, and their weight: each
+        block has the weight of the first of ``media`` that has it.
         """
         for slot in slots:
             _check(0, slot, 0)
@@ -248,9 +244,9 @@ class HolderTable:
         for holders, run in self._runs(blocks, [medium for medium, _ in media]):
             still = 0
             for count, medium_holders in zip(counts, holders, strict=True):
-                counted = medium_holders & remaining & ~still
-                still |= counted
-                for slot in _slots(counted):
+                fresh_slots = medium_holders & remaining & ~still
+                still |= fresh_slots
+                for slot in _slots(fresh_slots):
                     count[slot] += run
             depths.update(dict.fromkeys(_slots(remaining & ~still), at))
             remaining = still
@@ -263,10 +259,8 @@ class HolderTable:
         return [depths[slot] for slot in slots], [float(total) for total in sums]
 
     def _runs(self, blocks: Buffer, media: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the holders per medium, and the number of consecutive blocks with these holders: a prompt has few such
-        runs.
-
-        In pieces, because most prompts are known only in part.
+        """Yield the holders per medium, and the number of consecutive blocks with these holders: few per prompt. In
+        pieces, because most prompts are known only in part.
         """
         hashes = hashes_of(blocks)
         for begin in range(0, len(hashes), _RUN_BLOCKS):

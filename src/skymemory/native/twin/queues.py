@@ -1,10 +1,10 @@
-"""Work in progress at servers: ``PrefillQueues`` estimates how long a request would wait; ``UnderWay`` knows which
-prompts are being computed.
+"""Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are being
+computed.
 
 A *queue* has the requests that this router sent to a slot and that have no first byte yet, with an estimate of their
-progress. The end of a prefill is visible if its answer streams. If the answer arrives whole, it is not visible: such a
-request is *unseen*. It is assumed to end when its estimated work is done, or when the server reports fewer waiting
-requests than are counted here, or at the latest when its answer, or the answer of a later request, arrives.
+progress. The end of a prefill is visible if its answer streams. Otherwise the request is *unseen*: it is assumed to end
+when its estimated work is done, or when the server reports fewer waiting requests than are counted here, or at the
+latest when its answer, or a later request's answer, arrives.
 
 Servers are objects with ``slot`` and ``reported``: None, or an object with ``at_s`` and ``waiting`` that never changes.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 STALE_S = 5.0
-"""Age beyond which a report is ignored."""
+"""Age from which a report is ignored."""
 
 
 class Report(Protocol):
@@ -42,14 +42,12 @@ class Server(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """Prefill that was sent; ``work_s`` is its estimated duration, alone."""
+    """Sent prefill; ``work_s`` is its estimated duration, alone."""
 
     work_s: float
     routed_s: float
     drain_s: float
-    """Extra time in a pipeline of machines: the next prefill begins after ``work_s``, and this prefill ends ``drain_s``
-    later.
-    """
+    """Pipeline of machines: the next prefill begins after ``work_s``; this prefill ends ``drain_s`` later."""
     unseen: bool
     """True if its end is not visible."""
 
@@ -57,32 +55,32 @@ class _Prefill:
 @dataclass(slots=True)
 class _Queue:
     waiting: dict[int, _Prefill] = field(default_factory=dict)
-    """Waiting prefills by ticket, in the order of sending; the first is being computed."""
+    """Prefills by ticket, in the order of sending; the first is being computed."""
     rest_s: float = 0.0
-    """Work of all prefills but the first."""
+    """Work of all but the first."""
     first_s: float = 0.0
-    """Work of the first prefill."""
+    """Work of the first."""
     drain_s: float = 0.0
-    """``drain_s`` of the first prefill."""
+    """Drain of the first."""
     since_s: float = 0.0
-    """Time at which the first prefill began."""
+    """Start of the first."""
     others: tuple[float, float] = (-1.0, 0.0)
-    """Time of a report, and the number of waiting requests in it that this router did not send."""
+    """Time of a report, and its waiting requests of other routers."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times of sending and ending of prefills that ended recently."""
+    """Times of sending and ending of recently ended prefills."""
     guessed: bool = False
-    """True if the last end was assumed, not observed."""
+    """True if the last end was assumed, not seen."""
     unseen: int = 0
-    """Number of unseen prefills in ``waiting``."""
+    """Unseen prefills in ``waiting``."""
     believed_s: float = -1.0
-    """Time of the report that was last compared with the queue."""
+    """Time of the report last compared with the queue."""
 
 
 class PrefillQueues:
     """Queues of prefills, one per slot, first come first served.
 
-    ``overdue``: a prefill that takes longer than estimated is assumed to need at least this fraction of its time so
-    far, so that a hanging server gets ever longer estimates.
+    ``overdue``: a prefill beyond its estimate is assumed to need at least this fraction of its time so far, so that a
+    hanging server gets ever longer estimates.
     """
 
     def __init__(self, overdue: float) -> None:
@@ -93,13 +91,13 @@ class PrefillQueues:
 
     @property
     def usual_s(self) -> float:
-        """Return the recent duration of a prefill at any server, for requests of other routers. 0: none was sent
+        """Return the recent duration of a prefill at any server, for other routers' requests; 0 if none was sent
         yet.
         """
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Return the seconds until each server could begin with a request sent now."""
+        """Return the seconds until each server could begin with a request."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
@@ -126,7 +124,7 @@ class PrefillQueues:
         return waits
 
     def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
-        """Add a sent prefill of ``work_s``. Return a ticket for ``remove``, never 0."""
+        """Add a sent prefill; return a ticket for ``remove``, never 0."""
         check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
@@ -142,8 +140,8 @@ class PrefillQueues:
         return self._tickets
 
     def remove(self, slot: int, ticket: int, now_s: float) -> float | None:
-        """Remove a prefill that is done or failed. Return the seconds that the server had for it, since it was sent or
-        since the previous prefill ended; None if that was not visible.
+        """Remove a done or failed prefill. Return the seconds that the server had for it, since it was sent or since
+        the previous end; None if not visible.
         """
         check_slot(slot)
         queue = self._queues.get(slot)
@@ -159,9 +157,9 @@ class PrefillQueues:
             if ticket not in queue.waiting:
                 return None
         last_s = queue.ended[-1][1] if queue.ended else prefill.routed_s
-        shown = not prefill.unseen and not (queue.guessed and last_s > prefill.routed_s)
+        is_visible = not prefill.unseen and not (queue.guessed and last_s > prefill.routed_s)
         _end(queue, ticket, now_s, guessed=prefill.unseen)
-        return now_s - max(prefill.routed_s, last_s) if shown else None
+        return now_s - max(prefill.routed_s, last_s) if is_visible else None
 
     def forget(self, slot: int) -> None:
         check_slot(slot)
@@ -169,7 +167,7 @@ class PrefillQueues:
 
 
 def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
-    """End the first unseen prefills whose time is over, or that no longer wait according to the report."""
+    """End the first unseen prefills whose time is over, or that no longer wait by the report."""
     # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting requests than
     # are counted here. A report is used once (``believed_s``); otherwise each call would end another prefill by it.
     surplus = 0.0
@@ -209,9 +207,7 @@ def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
 
 
 def _of_others(queue: _Queue, report: Report) -> float:
-    """Return the number of waiting requests in the server's report that this router did not send; counted once per
-    report.
-    """
+    """Return the report's waiting requests that this router did not send; counted once per report."""
     at_s = report.at_s
     if queue.others[0] != at_s:
         ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
@@ -221,19 +217,18 @@ def _of_others(queue: _Queue, report: Report) -> float:
 
 
 Blocks: TypeAlias = "Buffer | NDArray[np.uint64]"
-"""Hashes end to end. Arrays are used without a copy, because every request brings an array."""
+"""Hashes end to end; arrays are used without a copy."""
 
 MAX_SLOTS = 65_536
 _MASK = (1 << 64) - 1
 
 
 class UnderWay:
-    """Prompts that servers are computing. A chain of blocks is *under way* at a slot from ``add`` to ``drop``;
-    ``depths`` returns how much of another chain is under way at each slot.
+    """Prompts that servers are computing. A chain of blocks is *under way* at a slot from ``add`` to ``drop``.
 
     ``most_blocks``: later blocks of a chain are ignored. ``secret`` (odd): as in ``PrefixTable``. The compiled table
-    keeps a tree of the chains' common prefixes, so that a call costs as much as a chain has branches; the twin counts
-    block by block. Contradictory chains, which no prompts produce, get meaningless answers from both.
+    keeps a tree of common prefixes, so that a call costs as much as a chain has branches; the twin counts block by
+    block. Contradictory chains, which no prompts produce, get meaningless answers from both.
     """
 
     def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -247,23 +242,21 @@ class UnderWay:
         self._open: dict[int, tuple[int, list[int]]] = {}
         """Slot and blocks by ticket."""
         self._chains: dict[int, dict[int, int]] = {}
-        """Number of chains with a block, per block and slot; no zeros."""
+        """Number of chains per block and slot; no zeros."""
         self._tickets = self._changes = 0
 
     def __len__(self) -> int:
-        """Return the number of chains under way."""
         return len(self._open)
 
     def blocks(self) -> int:
-        """Return the number of different blocks under way."""
         return len(self._chains)
 
     def changes(self) -> int:
-        """Return a number that differs after every change: earlier results may be stale."""
+        """Return a number that differs after every change."""
         return self._changes
 
     def add(self, slot: int, blocks: Blocks) -> int:
-        """Add a chain that is under way at ``slot``. Return a ticket for ``drop``, never 0."""
+        """Add a chain at ``slot``; return a ticket for ``drop``, never 0."""
         check_slot(slot)
         self._changes += 1
         self._tickets += 1
@@ -274,7 +267,7 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """Drop a chain that is done or failed. May be repeated."""
+        """Drop a done or failed chain. May be repeated."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return
@@ -288,15 +281,12 @@ class UnderWay:
                     del self._chains[block]
 
     def forget(self, slot: int) -> None:
-        """Drop every chain at ``slot``."""
         check_slot(slot)
         for ticket in [ticket for ticket, (ticket_slot, _) in self._open.items() if ticket_slot == slot]:
             self.drop(ticket)
 
     def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks under way at each of ``slots``; an empty list if no chain is under way at
-        all.
-        """
+        """Return the number of leading blocks under way at each slot; empty if no chain is under way at all."""
         for slot in slots:
             check_slot(slot)
         hashes = hashes_of(blocks)

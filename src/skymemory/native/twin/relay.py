@@ -1,7 +1,6 @@
-"""Packets in transit: runs of one journey, their hops, and packets that a satellite forwards without its state machine.
+"""Packets in transit: runs of the same journey, their hops, and forwarding without the state machine.
 
-A *journey* groups the packets that use the same route: equal kind, operation, status, destination, sender and ground
-host.
+A *journey* groups packets with the same route: equal kind, operation, status, destination, sender and ground host.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Link = Any
-"""Other end of a link: (plane, slot) of a satellite, or the endpoint of a ground host."""
+"""Other end of a link: (plane, slot) of a satellite, or endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
-"""Known routes: next hops by destination (plane · 4096 + slot) and incoming link (0: from the ground, ``BY_SLOT_LINK``,
-``BY_PLANE_LINK``); the beams of ground hosts; the endpoints of satellites. Nothing is sent to a satellite without an
-endpoint: the caller hands over those packets.
+"""Known routes: next hops by destination (plane · 4096 + slot) and incoming link (0: the ground, ``BY_SLOT_LINK``,
+``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites. Without an endpoint nothing is sent: the caller
+hands those packets over.
 """
 Slot = tuple[int, int, int]
 """Run in the scratch buffer: offset, bytes, bytes of each packet (the last maybe shorter)."""
 Passed = tuple[Link, int, Link, int, list[Slot]]
-"""Forwarded runs of one way: incoming link, ground host, outgoing link, number of packets; runs still to be sent."""
+"""Forwarded runs of the same way: incoming link, ground host, outgoing link, packets; runs still to be sent."""
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
 _JOURNEY_BYTES: Final = 16
@@ -43,7 +42,7 @@ def _has_headers(packets: list[memoryview]) -> bool:
 
 
 def same_journey(data: Buffer, segment_bytes: int) -> bool:
-    """Return True if all segments are whole and of one journey. True for any single packet."""
+    """Return True if all segments are whole and of the same journey, or for a single packet."""
     packets = segments(data, segment_bytes)
     if len(packets) <= 1:
         return True
@@ -55,7 +54,7 @@ def same_journey(data: Buffer, segment_bytes: int) -> bool:
 
 
 def count_hops(data: Buffer, segment_bytes: int) -> bytearray | None:
-    """Copy packets of one journey, counting a further hop in each; None if a packet is at its hop limit."""
+    """Copy packets of the same journey, counting a hop in each; None if any is at its hop limit."""
     packets = segments(data, segment_bytes)
     if not _has_headers(packets):
         raise ValueError(f"{memoryview(data).nbytes} bytes in packets of {segment_bytes}: not all have whole headers")
@@ -69,14 +68,14 @@ def count_hops(data: Buffer, segment_bytes: int) -> bytearray | None:
 
 
 def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, tuple[str, int] | None]:
-    """Return the link towards a satellite, and its endpoint; None if no route is known."""
+    """Return the link towards a satellite, and its endpoint; None if unknown."""
     routes, _, endpoints = transit
     link = routes.get(there & 0xFFFFFF | came)
     return link, endpoints.get(link) if link is not None else None
 
 
 def socket_of(link: Link | None) -> tuple[str, int] | None:
-    """Return the socket address of a ground host; None if its name is not an address."""
+    """Return a ground host's socket address; None if its name is no address."""
     if link is None:
         return None
     try:
@@ -96,13 +95,12 @@ def pass_on(
     transit: Transit,
     admits: Callable[[], bool] | None,
 ) -> tuple[tuple[Link, int, Link], int, bool] | None:
-    """Forward a run, counting its hops in place, if that needs no decision of the state machine; otherwise return None,
+    """Forward a run, counting its hops in place, if that needs no decision of the state machine; else return None,
     without effect.
 
-    The run must have one journey, to another satellite or to a ground host of ours, by a known route, with no packet at
-    its hop limit. A run from the ground (``source`` None) must be valid commands that ``admits`` (of a satellite that
-    requires MACs) admits. Return its way, the number of packets sent, and True if the network refused it: then it is
-    lost.
+    The run must have the same journey, to another satellite or to a ground host of ours, by a known route, below the
+    hop limit. From the ground (``source`` None) it must be valid commands that ``admits`` (of a satellite that requires
+    MACs) admits. Return its way, the packets sent, and True if the network refused it: then it is lost.
     """
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):
@@ -112,7 +110,7 @@ def pass_on(
     ground = int.from_bytes(header[12:16], "big")
     if destination == own_address:
         return None
-    counted: bytearray | None = bytearray(data)
+    packets_copy: bytearray | None = bytearray(data)
     if destination & 0xFFFFFF == own_address & 0xFFFFFF:  # a beam is no link between satellites: it counts no hop
         link = transit[1].get(ground) if destination >> 24 == GROUND_SHELL else None
         to = socket_of(link)
@@ -121,15 +119,15 @@ def pass_on(
             0 if source is None else BY_SLOT_LINK if source[0] == own_address >> 12 & 0xFFF else BY_PLANE_LINK
         )
         link, to = next_hop(transit, destination, arrival_link)
-        counted = count_hops(data, segment_bytes)
-    if link is None or counted is None:
+        packets_copy = count_hops(data, segment_bytes)
+    if link is None or packets_copy is None:
         return None
     if source is None:
         if not packets[0][0] & 0x10 or any(verify_segments(data, segment_bytes)):
             return None
         if admits is not None and not (header[8:12] == addresses[4:8] and admits()):
             return None
-    data[:] = counted
+    data[:] = packets_copy
     sent, refused = 0, False
     try:
         sent = send_batch(fd, *to, data, segment_bytes, None) if to is not None else 0

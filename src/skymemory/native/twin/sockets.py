@@ -1,8 +1,8 @@
-"""Batched UDP calls: many datagrams per call, with segmentation offload if the kernel has it; and small packets. Also
-values and requests from stream sockets (``receive_all``, ``request_words``).
+"""Batched UDP calls: many datagrams per call, with segmentation offload if available; small packets; values and
+requests from stream sockets (``receive_all``, ``request_words``).
 
 ``UDP_SEGMENT`` lets a send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such a
-run in one receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
+run in a single receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 SLOT_BYTES = 65_536
-"""Room for a receive: a whole run of segments is at most 65,535 bytes."""
+"""Room for a receive: a run has at most 65,535 bytes."""
 MAX_RUN_BYTES = 65_507
 MAX_RUN_SEGMENTS = 64
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
@@ -46,14 +46,14 @@ Arrival = tuple[int, int, int, str, int]
 
 
 def borrowed(fd: int) -> socket.socket:
-    """Return the socket ``fd`` as an object, to be detached, not closed."""
+    """Return ``fd`` as a socket object, to be detached, not closed."""
     if fd < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return socket.socket(type=socket.SOCK_DGRAM, proto=0, fileno=fd)
 
 
 def check_endpoint(host: str, port: int) -> None:
-    """Raise ``ValueError`` unless the host is an IPv4 or IPv6 address, ``OverflowError`` for an invalid port."""
+    """Raise ``ValueError`` for a host that is no IP address, ``OverflowError`` for an invalid port."""
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     except OSError as error:
@@ -63,8 +63,7 @@ def check_endpoint(host: str, port: int) -> None:
 
 
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
-    """Receive the pending runs of socket ``fd``, at most ``slots``, run ``i`` at ``i * 65,536`` of writable
-    ``scratch``. Never blocks.
+    """Receive pending runs, at most ``slots``; run ``i`` at ``i * 65,536`` of writable ``scratch``. Never blocks.
 
     Raises:
         OSError: the socket's pending error (such as an ICMP error); the next call continues.
@@ -98,7 +97,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
 
 
 def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
-    """Cut segments of these sizes into ``(first, end)`` runs that an offloaded send can carry."""
+    """Cut segments of these sizes into ``(first, end)`` runs for offloaded sends."""
     first = 0
     while first < len(sizes):
         end, total = first + 1, sizes[first]
@@ -121,9 +120,9 @@ def send_batch(
 ) -> int:
     """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; return the number the kernel accepted.
 
-    With ``payloads`` None, ``headers`` is a run of whole segments of ``header_bytes``, the last maybe shorter. Stops if
-    the kernel's buffers are full; the caller sends the remainder later. A device that refuses segmentation offload gets
-    one datagram per segment. ``host`` is an address of the socket's family.
+    Without ``payloads``, ``headers`` is a run of whole segments, the last maybe shorter. Stops at full kernel buffers;
+    the caller sends the remainder later. A device without segmentation offload gets single datagrams. ``host``: an
+    address of the socket's family.
 
     Raises:
         OSError: nothing was sent, for another reason than full buffers.
@@ -159,9 +158,7 @@ def send_slices(
     first: int,
     step: int,
 ) -> int:
-    """Send, with ``send_batch``, chunks ``first``, ``first + step``, … of ``value`` as payloads, a chunk per
-    header.
-    """
+    """Run ``send_batch`` with chunks ``first``, ``first + step``, … of ``value`` as payloads, a chunk per header."""
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:
         raise ValueError(f"{size} bytes of headers of {header_bytes}: expected a whole number of them")
@@ -210,9 +207,8 @@ Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
-    """Return sealed command packets that differ only in their rows: destination, source, request id, body.
-
-    ``prefix`` is the 52 bytes of both headers; sequence counts go up from ``sequence``.
+    """Return sealed command packets that differ only in their rows: destination, source, request id, body. ``prefix``:
+    the 52 bytes of both headers. Sequence counts go up from ``sequence``.
     """
     first = bytes(prefix)
     if len(first) != COMMAND_BYTES + SKY_BYTES or sequence < 0:
@@ -233,7 +229,7 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
 
 
 def open_ack(packet: Buffer) -> Ack | None:
-    """Parse a plain acknowledgement; None unless it is a valid ACK of status 0 with every bit of its selection set."""
+    """Parse a plain acknowledgement; None unless valid, of status 0, with a full selection."""
     view = memoryview(packet).cast("B")
     bitmap_at = TELEMETRY_BYTES + SKY_BYTES + _SELECTION.size
     if len(view) <= bitmap_at or view[0] & 0x10 or view[TELEMETRY_BYTES + 1] != ACK or view[TELEMETRY_BYTES + 3]:
@@ -253,10 +249,8 @@ def open_ack(packet: Buffer) -> Ack | None:
 
 
 def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -> int:
-    """Send ``packets`` from ``first`` on, at most 64, each to its own host and port; return the number the kernel
-    accepted.
-
-    Stops if the kernel's buffers are full, or at a packet that the network refuses.
+    """Send ``packets`` from ``first`` on, at most 64, each to its host and port; return the number the kernel accepted.
+    Stops at full buffers, or at a packet that the network refuses.
 
     Raises:
         OSError: the very first was refused, for another reason than full buffers.
@@ -288,13 +282,11 @@ _ARRAY, _BULK = re.compile(rb"\*([0-9]{1,12})\r\n"), re.compile(rb"\$([0-9]{1,12
 def request_words(
     data: bytes | bytearray, at: int, missing: int, most_words: int, most_bytes: int, room_bytes: int
 ) -> tuple[list[bytes], int, int]:
-    """Return the complete words of a request in ``data`` from ``at`` on, the offset of their end, and the number of
-    missing words.
+    """Return a request's complete words in ``data`` from ``at`` on, their end, and the number of missing words.
 
-    ``missing``: number of words missing so far; 0: the request begins here, with its number of words, at most
-    ``most_words``. Ends before the first word that is incomplete, has more than ``most_bytes``, or exceeds
-    ``room_bytes`` together with the previous words, and before anything not written as clients write it;
-    ``serving.resp.protocol`` finds out the reason.
+    ``missing``: words missing so far; 0: the request begins here, with its number of words, at most ``most_words``.
+    Stops before a word that is incomplete, over ``most_bytes``, or over ``room_bytes`` with the words before, and at
+    anything not written as clients do; ``serving.resp.protocol`` finds out the reason.
     """
     if min(at, missing, most_words, most_bytes, room_bytes) < 0:
         raise ValueError("request_words: a number is below 0")
@@ -315,14 +307,14 @@ def request_words(
 
 
 def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float, tail: bytearray | memoryview) -> bytes:
-    """Receive ``size_bytes`` after ``head`` from the stream socket ``fd``, as one piece of memory. The bytes that
-    follow on the stream fill ``tail``.
+    """Receive ``size_bytes`` after ``head`` from the stream socket ``fd``, in a single buffer; later bytes fill
+    ``tail``.
 
     Raises:
         ConnectionError: the stream ended too early.
-        TimeoutError: the bytes did not arrive within ``timeout_s``. Noticed when bytes arrive, or when the socket's own
-        timeout passes (``SO_RCVTIMEO``).
-        OSError: no bytes arrived within the socket's own timeout, or another error of the socket.
+        TimeoutError: too late (``timeout_s``). Noticed when bytes arrive, or at the socket's own timeout
+        (``SO_RCVTIMEO``).
+        OSError: no bytes within the socket's own timeout, or another error.
     """
     if size_bytes < 0:
         raise ValueError(f"{size_bytes} bytes")

@@ -1,4 +1,4 @@
-"""Ranking of servers by the time to first token, equal to the compiled ranking to the last digit.
+"""Ranking of servers by time to first token, equal to the compiled ranking to the last digit.
 
 ``conductor.strategies.least_ttft`` calls ``TtftRanker.rank`` for every request. For each server it
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-"""Largest relative increase of the price of delay, reached when all servers have endless queues."""
+"""Largest relative increase of the price of delay, if all queues are endless."""
 SET_BACK_S = 1e9
-"""Penalty on the score of a server that has had its share: it ranks after all others, which keep their order."""
+"""Penalty of a server that has had its share: it ranks after all others; order is kept."""
 FIGURES = struct.Struct("=ddqq")
-"""Figures of a server: seconds of waiting, seconds of computing, tokens matched, and blocks held."""
+"""Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
-"""Fitted curve: fixed seconds, seconds per computed token, and their rise per attended token (counted twice)."""
+"""Fixed seconds, seconds per computed token, and their rise per attended token (counted twice)."""
 Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
-"""Positions of the best servers; positions of servers set back; the best match if it was too short to follow, else 0;
-scores (doubles); and ``FIGURES`` of each server.
+"""Positions of the best; of those set back; the best match if too short to follow, else 0; scores (doubles);
+``FIGURES``.
 """
 
 
 class DelayPrice:
-    """Rate for ``delays_s``, from the number and work of recent requests (exponentially weighted over ``window_s``).
-    Servers count as at most ``most_busy`` busy.
+    """Rate of ``delays_s``, from the number and work of recent requests (exponential, over ``window_s``). Servers count
+    as at most ``most_busy`` busy.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -51,13 +51,13 @@ class DelayPrice:
         self._at_s = -math.inf
 
     def sent(self, work_s: float, now_s: float) -> None:
-        """Record a sent request, whose prefill takes ``work_s``."""
+        """Record a sent request with a prefill of ``work_s``."""
         decay = self._kept(now_s)
         self._requests, self._work_s = self._requests * decay + 1.0, self._work_s * decay + work_s
         self._at_s = max(self._at_s, now_s)
 
     def rate(self, servers: int, now_s: float) -> float:
-        """Return the delay of later requests (seconds) per second of work and second of queue, at one of ``servers``
+        """Return the delay of later requests (s) per second of work and second of queue, at any of ``servers``
         (1/s).
         """
         if servers < 1:
@@ -71,9 +71,7 @@ class DelayPrice:
 
 
 class TtftRanker:
-    """Ranker of servers. A match is followed only if it is longer than ``min_tokens`` tokens and than ``min_ratio`` of
-    the prompt.
-    """
+    """Ranker of servers. A match must exceed ``min_tokens`` tokens and ``min_ratio`` of the prompt to be followed."""
 
     def __init__(
         self, queues: PrefillQueues, guard: ShareGuard, under_way: UnderWay, min_tokens: int, min_ratio: float
@@ -94,11 +92,9 @@ class TtftRanker:
         curves: Buffer,
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
-        """Rank ``servers`` for a prompt.
-
-        ``held``: the table to match ``blocks`` in, or the number of them that each server holds. ``rate``: from
-        ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally a curve for each slot from 0 on (a fixed
-        part of NaN: the first curve applies). ``hear`` is called with servers that have a new report.
+        """Rank ``servers`` for a prompt. ``held``: the table to match ``blocks`` in, or each server's number of them.
+        ``rate``: of ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally for each slot from 0 on (a
+        fixed part of NaN: the first applies). ``hear`` is called with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
@@ -155,7 +151,7 @@ class TtftRanker:
         return True
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
-        """Set back servers that have had their share, from the best down, until the best has not."""
+        """Set back servers that have had their share, until the best has not."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -180,7 +176,7 @@ def _curve(curves: Sequence[Curve], slot: int) -> Curve:
 
 
 def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
-    """Return, per server, the total seconds that later requests wait longer if this work is added to its queue
+    """Return, per server, the seconds that later requests wait longer if this work is queued
     (``conductor.strategies.estimates``).
     """
     shortest_s = min(waits_s)
@@ -193,27 +189,27 @@ def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float,
 
 
 BARS = 4
-"""Limit of different numbers of servers for which a slot keeps a sliding maximum; beyond, they are rebuilt."""
+"""Limit of server counts for which a slot keeps a sliding maximum; beyond, they are rebuilt."""
 
 
 @dataclass(slots=True)
 class _Bar:
-    """Sliding maximum over a server's requests, for one number of servers."""
+    """Sliding maximum over a server's requests, for a number of servers."""
 
     highest: deque[tuple[float, float]] = field(default_factory=deque)
-    """Time and bar of each request that has no later request with a bar at least as high."""
+    """Time and bar of requests without a later bar at least as high."""
     judged: int = 0
-    """Number of the first request of the server that is not included yet."""
+    """Number of the server's first request not included yet."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """Requests of a server in the window."""
+    """A server's requests in the window."""
 
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """Time of each request, and the number of earlier requests to all servers."""
+    """Time, and number of earlier requests to all servers."""
     first: int = 0
-    """Number of ``sent[0]`` among the server's own requests."""
+    """Number of ``sent[0]`` among the server's requests."""
     bars: dict[int, _Bar] = field(default_factory=dict)
 
 
@@ -221,13 +217,13 @@ class ShareGuard:
     """Guard that limits each server to little more than its share of requests.
 
     In every run of consecutive requests that fits into ``window_s`` and has at least ``requests`` requests (or ``mean``
-    per server), none of ``n`` servers gets more than ``limit / n``. This holds even if traffic stops at any request. It
-    is exact: a server is over only if its next request would end such a run, or a shorter run that no further requests
-    up to that length could repair.
+    per server), none of ``n`` servers gets more than ``limit / n``, even if traffic stops at any request. This is
+    exact: a server is over only if its next request would end such a run, or a shorter run that no further requests up
+    to that length could repair.
 
-    Method: a run from a server's own request number ``j`` to its next request, number ``k``, has ``k − j + 1`` of its
-    requests among ``q − p + 1`` of all. That is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``.
-    The greatest left side is a sliding maximum over ``j``, so a request costs amortised constant time.
+    Method: a run from a server's own request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
+    among ``q − p + 1`` of all. That is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
+    greatest left side is a sliding maximum over ``j``, so a request costs amortised constant time.
     """
 
     def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
@@ -238,7 +234,7 @@ class ShareGuard:
         self._shares: dict[int, _Share] = {}
 
     def over(self, slot: int, servers: int, now_s: float) -> bool:
-        """Return True if the server has had its share, as one of ``servers``. Changes nothing visible to callers."""
+        """Return True if the server has had its share of ``servers``. No visible change."""
         check_slot(slot)
         share = self._shares.get(slot)
         if share is None or servers < 1 or self._limit >= servers:
@@ -284,25 +280,22 @@ class ShareGuard:
 
 
 Curve = tuple[float, float, float]
-"""Values of a fitted curve, as in ``CURVE``."""
 
 
 def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
-    """Estimate the seconds for a prompt of which ``cached`` tokens are cached."""
+    """Estimate the seconds for a prompt with ``cached`` tokens in the cache."""
     fixed_s, per_token_s, bend = curve
     return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
 
 
 BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
-"""Candidates for the ratio of attention to weights, ``a / (b·d)`` of the cost model: 2.2e-5 for a width of 8192."""
+"""Candidates for attention over weights, ``a / (b·d)`` of the cost model: 2.2e-5 for a width of 8192."""
 MOST_POINTS = 4096
 
 
 def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0) -> Curve:
-    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour of it in ``BENDS``; a
-    larger bend must be better by a twentieth.
-
-    The best curve has the least mean error, without the worst sixteenth of the points.
+    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour in ``BENDS``; a larger
+    bend must be better by a twentieth. Best is the least mean error, without the worst sixteenth of the points.
     """
     if not 0 < len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 1 to {MOST_POINTS}")
@@ -328,8 +321,8 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
 
 
 def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit fixed seconds and seconds per work by least squares, repeated without outliers of more than three median
-    errors. Errors are relative: three seconds are much for a short prompt and little for a long prompt.
+    """Fit fixed seconds and seconds per work by least squares, repeated without outliers beyond three median errors.
+    Errors are relative: three seconds are much only for a short prompt.
     """
     fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
     for _ in range(2):
@@ -344,7 +337,7 @@ def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequence[bool]) -> tuple[float, float]:
-    """Fit both parts, not negative: prompts of a single length show only the seconds per token, no fixed part."""
+    """Fit both parts, not negative: prompts of equal length show no fixed part."""
     points = [point for point, counts in zip(zip(work, seconds, strict=True), near, strict=True) if counts]
     count = float(len(points))
     work_mean = _sum([done for done, _ in points]) / count
@@ -361,7 +354,7 @@ def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequen
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """Add in order from the first: ``sum`` adds differently in newer Pythons."""
+    """Add in order: ``sum`` adds differently in newer Pythons."""
     total = 0.0
     for term in terms:
         total += term
@@ -369,20 +362,20 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 SURE = 4.0
-"""Standard errors that the seconds per prompt token must be above 0: then they are known within a half."""
+"""Required seconds per prompt token, in standard errors: then they are known within a half."""
 ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
-    """Fit like ``fit_prefills`` if only the time of prefill and answer together is known. ``points``: tokens, cached
-    tokens, tokens of the answer, seconds. Each token of an answer is assumed to take the same time.
+    """Fit like ``fit_prefills`` if only prefill and answer together are timed. ``points``: tokens, cached tokens,
+    answer tokens, seconds. Answer tokens are assumed to take equal times.
 
-    Return None if the seconds per prompt token are uncertain. With long answers, whose times vary by more than a
-    prefill takes, the best fit may be close to 0, and then no cache would be worth a detour.
+    None if the seconds per prompt token are uncertain: with long answers, whose times vary by more than a prefill, the
+    best fit may be close to 0, and then no cache would be worth a detour.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
-    if not all(0 <= cached <= tokens - 1 and max(map(abs, rest)) <= 1e15 for tokens, cached, *rest in points):
+    if not all(0 <= cached <= tokens - 1 and max(map(abs, figures)) <= 1e15 for tokens, cached, *figures in points):
         raise ValueError("points: expected tuples of tokens, fewer cached tokens, and seconds")
     outputs = [output for _, _, output, _ in points]
     seconds = [s for _, _, _, s in points]
@@ -416,7 +409,7 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit seconds per work and per answer token by least squares; None if the points do not separate the two."""
+    """Fit seconds per work and per answer token by least squares; None if inseparable."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:
