@@ -1,4 +1,4 @@
-"""Listening addresses: a single grammar, and a single way to write them, for every command and setting."""
+"""Listening addresses: the same grammar and spelling for every command and setting."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_ipv6(host: str) -> bool:
 
 
 def without_api_path(url: str) -> str:
-    """Return the ``url`` of a server without ``/v1`` and what follows it; each request adds its own path."""
+    """Return the ``url`` of a server without ``/v1`` and what follows it."""
     url = url.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/models", "/v1"):
         url = url.removesuffix(ending).rstrip("/")
@@ -89,6 +89,6 @@ def without_api_path(url: str) -> str:
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Return host and port of a TCP address in any form that ``ListenAddress.parse`` reads."""
+    """Return host and port of a TCP address, as ``ListenAddress.parse`` reads it."""
     address = ListenAddress.parse(listen)
     return address.host, address.port

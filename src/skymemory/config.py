@@ -26,7 +26,7 @@ Schema = TypeVar("Schema")
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """Return the end of an error about an unknown ``word``: the nearest known word, or all of them."""
+    """Return the end of an error about an unknown ``word``: the nearest known word, or all."""
     # 0.5 (difflib's default is 0.6): half of the letters may differ, because known words are few and dissimilar.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if near:
@@ -128,7 +128,7 @@ class NoSettings:
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Build]):
     description: str
-    """Description in one line, for help."""
+    """Line for help."""
     settings: type[Any]
     """Frozen dataclass of its options, with defaults."""
     build: Build
@@ -154,7 +154,7 @@ class Registry(Mapping[str, Entry[Build]]):
         return len(self._entries)
 
     def entry(self, name: str) -> Entry[Build]:
-        """Return the entry.
+        """Return an entry.
 
         Raises:
             InvalidInput: an unknown name.
@@ -165,7 +165,7 @@ class Registry(Mapping[str, Entry[Build]]):
         return entry
 
     def options_of(self, name: str) -> dict[str, Any]:
-        """Return the options of an entry, with their defaults.
+        """Return an entry's options, with defaults.
 
         Raises:
             InvalidInput: an unknown name.
@@ -173,7 +173,7 @@ class Registry(Mapping[str, Entry[Build]]):
         return defaults_of(self.entry(name).settings)
 
     def settings(self, name: str, options: Mapping[str, object]) -> Any:
-        """Return an entry's settings with these options set.
+        """Return an entry's settings with these options.
 
         Raises:
             InvalidInput: an unknown entry or option, or an invalid value.
@@ -211,7 +211,6 @@ def setting(key: str, read: Callable[[object], Any], default: Any, says: str) ->
 
 
 def known_keys(kind: type[Any]) -> dict[str, Field[Any]]:
-    """Return a schema's fields by key."""
     return {option.metadata["key"]: option for option in fields(kind) if "key" in option.metadata}
 
 
@@ -290,7 +289,7 @@ def table(value: object) -> dict[str, object]:
 
 
 def whole_by_name(value: object) -> dict[str, int]:
-    """Read a table of whole numbers, which may be negative."""
+    """Read a table of whole numbers."""
     numbers = table(value)
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):

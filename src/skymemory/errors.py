@@ -79,7 +79,7 @@ class WrongProcess(SkyMemoryError):
 
 
 def quoted(value: object, most: int = 60) -> str:
-    """Return ``value`` as messages quote a user's input: in quotes, shortened to its beginning if it is long."""
+    """Quote a user's input for messages, shortened to its beginning if long."""
     if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write out more than 4,300 digits
         return f"a number of about {round(value.bit_length() * 0.30103):,} digits"
     text = repr(value)
@@ -94,12 +94,12 @@ _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def refuses_connections(error: BaseException) -> bool:
-    """Return True if nothing listens at an address, or at any address of a name."""
+    """Return True if nothing listens at any address."""
     return isinstance(error, ConnectionRefusedError) or _numbers(error) == {errno.ECONNREFUSED}
 
 
 def _numbers(error: BaseException) -> set[int]:
-    """Return the error numbers for the addresses of a name, which asyncio joins in one text."""
+    """Return the error numbers of a name's addresses, which asyncio joins in a text."""
     text = str(error)
     return set(map(int, _NUMBER.findall(text))) if _SEVERAL.match(text) else set()
 
@@ -114,7 +114,7 @@ def os_reason(error: OSError) -> str:
 
 
 def connection_reason(error: BaseException) -> str:
-    """Return why a connection failed, in our words for the errors of sockets, TLS and HTTP clients."""
+    """Return why a connection failed, in our words."""
     import socket
     import ssl
 
@@ -157,8 +157,8 @@ def no_room_reason(folder: object, error: OSError) -> str:
 
 
 def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
-    """Return the error for text ``what`` that cannot be written as UTF-8. Usually it was typed in another locale, and
-    contains its bytes as surrogates.
+    """Return the error for text ``what`` that is no UTF-8: usually typed in another locale, with its bytes as
+    surrogates.
     """
     return InvalidInput(
         f"{what} is not encodable as UTF-8 ({error.reason}): if it was typed in a terminal, set a UTF-8 locale there, "
@@ -167,19 +167,17 @@ def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
 
 
 def cannot_read(what: object, error: OSError) -> str:
-    """Return the message for a file that cannot be read; a single wording for all commands."""
+    """Return the message for an unreadable file; the same for all commands."""
     return f"cannot read {what}: {os_reason(error)}"
 
 
 def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:
-    """Return the error for ``what``, which needs ``packages`` that are not installed; a single wording for all
-    commands.
-    """
+    """Return the error for missing ``packages``; the same for all commands."""
     return MissingExtra(f"{what} needs {packages}, not installed here: {install_command(*extras)}")
 
 
 def cannot_listen(address: str, error: OSError) -> str:
-    """Return the message for an address that cannot be bound; a single wording for all commands."""
+    """Return the message for an address that cannot be bound; the same for all commands."""
     reasons = {
         errno.EADDRINUSE: "the port is taken by another process: stop it, or choose another port",
         errno.EADDRNOTAVAIL: "this computer has no such address",

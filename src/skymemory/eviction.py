@@ -21,43 +21,42 @@ class Replacement(Protocol):
     """Contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
 
     def noted(self, key: bytes) -> None:
-        """Record that the key was stored or touched: it becomes the newest of its rank. Not counted as a use."""
+        """Record a store or touch of the key: it becomes the newest of its rank. Not a use."""
 
     def used(self, key: bytes) -> None:
-        """Record a request of the key, which is present."""
+        """Record a request of a present key."""
 
     def arrived(self, key: bytes) -> None:
-        """Record the key like ``noted``, for a handover. Keys arrive in their previous order, the next victim first,
-        and are not counted as returns.
+        """Record a handover, like ``noted``: keys arrive in their previous order, the next victim first, and are no
+        returns.
         """
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        """Record the removal of the key; ``evicted``: as the victim. Unknown keys are ignored."""
+        """Record a removal; ``evicted``: as the victim. Unknown keys are ignored."""
 
     def hold(self, key: bytes) -> None:
-        """Exclude the key, which is present, from ``victim`` until it is freed or removed."""
+        """Exclude a present key from ``victim`` until freed or removed."""
 
     def free(self, key: bytes) -> None:
         """End ``hold``; the key has its current rank."""
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """Return the next key to evict, except ``but`` and held keys; None if there is none. Has no effect."""
+        """Return the next key to evict, except ``but`` and held keys; None if none. No effect."""
 
     def order(self) -> list[bytes]:
-        """Return all keys, including held keys, with the next victim first."""
+        """Return all keys, also held, the next victim first."""
 
 
 Rank = TypeVar("Rank", int, float)
 
 
 class RankedKeys(Generic[Rank]):
-    """Heap with stale entries, rebuilt when three in four are stale: calls cost O(log keys) on average."""
+    """Heap with stale entries, rebuilt when three in four are stale: O(log keys) per call on average."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, tuple[Rank, int]] = {}
-        """Rank and stamp of each key."""
         self._heap: list[tuple[Rank, int, bytes]] = []
-        """Rank, stamp, key. Entries of held keys, or of keys that ``_ranks`` no longer has, are stale."""
+        """Rank, stamp, key; stale for held keys, or keys no longer in ``_ranks``."""
         self._held: set[bytes] = set()
         self._stamp = 0
 
@@ -69,7 +68,7 @@ class RankedKeys(Generic[Rank]):
         return None if known is None else known[0]
 
     def put(self, key: bytes, rank: Rank) -> None:
-        """Insert the key or change its rank; it is the newest of this rank."""
+        """Insert the key or change its rank, as the newest of the rank."""
         self._stamp += 1
         self._ranks[key] = (rank, self._stamp)
         if key not in self._held:
@@ -87,7 +86,7 @@ class RankedKeys(Generic[Rank]):
             heapq.heapify(self._heap)
 
     def hold(self, key: bytes) -> None:
-        """Exclude from ``first`` until freed, at any rank. The key may be inserted later."""
+        """Exclude from ``first`` until freed. The key may be inserted later."""
         self._held.add(key)
 
     def free(self, key: bytes) -> None:
@@ -100,13 +99,13 @@ class RankedKeys(Generic[Rank]):
         return key in self._held
 
     def pop(self, key: bytes) -> Rank | None:
-        """Remove the key, held or not; return its rank, None if unknown."""
+        """Remove the key, held or not; return its rank or None."""
         self._held.discard(key)
         known = self._ranks.pop(key, None)
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """Return the key of the lowest rank that is not held and not ``but``; None if there is none."""
+        """Return the key of the lowest rank, not held and not ``but``; None if none."""
         # Stale entries are dropped on the way; ``but``, if it comes first, is put back at the end.
         lowest, spared = None, None
         while self._heap and lowest is None:
@@ -122,12 +121,12 @@ class RankedKeys(Generic[Rank]):
         return lowest
 
     def order(self) -> list[bytes]:
-        """Return all keys, including held keys, with the lowest rank first."""
+        """Return all keys, also held, the lowest rank first."""
         return sorted(self._ranks, key=lambda key: self._ranks[key])
 
 
 class _ByRank:
-    """Base of policies that evict the key of the lowest rank."""
+    """Base of policies by lowest rank."""
 
     def __init__(self) -> None:
         self._ranked: RankedKeys[int] = RankedKeys()
@@ -146,7 +145,7 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU: evicts the key noted or used longest ago. All keys have the same rank."""
+    """LRU: evicts the key noted or used longest ago."""
 
     def noted(self, key: bytes) -> None:
         self._ranked.put(key, 0)
@@ -158,11 +157,11 @@ class LeastRecentlyUsed(_ByRank):
 
 
 class LeastFrequentlyUsedAged(_ByRank):
-    """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + rank of the last victim when the key was last seen.
+    """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + rank of the last victim when last seen.
 
-    A prompt seen once is evicted before a prefix that many share, even if it is more recent. A prefix that is no longer
-    requested is overtaken in time, because each eviction raises the rank at which new keys start. In a tree of prefixes
-    a parent is requested with each of its children, so its rank is never lower.
+    A prompt seen once is evicted before a widely shared prefix, even if it is more recent. An unused prefix is
+    overtaken in time, because each eviction raises the rank of new keys. A parent is requested with each of its
+    children, so its rank is never lower.
     """
 
     def __init__(self) -> None:
@@ -203,9 +202,9 @@ class LeastFrequentlyUsedAged(_ByRank):
 # full memory would keep no block until its reader came.
 
 DEPARTED = 16_384
-"""Limit of evicted keys remembered; about 5 MB when full."""
+"""Evicted keys remembered; about 5 MB when full."""
 RECENT = 0.25
-"""Share of the keys that are safe: the latest stored or used keys."""
+"""Share of the keys that are safe, the latest stored or used."""
 _HALF_LIVES = 2.0
 """Half-life as a multiple of the mean return."""
 _FIRST_RETURN = 1000.0
@@ -213,28 +212,27 @@ _FIRST_RETURN = 1000.0
 _FOLLOW = 1 / 1000
 """Weight of each return in the mean."""
 _MOST = 2.0**900
-"""Limit of the worth of a use; before worths reach the largest float (2^1024) all are divided by it."""
+"""Limit of a use's worth, near the largest float (2^1024); then all worths are rescaled."""
 
 
 class LeastRecentlyAndFrequentlyUsed:
     """LRFU. Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no
     decay.
 
-    The factor grows with each event, by the current half-life, so that all keys age alike. A key that is noted again
-    counts as last used now. So a touch ranks a prefix above its successors, and with equal uses a prefix is never
-    evicted before its successors. It is also safe at least as long as they are.
+    The factor grows with each event, by the current half-life, so that all keys age alike. A noted key counts as last
+    used now: a touch ranks a prefix above its successors, and with equal uses a prefix is never evicted before them. It
+    is also safe as long as they are.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
         self._worths: RankedKeys[float] = RankedKeys()
         self._uses: dict[bytes, tuple[float, int]] = {}
-        """Worth of all uses but the last, and the event number of the last use."""
+        """Worth of all uses but the last, and event of the last."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Safe keys, the latest last; ``_worths`` holds them."""
+        """Safe keys, the latest last; held in ``_worths``."""
         self._held: set[bytes] = set()
-        """Keys that the caller holds."""
         self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        """Worth and event of the last use of evicted keys, the oldest first."""
+        """Worth and last event of evicted keys, the oldest first."""
         self._most_departed = departed
         self._events = 0
         self._now = 1.0
@@ -254,8 +252,8 @@ class LeastRecentlyAndFrequentlyUsed:
             self._came(key, uses[0] + self._now)
 
     def arrived(self, key: bytes) -> None:
-        """Record an arrival as a single use, now. A remembered worth is ignored: keys that orbit with the box would
-        return again and again and outrank all new keys.
+        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would return again and
+        again and outrank new keys.
         """
         if key in self._uses:
             self.noted(key)
@@ -291,7 +289,7 @@ class LeastRecentlyAndFrequentlyUsed:
                 self._worths.free(older)
 
     def _rescale(self) -> None:
-        """Move the reference time to now before a float overflows; keys a thousand half-lives old may become 0."""
+        """Move the reference time to now before a float overflows; very old keys may become 0."""
         scale = 1 / self._now
         self._now = 1.0
         for uses in (self._uses, self._departed):
@@ -336,26 +334,23 @@ _MAKERS: dict[str, Callable[[], Replacement]] = {
 
 
 def replacement_named(name: str) -> Replacement:
-    """Return a new policy by a name of ``REPLACEMENTS``."""
     return _MAKERS[name]()
 
 
 POLICIES = ("lru", "lfu", "lfuda", "length", "arc", "lrfu")
 DEFAULT_POLICY = "lrfu"
-"""Default policy: the best on the trace of ``benchmarks/policies.py``."""
+"""Best policy on the trace: ``benchmarks/policies.py``."""
 
 
 class LeastFrequentlyUsed(LeastFrequentlyUsedAged):
-    """LFU without aging: evicts the least requested key; of equal keys, the key noted longest ago."""
+    """LFU without aging: evicts the least requested key, of equals the key noted longest ago."""
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
         super().gone(key)  # aging needs ``evicted``
 
 
 class LengthAware(LeastRecentlyUsed):
-    """Policy that evicts the key with the longest prefix before it; of equal keys, the key noted or used longest
-    ago.
-    """
+    """Policy by length: evicts the key with the longest prefix, of equals the least recent."""
 
     def __init__(self, depth_of: Callable[[bytes], int]) -> None:
         super().__init__()
@@ -368,11 +363,11 @@ class LengthAware(LeastRecentlyUsed):
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and an LRU list of keys seen again. Keys that return
-    after their eviction shift the balance between the two.
+    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again. Keys that return after
+    eviction shift the balance.
 
-    ARC's capacity in keys is not given by a byte budget: it is taken as the largest number of keys present so far. The
-    same number of evicted keys is remembered.
+    A byte budget gives no capacity in keys: here it is the largest number of keys present so far. As many evicted keys
+    are remembered.
     """
 
     def __init__(self) -> None:

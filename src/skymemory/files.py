@@ -26,12 +26,12 @@ MAX_SETTINGS_BYTES = 2**20
 MAX_TABLE_BYTES = 64 * 2**20
 """Limit of files with a line per entry, such as a waypoint or an endpoint."""
 MAX_TOKENIZER_BYTES = 512 * 2**20
-"""Limit of ``tokenizer.json``: the largest of the models served today has 33 MB."""
+"""Limit of ``tokenizer.json``; the largest served today has 33 MB."""
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in an error of writing it, if the system does not (a full disk, a size limit)."""
+    """Name the file in a write error, if the system does not (a full disk, a size limit)."""
     try:
         yield
     except OSError as error:
@@ -41,10 +41,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
-    """Write a file, readable by its owner only, atomically: a reader sees the old or the new content.
+    """Write a private file atomically: a reader sees the old or the new content.
 
-    Without ``replace`` the file must not exist yet. ``durable``: it is on the disk when this returns, and the old file
-    stays until then.
+    Without ``replace`` it must not exist yet. ``durable``: it is on the disk when this returns, and the old file stays
+    until then.
 
     Raises:
         FileExistsError: it exists, and ``replace`` is False.
@@ -73,8 +73,8 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
 
 
 def write_output(path: Path, data: bytes | memoryview) -> None:
-    """Write a user's output file. A regular file, or the target of a link, is replaced atomically or stays as it was.
-    Pipes and devices are written to.
+    """Write a user's output. A regular file, or a link's target, is replaced atomically or stays. Pipes and devices are
+    written to.
 
     Raises:
         OSError: it cannot be written.
@@ -98,7 +98,7 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raise ``InvalidInput`` if ``path`` cannot be opened; call it before long work."""
+    """Raise ``InvalidInput`` if ``path`` cannot be opened, before long work."""
     try:
         open_file(path).close()
     except OSError as error:
@@ -161,7 +161,7 @@ def decode_text(data: bytes) -> str:
 
 
 def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Read the text of a file with ``read_bounded``; use it for all user-named text files.
+    """Read a text file with ``read_bounded``, as for all user-named text.
 
     Raises:
         OSError: as ``read_bounded``.

@@ -1,12 +1,12 @@
 """Fork safety of sockets, file locks, threads and the memory between them.
 
-A fork copies every descriptor and only one thread. Two processes at a socket take each other's answers; two processes
-with a file lock both hold it; a lock held by another thread is never freed; and the threads of a tier do not exist. So
-such a resource belongs to the process that opened it. In any other process its calls raise ``WrongProcess``, and the
-child's copies of its descriptors are closed immediately. The parent is not affected.
+A fork copies every descriptor and a single thread. Two processes at a socket take each other's answers; both hold a
+file lock; a lock of another thread is never freed; and a tier's threads do not exist. So such a resource belongs to the
+process that opened it: in any other its calls raise ``WrongProcess``, and a child closes its copies of the descriptors
+immediately. The parent is not affected.
 
-No read checks the process id: the interpreter calls ``_mark_child`` in each forked child, which marks all owners and
-locks of the parent.
+No read checks the process id: the interpreter calls ``_mark_child`` in each forked child, which marks the parent's
+owners and locks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from skymemory.errors import WrongProcess
 
 
 class Owner:
-    """Owner of a resource: the process that opens ``what`` now. ``let_go`` is a method that is called first in a forked
-    child: it only closes descriptors. (Messages to a server or unlocking would affect the parent.)
+    """Owner of ``what``: the process that opens it now. ``let_go`` is a method called first in a forked child, which
+    only closes descriptors: messages to a server or unlocking would affect the parent.
     """
 
     __slots__ = ("__weakref__", "_let_go", "_process", "_what", "elsewhere")
 
     def __init__(self, what: str, let_go: Callable[[], object] | None = None) -> None:
         self.elsewhere = False
-        """True in any process other than the owner."""
+        """True in any other process."""
         self._what = what
         self._process = os.getpid()
         self._let_go = None if let_go is None else weakref.WeakMethod(let_go)
@@ -54,8 +54,8 @@ _RLock: Any = type(RLock())
 
 
 class OwnLock(_RLock):  # type: ignore[misc]
-    """Reentrant lock of the process that opened ``what``. In any other process, where it might never be freed, taking
-    it raises WrongProcess.
+    """Reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it raises
+    WrongProcess.
     """
 
     __slots__ = ("owner",)
@@ -66,7 +66,7 @@ class OwnLock(_RLock):  # type: ignore[misc]
 
 
 class _ParentsLock(OwnLock):
-    """Class of an ``OwnLock`` in a forked child; so taking a lock in the owner needs no extra check."""
+    """Class of an ``OwnLock`` in a forked child, so that the owner needs no check."""
 
     __slots__ = ()
 
@@ -77,8 +77,8 @@ class _ParentsLock(OwnLock):
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Block SIGINT in this process, and from their start in processes started in the block. A terminal sends it to all
-    processes, and an unprepared child would print a traceback, or lose the signal.
+    """Block SIGINT in this process and in processes started in the block, from their start. A terminal sends it to all,
+    and an unprepared child would print a traceback, or lose it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -19,7 +19,7 @@ _SMALL_MODEL = "skymemory-small-model"
 
 
 def find_checkout() -> Path | None:
-    """Return the folder of the source tree that this code runs from; None if it is installed elsewhere."""
+    """Return the source tree that this code runs from; None if installed elsewhere."""
     folder = _PACKAGE.parents[1]
     try:
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
@@ -59,9 +59,7 @@ def small_model_command() -> str:
 
 
 def make_command(target: str) -> str:
-    """Return the advice to run ``make TARGET`` in a source tree: the command, for any directory, or which tree is
-    needed if this code runs from none.
-    """
+    """Return the advice to run ``make TARGET``: the command, for any directory, or which tree is needed."""
     checkout = find_checkout()
     if checkout is None:
         kind, source = _origin()
@@ -73,7 +71,7 @@ def make_command(target: str) -> str:
 
 
 def _pip() -> str:
-    """Return the install command for this environment, even if the environment is not activated."""
+    """Return this environment's install command, also if not activated."""
     python = sys.executable or "python3"
     if find_spec("pip") is None:
         return f"uv pip install --python {shlex.quote(python)}"
@@ -82,7 +80,7 @@ def _pip() -> str:
 
 
 def _origin() -> tuple[str, str]:
-    """Return the origin recorded by the installer (PEP 610): ``("path", PATH)``, ``("url", URL)``, or ``("", "")``."""
+    """Return the installer's record (PEP 610): ``("path", PATH)``, ``("url", URL)``, or ``("", "")``."""
     from importlib import metadata  # imported late: these three take 30 ms, and are needed only for errors
     from urllib.parse import urlsplit
     from urllib.request import url2pathname

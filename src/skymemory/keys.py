@@ -1,7 +1,7 @@
-"""Secret keys by number: the key that signs or seals now, and the keys that are still (or already) accepted.
+"""Secret keys by number: the key that signs or seals now, and the keys accepted still or already.
 
-A ring is a value: the ``testbed`` reads it from a file and replaces it as a whole when keys are rotated. Each use of a
-key derives its own key for its purpose, so that a ring shared by two purposes weakens neither.
+A ring is a value, read from a file by the ``testbed`` and replaced when keys are rotated. Each purpose derives its own
+key, so that a ring shared by two purposes weakens neither.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ MAX_KEYS = 16
 
 @dataclass(frozen=True, slots=True)
 class SecretKey:
-    """Secret key. ``key_id`` names it on the wire (1 to 65,535); ``from_s`` is the Unix time of its first use.
-
-    It is accepted as long as it is in the ring, also before ``from_s``: every host must know a key before its first
-    use.
+    """Secret key. ``key_id``: number on the wire (1 to 65,535). ``from_s``: Unix time of its first use. It is accepted
+    before that too: every host must know a key before its first use.
     """
 
     key_id: int
@@ -61,18 +59,18 @@ class KeyRing:
         return next((key for key in self.keys if key.key_id == key_id), None)
 
     def may_come(self, key_id: int) -> bool:
-        """Return True if an id that is not in the ring may belong to a later key, by the order in which ``with_key``
-        assigns ids: less than half way round from the last id. An earlier key was retired.
+        """Return True if an unknown id may be a later key's, by the order of ``with_key``: up to half way round from
+        the last. An earlier key was retired.
         """
         # Serial number arithmetic, as in RFC 1982: ids wrap around, and half of them count as later.
         return 0 < (key_id - self.keys[-1].key_id) % MAX_KEY_ID <= MAX_KEY_ID // 2
 
     def active(self, now_s: float) -> SecretKey:
-        """Return the key to use: the latest whose time of use has begun, or else the first."""
+        """Return the latest key whose time of use has begun, or else the first."""
         return next((key for key in reversed(self.keys) if key.from_s <= now_s), self.keys[0])
 
     def with_key(self, secret: bytes, from_s: float) -> KeyRing:
-        """Return the ring with a new key, accepted immediately and used from ``from_s``, with the first free id."""
+        """Return the ring with a new key, accepted at once, used from ``from_s``, with the first free id."""
         last, used_ids = self.keys[-1], {key.key_id for key in self.keys}
         later, earlier = range(last.key_id + 1, MAX_KEY_ID + 1), range(1, last.key_id)
         key_id = next(key_id for key_id in (*later, *earlier) if key_id not in used_ids)
@@ -90,5 +88,4 @@ class KeyRing:
 
 
 def first_ring(secret: bytes) -> KeyRing:
-    """Return a ring with a single key, number 1."""
     return KeyRing((SecretKey(1, secret),))

@@ -54,9 +54,7 @@ class SharedCounters(Counters):
 
 
 def percentile(values: Collection[float], percent: float) -> float:
-    """Return the percentile, interpolated between the two nearest values (numpy's default, R's type 7); nan if
-    empty.
-    """
+    """Return the percentile, interpolated as by numpy's default (R's type 7); nan if empty."""
     return float(np.percentile(list(values), percent)) if values else math.nan
 
 
@@ -76,7 +74,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return the distribution of the values that are not nan."""
+    """Return the distribution of the values, without nan."""
     numbers = [value for value in values if not math.isnan(value)]
     if not numbers:
         return Spread(0, *[math.nan] * 5)

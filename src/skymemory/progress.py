@@ -14,9 +14,7 @@ from typing import Any, TextIO
 from skymemory.text import write
 
 LINE_EVERY_S = 3.5
-"""Silence after which a wait prints a line. A thread may wait a second for its turn while torch loads, so it is below
-five.
-"""
+"""Silence until a wait prints a line; below five, because a thread may wait a second while torch loads."""
 BAR_AFTER_S = 2.0
 """Least duration of a wait that draws a bar."""
 _LOOK_S = 0.25
@@ -35,11 +33,11 @@ class Wait:
         self._words = ""
 
     def on_progress(self, share: float, words: str = "") -> None:
-        """Record that ``share`` (0 to 1) of the work is done; ``words`` express it in units of the work."""
+        """Record the ``share`` (0 to 1) of the work done, and ``words`` for it."""
         self._share, self._words = min(1.0, max(0.0, share)), words
 
     def on_words(self, words: str) -> None:
-        """Record what is done, if its share is unknown."""
+        """Record what is done, of unknown share."""
         self._words = words
 
     @property
@@ -48,14 +46,14 @@ class Wait:
 
     @property
     def share(self) -> float | None:
-        """Return the share that is done: as reported, else by the expected time (never full before the end)."""
+        """Return the share done: as reported, else by the expected time (never full before the end)."""
         if self._share is not None:
             return self._share
         return min(0.99, self.seconds / self._expected_s) if self._expected_s else None
 
     @property
     def expects(self) -> str:
-        """Return the words after the elapsed time: the work done so far, and the expected total time."""
+        """Return words for the work done and the expected time."""
         known = f"{self._share:.0%}" if self._share is not None else ""
         expected = f"of about {self._expected_s:.0f} s" if self._expected_s else ""
         return ", ".join(words for words in (self._words or known, expected) if words)
@@ -66,14 +64,14 @@ class Wait:
 
 
 class Progress:
-    """Printer of events and of waits on ``stream``. Each line begins with the seconds since ``began_s``.
+    """Printer of events and waits on ``stream``. Each line begins with the seconds since ``began_s``.
 
-    On a terminal a wait of more than ``BAR_AFTER_S`` is a bar, erased at its end. Elsewhere a line is printed whenever
-    nothing was printed for ``line_every_s``.
+    On a terminal a wait over ``BAR_AFTER_S`` is a bar, erased at its end; elsewhere a line is printed after each
+    ``line_every_s`` without output.
     """
 
     def __init__(self, stream: TextIO, began_s: float | None = None, *, line_every_s: float = LINE_EVERY_S) -> None:
-        """``began_s``: on ``time.monotonic``'s clock; by default now."""
+        """``began_s``: by ``time.monotonic``; default now."""
         self.stream = stream
         self.began_s = time.monotonic() if began_s is None else began_s
         self._line_every_s = line_every_s
@@ -83,15 +81,14 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since ``began_s``."""
         return time.monotonic() - self.began_s
 
     def say(self, words: str) -> None:
-        """Print an event, above the bar if there is one."""
+        """Print an event, above any bar."""
         self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
 
     def write(self, line: str, hanging: int = 0) -> None:
-        """Print ``line`` unchanged, such as a row of a table, above the bar if there is one."""
+        """Print ``line`` unchanged, above any bar."""
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
@@ -100,7 +97,7 @@ class Progress:
 
     @contextmanager
     def wait(self, what: str, expected_s: float | None = None) -> Iterator[Wait]:
-        """Show that ``what`` is in progress until the end of the block. Waits cannot be nested."""
+        """Show ``what`` as in progress until the end of the block. Waits cannot be nested."""
         wait, done = Wait(what, expected_s), threading.Event()
         thread = threading.Thread(target=self._show, args=(wait, done), name="progress", daemon=True)
         thread.start()
@@ -128,7 +125,7 @@ class Progress:
 
 
 class _Bar:
-    """Line that is redrawn in place, as wide as the terminal."""
+    """Line redrawn in place, as wide as the terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -160,7 +157,7 @@ class _Bar:
 
 
 Report = Callable[[float, str], None]
-"""Callback for the share of some work that is done, also in words (``Wait.on_progress``)."""
+"""Callback for the share of work done, and words for it."""
 
 
 def ignore(share: float, words: str) -> None:

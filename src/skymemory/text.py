@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TextIO
 
 PIPED_WIDTH = 100
-"""Columns of output into a file or a pipe."""
+"""Columns of a file or a pipe."""
 LEAST_WIDTH = 20
-"""Least number of columns that lines are wrapped to."""
+"""Least columns to wrap to."""
 _GAP = "  "
 
 
@@ -22,14 +22,13 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Return True if text to the stream may have colours: a terminal, without ``NO_COLOR`` in the environment."""
+    """Return True if text may have colours: a terminal, no ``NO_COLOR``."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Return columns and rows of the stream's terminal; ``PIPED_WIDTH`` by 24 without a terminal.
-
-    ``COLUMNS`` and ``LINES`` take precedence on a terminal.
+    """Return columns and rows of the stream's terminal (``COLUMNS`` and ``LINES`` take precedence); ``PIPED_WIDTH`` by
+    24 without a terminal.
     """
     if not stream.isatty():
         return PIPED_WIDTH, 24
@@ -45,13 +44,13 @@ def size_of(stream: TextIO) -> tuple[int, int]:
 
 
 def width_of(stream: TextIO | None = None) -> int:
-    """Return the columns for a line of the stream (default: standard output)."""
+    """Return the columns of the stream (default: standard output)."""
     return max(LEAST_WIDTH, size_of(sys.stdout if stream is None else stream)[0])
 
 
 def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
-    """Wrap ``words`` to lines of at most ``width``, at spaces only. Continuation lines begin with ``hanging``, or with
-    that number of spaces. Line breaks and leading spaces stay.
+    """Wrap ``words`` at spaces to ``width``. Continuation lines begin with ``hanging``, or as many spaces. Line breaks
+    and leading spaces stay.
     """
     after = " " * hanging if isinstance(hanging, int) else hanging
     lines: list[str] = []
@@ -73,7 +72,7 @@ def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
 
 
 def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
-    """Return lines filled with items, none of which is broken."""
+    """Return lines filled with unbroken items."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(gap) + len(item) <= width:
@@ -84,26 +83,22 @@ def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
 
 
 def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
-    """Return indented commands, each with its note on the same line, or below it if not all fit ``width``.
-
-    Commands are not wrapped: a command wider than the terminal can still be copied from it, a command in two lines
-    cannot.
+    """Return indented commands, each with its note on the same line, or below it if not all fit ``width``. Commands are
+    not wrapped: an overlong line can still be copied, two lines cannot.
     """
-    note_at = max((len(command) for command, note in notes.items() if note), default=0)
-    lines = [f"  {command:<{note_at}}   {note}".rstrip() for command, note in notes.items()]
+    note_at = max((len(command) for command, remark in notes.items() if remark), default=0)
+    lines = [f"  {command:<{note_at}}   {remark}".rstrip() for command, remark in notes.items()]
     if max(map(len, lines), default=0) <= width:
         return lines
     return [
         line
-        for command, note in notes.items()
-        for line in (f"  {command}", *(wrapped(f"      {note}", width) if note else ()))
+        for command, remark in notes.items()
+        for line in (f"  {command}", *(wrapped(f"      {remark}", width) if remark else ()))
     ]
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """Return ``text`` as the stream will show it. Characters that its encoding lacks are replaced by its error handler,
-    perhaps by wider text.
-    """
+    """Return ``text`` as the stream shows it: its error handler replaces missing characters, perhaps by wider text."""
     encoding, errors = getattr(stream, "encoding", None), getattr(stream, "errors", None)
     if not encoding or text.isascii():
         return text
@@ -121,7 +116,7 @@ def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> 
 
 
 def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
-    """Print ``words``, wrapped on a terminal, as a single line elsewhere, for programs that read lines."""
+    """Print ``words``, wrapped on a terminal, else as a single line for programs."""
     out = sys.stdout if stream is None else stream
     out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
     out.flush()
@@ -132,16 +127,16 @@ def write_line(words: str, stream: TextIO | None = None, hanging: str | int = ""
 # wrapped within its cells.
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Head and rows of cells. Columns of ``left`` (indices) are words; the others are aligned as numbers."""
+    """Head and rows of cells. Columns of ``left`` are words, the others numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Collection[int] = (0,)
     keys: int = 1
-    """Number of leading columns that name a row; each block repeats them."""
+    """Leading columns that name a row, repeated by each block."""
 
     def lines(self, width: int, indent: str = "") -> list[str]:
-        """Return the table in one block if it fits ``width``, else in several, with an empty line between them."""
+        """Return the table in blocks that fit ``width``, separated by empty lines."""
         room = width - len(indent)
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         # Key columns of words shrink to half of the width, but not below their longest words.
@@ -160,7 +155,7 @@ class Table:
         return lines
 
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
-        """Write the table to the stream (default: standard output), at its width."""
+        """Print the table at the stream's width (default: standard output)."""
         out = sys.stdout if stream is None else stream
         rows = [[shown(cell, out) for cell in row] for row in (self.head, *self.rows)]
         table = Table(rows[0], rows[1:], self.left, self.keys)
@@ -182,7 +177,7 @@ class Table:
         return blocks
 
     def _limits(self, widths: Sequence[int], block: Sequence[int], room: int) -> dict[int, int]:
-        """Return the width of each column of a block; the widest columns of words shrink until all fit."""
+        """Return column widths of a block; the widest columns of words shrink until all fit."""
         limits = {at: widths[at] for at in (*range(self.keys), *block)}
         while (over := sum(limits.values()) + len(_GAP) * (len(limits) - 1) - room) > 0:
             shrinkable = [at for at in limits if at in self.left and limits[at] > self._longest_word(at)]
