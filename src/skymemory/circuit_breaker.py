@@ -129,6 +129,5 @@ class CircuitBreaker:
         self._wait(now_s)
 
     def _wait(self, now_s: float) -> None:
-        """Delay the next probe, and double the delay."""
         self._until_s = now_s + self._wait_s
         self._wait_s = min(2 * self._wait_s, self._config.last_wait_s)

@@ -128,7 +128,6 @@ class NoSettings:
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Build]):
     description: str
-    """Line for help."""
     settings: type[Any]
     """Frozen dataclass of its options, with defaults."""
     build: Build
@@ -276,7 +275,6 @@ def share(value: object) -> float:
 
 
 def wholes(value: object) -> tuple[int, ...]:
-    """Read a list of whole numbers."""
     if not isinstance(value, list | tuple):
         raise InvalidInput(f"{quoted(value)}: expected a list of whole numbers")
     return tuple(whole(item) for item in value)
@@ -289,7 +287,6 @@ def table(value: object) -> dict[str, object]:
 
 
 def whole_by_name(value: object) -> dict[str, int]:
-    """Read a table of whole numbers."""
     numbers = table(value)
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
@@ -304,7 +301,6 @@ def yes_or_no(value: object) -> bool:
 
 
 def duration(value: object) -> float:
-    """Read seconds, or words such as ``"30s"``."""
     if isinstance(value, str):
         return parse_duration(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
@@ -313,7 +309,6 @@ def duration(value: object) -> float:
 
 
 def size(value: object) -> int:
-    """Read bytes, or words such as ``"16MiB"``."""
     return parse_size(value) if isinstance(value, str) else whole(value)
 
 

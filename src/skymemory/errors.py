@@ -65,8 +65,6 @@ class NoConstellation(ConstellationError):
 
 
 class CommandsRefused(ConstellationError):
-    """Refusal of this computer's commands by satellites."""
-
     def __init__(self, before: str = "") -> None:
         super().__init__(
             f"{before}satellites refuse this computer's commands: its keys are not theirs (copy the key file of their "

@@ -99,7 +99,6 @@ class RankedKeys(Generic[Rank]):
         return key in self._held
 
     def pop(self, key: bytes) -> Rank | None:
-        """Remove the key, held or not; return its rank or None."""
         self._held.discard(key)
         known = self._ranks.pop(key, None)
         return None if known is None else known[0]
@@ -121,13 +120,10 @@ class RankedKeys(Generic[Rank]):
         return lowest
 
     def order(self) -> list[bytes]:
-        """Return all keys, also held, the lowest rank first."""
         return sorted(self._ranks, key=lambda key: self._ranks[key])
 
 
 class _ByRank:
-    """Base of policies by lowest rank."""
-
     def __init__(self) -> None:
         self._ranked: RankedKeys[int] = RankedKeys()
 

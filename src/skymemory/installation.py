@@ -29,7 +29,6 @@ def find_checkout() -> Path | None:
 
 
 def install_command(*extras: str) -> str:
-    """Return a shell command that adds the extras to this installation."""
     bracket = f"[{','.join(extras)}]"
     if (checkout := find_checkout()) is not None:
         return f"{_pip()} -e {shlex.quote(f'{checkout}{bracket}')}"
@@ -42,7 +41,6 @@ def install_command(*extras: str) -> str:
 
 
 def small_model_command() -> str:
-    """Return a shell command that installs the small model."""
     if (checkout := find_checkout()) is not None:
         return f"{_pip()} {shlex.quote(str(checkout / 'models' / 'small'))}"
     kind, source = _origin()

@@ -57,6 +57,5 @@ class _Forwarding(MetaPathFinder, Loader):
 
 
 def forward() -> None:
-    """Register the finder, once per process."""
     if not any(isinstance(finder, _Forwarding) for finder in sys.meta_path):
         sys.meta_path.append(_Forwarding())

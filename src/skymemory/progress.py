@@ -19,7 +19,6 @@ BAR_AFTER_S = 2.0
 """Least duration of a wait that draws a bar."""
 _LOOK_S = 0.25
 EVENT_INDENT = len("[  0.0 s] ")
-"""Indent of the continuation lines of a wrapped event."""
 
 
 class Wait:
@@ -37,7 +36,6 @@ class Wait:
         self._share, self._words = min(1.0, max(0.0, share)), words
 
     def on_words(self, words: str) -> None:
-        """Record what is done, of unknown share."""
         self._words = words
 
     @property
@@ -84,7 +82,6 @@ class Progress:
         return time.monotonic() - self.began_s
 
     def say(self, words: str) -> None:
-        """Print an event, above any bar."""
         self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
 
     def write(self, line: str, hanging: int = 0) -> None:
@@ -125,8 +122,6 @@ class Progress:
 
 
 class _Bar:
-    """Line redrawn in place, as wide as the terminal."""
-
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TextIO
 
 PIPED_WIDTH = 100
-"""Columns of a file or a pipe."""
 LEAST_WIDTH = 20
 """Least columns to wrap to."""
 _GAP = "  "
@@ -109,7 +108,6 @@ def shown(text: str, stream: TextIO) -> str:
 
 
 def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
-    """Print ``words``, wrapped for the stream (default: standard output)."""
     out = sys.stdout if stream is None else stream
     out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging)) + "\n")
     out.flush()
@@ -163,7 +161,6 @@ class Table:
         out.flush()
 
     def _blocks(self, widths: Sequence[int], room: int) -> list[list[int]]:
-        """Return the columns of each block, without key columns."""
         blocks: list[list[int]] = [[]]
         used = 0
         for at in range(self.keys, len(widths)):

@@ -10,7 +10,6 @@ from skymemory.errors import InvalidInput, quoted
 SPEED_OF_LIGHT_M_S = 299_792_458.0
 EARTH_RADIUS_M = 6_371_000.0
 EARTH_MU_M3_S2 = 3.986004418e14
-"""Standard gravitational parameter of the Earth."""
 
 _SIZE_UNITS = {
     "": 1,

@@ -51,7 +51,6 @@ class Deadlines:
         return len(self._until_s)
 
     def give(self, key: bytes, until_s: float) -> None:
-        """Set the expiry time of ``key`` (infinite: never)."""
         self._until_s.pop(key, None)
         if until_s < math.inf:
             self._until_s[key] = until_s
@@ -252,7 +251,6 @@ class Inventory:
         self._leases: dict[LoadTicket, list[bytes]] = {}
         """Keys protected by each open load."""
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
-        """Keys protected by each open store, with sizes in bytes."""
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
         """Heap of ticket ends, numbered, with weak references so that ended tickets (stale entries) keep no values in
@@ -262,7 +260,7 @@ class Inventory:
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """Heap; entries that differ from ``_pins`` are stale."""
+        """Heap of the ends of pins; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
 
@@ -297,7 +295,6 @@ class Inventory:
         self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
-        """Return True if it was present."""
         entry = self.entries.get(key)
         if entry is None:
             return False
@@ -592,7 +589,6 @@ class BudgetedStore(TwoPhase):
         self._lock = OwnLock(f"the {name} store")
         self._closed = False
         self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
-        """See ``base.Evicting``."""
 
     @property
     def name(self) -> str:
@@ -663,7 +659,6 @@ class BudgetedStore(TwoPhase):
             return [self._inventory.lifetimes.of(key) - now_s for key in keys]
 
     def _end(self, key: bytes) -> None:
-        """Remove ``key``, whose lifetime has ended. Requires the lock."""
         raise TypeError(f"{type(self).__name__} does not define _end")
 
     def names(self) -> list[NamedValue]:
@@ -674,7 +669,6 @@ class BudgetedStore(TwoPhase):
         return sorted((value for value in values if value is not None), key=lambda one: one.name)
 
     def stored_keys(self) -> list[bytes]:
-        """Return the keys of all values, including blocks."""
         with self._open():
             return list(self._inventory.entries)
 

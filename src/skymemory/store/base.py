@@ -93,7 +93,6 @@ class LoadReport:
 
     @property
     def retransmitted(self) -> int:
-        """Return the retransmitted datagrams (or other units of the tier)."""
         return sum(key.retransmitted for key in self.keys)
 
 
@@ -121,7 +120,6 @@ class StoreTicket:
     items: tuple[tuple[bytes, Buffer], ...]
     expires_s: float
     seconds: float = 0.0
-    """Duration of ``complete_store``."""
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
     unanswered: frozenset[bytes] = frozenset()

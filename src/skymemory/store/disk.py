@@ -98,7 +98,6 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
-        """Keys whose use is not in their files yet, in order of use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
         """Bytes that the full disk had room for, and the time until which that is believed."""
@@ -195,7 +194,6 @@ class DiskStore(BudgetedStore):
     def _loaded(
         self, ticket: LoadTicket, reads: dict[bytes, Reading], started_s: float, *, stamps_wait: bool = False
     ) -> list[memoryview | None]:
-        """Complete the load: lease, use, counters and report. Requires the lock."""
         seconds = self._clock() - started_s
         self._inventory.end_lease(ticket)
         self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))), wait=stamps_wait)

@@ -42,13 +42,10 @@ _OURS = {"format", "lock", "values"}
 
 @dataclass(frozen=True, slots=True)
 class FoundValue:
-    """Value found by opening a directory."""
-
     key: bytes
     size_bytes: int
     used_ns: int
     until_s: float = math.inf
-    """End of its lifetime, in Unix time."""
     later: bool = False
     """True for a value of a later release; ``size_bytes`` is then its file's."""
 
@@ -236,7 +233,6 @@ class StoreDirectory:
             return True
 
     def check_ours(self) -> None:
-        """Raise OSError unless ``is_ours``."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
@@ -417,7 +413,6 @@ def file_name(key: bytes) -> str:
 
 
 def key_of(name: str) -> bytes | None:
-    """Return the key of a value's file; None for any other name."""
     if len(name) != 2 * KEY_BYTES or name != name.lower():
         return None
     try:

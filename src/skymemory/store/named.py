@@ -163,7 +163,6 @@ class NamedValues:
         return None if value is None else bytes(value)
 
     def __contains__(self, name: object) -> bool:
-        """Return True if a value is stored under ``name``."""
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:

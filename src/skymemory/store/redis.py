@@ -32,7 +32,7 @@ from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
 _MARK = b"SKV1"
-"""Last byte: the version, a digit."""
+"""Mark of a value; its last byte is the version, a digit."""
 TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
 """Limit of a string in Redis: 512 MiB (``proto-max-bulk-len``)."""
@@ -68,9 +68,8 @@ class RedisStore(RemoteStore):
         self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys of a later release's values, which are not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
-        """Mean of the last load."""
+        """Mean size of the values of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -280,7 +279,6 @@ def opened(key: bytes, reply: object) -> memoryview | str:
 Argument = bytes | tuple[Buffer, ...]
 """Argument of a command; a tuple's pieces are sent as one argument."""
 Command = list[Buffer]
-"""Command as pieces in the server's protocol."""
 
 _READ_BYTES = 256 << 10
 """Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""

@@ -39,7 +39,6 @@ NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1
 _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
-"""Bytes that sealing adds."""
 NOT_AUTHENTIC = "not authentic"
 """Reason of a miss: the value is another tenant's, was tampered with, or its key is retired."""
 UNKNOWN_KEY = "unknown key"

@@ -113,7 +113,6 @@ class Selecting(Wrapped):
     """Wrapper that stores only the items that ``select`` chooses."""
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Return, per item, True to store it."""
         return [True] * len(items)
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
@@ -226,7 +225,6 @@ class TenantStore(Selecting):
         self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
-        """Keys of each open load, and the end of its lease."""
         self._pins: dict[bytes, float] = {}
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
@@ -250,7 +248,6 @@ class TenantStore(Selecting):
         return [key in chosen for key, _ in items]
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Evict the tenant's oldest values for the new values."""
         with self._lock:
             for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
                 self._forget([key])

@@ -39,7 +39,6 @@ _TURNS = 5
 
 
 def _work() -> None:
-    """Run a sample of a host's work on headers."""
     header, sums = struct.Struct(">HHHIHI32s"), dict[bytes, int]()
     for number in range(4000):
         packet = header.pack(1, 2, 3, number, 5, 6, number.to_bytes(32, "big"))

@@ -165,7 +165,6 @@ def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None =
 
 
 BIND_SETTING = "SKYMEMORY_BIND"
-"""Environment variable with the address that clients bind."""
 _LEAST_ROUND_TRIPS = 3
 """Least timeout in round trips, which may be long (delay ``x100``)."""
 

@@ -33,7 +33,6 @@ Choice = Literal["python", "c", "mixed"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
-"""Environment variable with the path of another daemon."""
 _SHARE_UNITS = 65_536
 MOST_REPLICAS = 32
 """Limit of satellites in C: flight/core/config.c."""
@@ -44,7 +43,6 @@ _LONG_S = 1e6
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
-    """Return the hosts with satellites in C."""
     return {host.name: "c" for at, host in enumerate(hosts) if choice == "c" or (choice == "mixed" and at % 2 == 1)}
 
 

@@ -53,7 +53,6 @@ def _used_s(stat: list[str]) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Return True if the process runs or waits for a CPU now."""
     try:
         return _stat(pid)[0] == "R"
     except (OSError, IndexError):
@@ -69,7 +68,6 @@ class Demand:
         self._seen = {name: (now_s, wanted_s(pid)) for name, pid in pids.items()}
 
     def busy(self) -> set[str]:
-        """Return the processes that were busy since the last call."""
         busy_names = set()
         now_s = time.monotonic()
         for name, pid in self._pids.items():
@@ -157,19 +155,16 @@ class StartWait:
 
     @property
     def last_line(self) -> str:
-        """Return its last line of output; empty if none."""
         lines = self._log().strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def is_over(self) -> bool:
-        """Return True if a limit has passed."""
         now_s = time.monotonic()
         if now_s - self._look_s >= _LOOK_S:
             self._look(now_s)
         return now_s - self._progress_s >= self._idle_s or now_s - self._began_s >= self._most_s
 
     def check(self) -> None:
-        """Raise ``error`` if the wait is over."""
         if self.is_over():
             raise self.error()
 

@@ -89,7 +89,6 @@ def kinds_of(where: str) -> list[str]:
 
 
 def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return kind, place and options of an address, in order."""
     head, _, query = where.partition("?")
     kind, _, place = head.partition(":")
     return kind, place.removeprefix("//"), parse_qsl(query, keep_blank_values=True)

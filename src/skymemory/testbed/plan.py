@@ -293,7 +293,6 @@ class ConstellationPlan:
     """Moves that ``rotate`` added to the clock, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
-    """Authentication mode, from ``AUTH_MODES``."""
     keys_file: str = ""
     """Key file, unless ``auth`` is off; relative in a plan file."""
     fan_out: str = ""
@@ -425,7 +424,6 @@ class ConstellationPlan:
 
     @property
     def by_size(self) -> bool:
-        """Return True if clients choose a value's satellites by its size."""
         if self.fan_out:
             return self.fan_out == "size"
         return self.servers == self.constellation.servers
@@ -481,7 +479,6 @@ def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
 
 
 def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
-    """Return ``hosts`` processes on this computer, with consecutive ports."""
     torus = _chosen(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
@@ -496,7 +493,6 @@ def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = 
 
 
 def remote_hosts(preset: str | Preset, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
-    """Return a host per ``(ip, base port)``, for several computers."""
     torus = _chosen(preset).torus
     _require(
         1 <= len(addresses) <= torus.planes,

@@ -88,8 +88,6 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """Process with pid and start time."""
-
     pid: int
     start: str
     kind: Kind = "python"
@@ -138,7 +136,6 @@ class RunDirectory:
 
     @property
     def outages_path(self) -> Path:
-        """Return the path of the disabled satellites."""
         return self.path / OUTAGES_NAME
 
     def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
@@ -237,7 +234,6 @@ class RunDirectory:
         write_clock(self.path / CLOCK_NAME, wall_s() - running_s())
 
     def read_plan(self) -> ConstellationPlan:
-        """Read the plan. Raises ``NoConstellation`` if there is none."""
         if not self.plan_path.exists():
             raise NoConstellation(f"no constellation in {self.path}: start one with `skymemory constellation up`")
         try:
@@ -256,7 +252,6 @@ class RunDirectory:
         return plan
 
     def write_record(self, host: str, pid: int, kind: Kind = "python") -> None:
-        """Record that process ``pid`` serves ``host``."""
         start = process_start(pid)
         if start is None:
             raise ConstellationError(f"process {pid} of {host} has already ended")
@@ -307,7 +302,6 @@ class RunDirectory:
         self.pid_path(host).unlink(missing_ok=True)
 
     def log_tail(self, host: str, lines: int = 8) -> str:
-        """Return the log's last lines; empty if none."""
         try:
             with self.log_path(host).open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))

@@ -278,7 +278,6 @@ def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
 
 
 def inspect(directory: RunDirectory) -> list[HostState]:
-    """Return the states of the plan's hosts. Raises ``NoConstellation`` without a plan here."""
     states = []
     for host in directory.read_plan().hosts:
         record = directory.read_record(host.name)
@@ -334,7 +333,6 @@ class SignalGate:
                 signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt after a signal."""
         if self.closed:
             raise KeyboardInterrupt
 

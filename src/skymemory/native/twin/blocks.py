@@ -150,7 +150,6 @@ class BlockTable:
         return list(self._held)
 
     def items(self) -> list[tuple[bytes, int, int]]:
-        """Return key, depth and group number of every block, in no order."""
         return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
 
     def runs(self, visit: Visit) -> None:
@@ -231,7 +230,6 @@ class BlockTable:
                 yield key, block.row
 
     def _count(self, row: bytes, sign: int) -> None:
-        """Count a row's value as present (``sign`` 1) or removed (-1)."""
         size_bytes, number = _SIZE_AND_GROUP.unpack(row)
         if sign > 0 and self.capacity_bytes < math.inf:
             fade = math.exp(-size_bytes / self.capacity_bytes)

@@ -95,7 +95,6 @@ class PrefixTable:
         return len(removed)
 
     def forget(self, slot: int) -> None:
-        """Remove all blocks of ``slot``, and reset its capacity."""
         check_slot(slot)
         self._changes += 1
         self._trim(slot, 0)
@@ -196,13 +195,11 @@ class HolderTable:
         """Slots that hold each block, as bits, per medium; no block without any."""
 
     def add(self, medium: int, slot: int, block: int) -> None:
-        """Record that ``slot`` holds the block in the medium. May be repeated."""
         _check(medium, slot, block)
         holders = self._media[medium]
         holders[block] = holders.get(block, 0) | 1 << slot
 
     def take(self, medium: int, slot: int, block: int) -> None:
-        """Record that ``slot`` does not hold the block in the medium."""
         _check(medium, slot, block)
         holders = self._media[medium]
         others_bits = holders.get(block, 0) & ~(1 << slot)

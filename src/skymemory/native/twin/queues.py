@@ -49,7 +49,6 @@ class _Prefill:
     drain_s: float
     """Pipeline of machines: the next prefill begins after ``work_s``; this prefill ends ``drain_s`` later."""
     unseen: bool
-    """True if its end is not visible."""
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class _Queue:
     first_s: float = 0.0
     """Work of the first."""
     drain_s: float = 0.0
-    """Drain of the first."""
+    """``drain_s`` of the first."""
     since_s: float = 0.0
     """Start of the first."""
     others: tuple[float, float] = (-1.0, 0.0)
@@ -240,7 +239,6 @@ class UnderWay:
             raise ValueError("the secret of a table must be odd")
         self.most_blocks = most_blocks
         self._open: dict[int, tuple[int, list[int]]] = {}
-        """Slot and blocks by ticket."""
         self._chains: dict[int, dict[int, int]] = {}
         """Number of chains per block and slot; no zeros."""
         self._tickets = self._changes = 0

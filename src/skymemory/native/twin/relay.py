@@ -37,7 +37,6 @@ def sky_start(data: memoryview) -> int:
 
 
 def _has_headers(packets: list[memoryview]) -> bool:
-    """Return True if there are packets, and all have whole SKY headers."""
     return bool(packets) and all(len(packet) >= sky_start(packets[0]) + SKY_BYTES for packet in packets)
 
 

@@ -285,7 +285,6 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 # nothing: they may overtake earlier packets.
 
 Rest = tuple[bytearray, list[bytes] | None]
-"""Headers (or a whole packet) and payloads that the kernel did not accept."""
 Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
 """Operation, key, ground host, incoming and outgoing link, chunks; of a SET also chunks and bytes replaced, and further
 bytes added; the part still to be sent.
@@ -361,8 +360,6 @@ def serve_runs(
 
 
 class _Service:
-    """State of a ``serve`` or ``serve_runs`` call."""
-
     def __init__(
         self,
         fd: int,

@@ -137,7 +137,6 @@ def check_packet(packet: memoryview) -> tuple[int, int]:
 
 
 def segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
-    """Return the packets of a run."""
     if segment_bytes < 1:
         raise ValueError(f"segments of {segment_bytes} bytes: expected 1 or more")
     view = memoryview(data).cast("B")

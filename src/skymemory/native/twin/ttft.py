@@ -51,7 +51,6 @@ class DelayPrice:
         self._at_s = -math.inf
 
     def sent(self, work_s: float, now_s: float) -> None:
-        """Record a sent request with a prefill of ``work_s``."""
         decay = self._kept(now_s)
         self._requests, self._work_s = self._requests * decay + 1.0, self._work_s * decay + work_s
         self._at_s = max(self._at_s, now_s)
@@ -151,7 +150,6 @@ class TtftRanker:
         return True
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
-        """Set back servers that have had their share, until the best has not."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -204,8 +202,6 @@ class _Bar:
 
 @dataclass(slots=True)
 class _Share:
-    """A server's requests in the window."""
-
     sent: deque[tuple[float, int]] = field(default_factory=deque)
     """Time, and number of earlier requests to all servers."""
     first: int = 0

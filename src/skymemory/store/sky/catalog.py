@@ -77,7 +77,6 @@ class Catalog:
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Return the keys that another writer has replaced, as satellites report."""
         reported = self.settings_in_box(infos)
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
@@ -204,7 +203,6 @@ class Catalog:
         return {key: infos[key] for key in wanted if key in infos}, certain
 
     def learn_places(self, places: Mapping[bytes, Place]) -> None:
-        """Learn the writer's predecessors of values about to be stored."""
         for key, place in places.items():
             if place.parent is not None:
                 self._predecessors[key] = place.parent

@@ -300,7 +300,6 @@ class Prefetcher:
 
 
 def _batches(infos: Iterable[ValueInfo]) -> Iterator[list[ValueInfo]]:
-    """Yield batches of at most ``BATCH_BYTES``, with at least one value each."""
     batch: list[ValueInfo] = []
     size_bytes = 0
     for info in infos:

@@ -223,7 +223,6 @@ class Prober:
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
         self.questions = 0
-        """HAS packets sent so far."""
 
     def now_s(self) -> float:
         return self._driver.now_s()

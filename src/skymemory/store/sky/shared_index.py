@@ -50,7 +50,6 @@ _log = logging.getLogger(__name__)
 LOCK_WAIT_S = 0.5
 """Longest wait of a put for the lock, normally held for about a millisecond."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
-"""Pauses between attempts to get it."""
 _BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
 """Attempts to read a torn record of the side file, which may still be in writing."""
@@ -151,7 +150,6 @@ class SharedIndex:
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
-        """Record the cost and result of probing."""
         self._write(lambda: self._record_state(Record(RecordOp.PROBED, probed=(keys_probed, values_adopted))))
 
     def __len__(self) -> int:
@@ -160,7 +158,6 @@ class SharedIndex:
             return len(self._index)
 
     def assume_capacity(self, memory_bytes: float) -> None:
-        """Set the memory size for later entries."""
         with self._lock:
             self._index.capacity_bytes = memory_bytes
 

@@ -142,7 +142,6 @@ class _Ahead:
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
     """Earlier entries of the keys, whose leftovers are evicted once the new values are stored."""
     chain: list[ValueInfo] = field(default_factory=list)
-    """Blocks before the first value."""
     record: bytes = b""
     """Index record, of a single value only."""
 
@@ -232,7 +231,6 @@ class ConstellationStore(RemoteStore):
         return [value]
 
     def _get(self, info: ValueInfo) -> memoryview | None:
-        """Read one value; None if it cannot be read."""
         size_bytes, started_s = info.value_bytes, self._driver.now_s()
         out = value_buffer(size_bytes)
         outcome = self._driver.read(info, out, self.settings.replicas)
