@@ -98,6 +98,7 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
+        """Keys in the order of their use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
         """Bytes that the full disk had room for, and the time until which that is believed."""
@@ -295,7 +296,7 @@ class DiskStore(BudgetedStore):
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
-            # Free space does not show quotas or inodes, and some of it may be reserved for root.
+            # Free space does not show quotas or inodes, and some of it may be reserved.
             is_visible = tries == 0 and error.errno != errno.EDQUOT
             needed_bytes = size_bytes - self._directory.free_bytes() if is_visible else size_bytes
             victims = self._inventory.victims_for(max(1, needed_bytes))

@@ -68,6 +68,7 @@ class RedisStore(RemoteStore):
         self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
+        """Keys of a later release's values, which are not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
         """Mean size of the values of the last load."""
 

@@ -419,6 +419,7 @@ class Survey:
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
+        """Requests in flight, with the times at which they become overdue, in that order."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
         """Last request to each overdue satellite."""

@@ -293,6 +293,7 @@ class ConstellationPlan:
     """Moves that ``rotate`` added to the clock, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
+    """Mode of ``AUTH_MODES``."""
     keys_file: str = ""
     """Key file, unless ``auth`` is off; relative in a plan file."""
     fan_out: str = ""
@@ -424,6 +425,7 @@ class ConstellationPlan:
 
     @property
     def by_size(self) -> bool:
+        """Return True if clients choose the number of satellites by a value's size."""
         if self.fan_out:
             return self.fan_out == "size"
         return self.servers == self.constellation.servers

@@ -285,6 +285,7 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 # nothing: they may overtake earlier packets.
 
 Rest = tuple[bytearray, list[bytes] | None]
+"""Headers (or a whole packet) and payloads that the kernel did not accept."""
 Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
 """Operation, key, ground host, incoming and outgoing link, chunks; of a SET also chunks and bytes replaced, and further
 bytes added; the part still to be sent.

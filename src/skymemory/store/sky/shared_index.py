@@ -390,7 +390,7 @@ class SharedIndex:
         compacted = self._replayed_bytes >= self._compact_at_bytes and self._compact()
         return compacted and _lock_is_awaited(self._fd), is_written
 
-    # --- records beside the journal ---
+    # --- records in the side file ---
 
     def _write_beside(self, change: Callable[[], bytes]) -> bool:
         """Apply a change and append its records to the side file; False if the disk is full."""
