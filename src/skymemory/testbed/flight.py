@@ -47,7 +47,7 @@ def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """Return ``kinds_of`` the plan's hosts; raise, before any start, if C cannot serve them."""
+    """Return ``kinds_of`` for the plan's hosts; raise, before anything is started, if C cannot serve them."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()

@@ -56,8 +56,8 @@ class Catalog:
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return ``find``, and True if the other keys are certainly absent: all satellites that may hold them
-        answered.
+        """Return the result of ``find``, and True if the other keys are certainly absent: all satellites that may hold
+        them have answered.
         """
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:

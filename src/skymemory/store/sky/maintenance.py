@@ -141,7 +141,7 @@ class Evictor:
         stored in the last ``since_s``. Other values of the keys stay. Return the keys for which a satellite did not
         answer.
 
-        Earlier releases, which forget whole keys only, are not asked: their leftovers stay until they are the oldest.
+        Earlier releases, which forget whole keys only, do not get it: their leftovers stay until they are the oldest.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):

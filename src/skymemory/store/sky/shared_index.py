@@ -416,7 +416,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append a record. False, with a torn tail: no room. OSError if not even that can be written."""
+        """Append a record. Return False, leaving a torn tail, if there is no room. Raises OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
@@ -562,8 +562,8 @@ class SharedIndex:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Append a record. False, with a torn tail that other processes see: no room. OSError if not even that can be
-        written.
+        """Append a record. Return False if there is no room: the torn tail shows other processes the loss. Raises
+        OSError if not even that can be written.
         """
         try:
             written = os.write(self._fd, record)
