@@ -416,7 +416,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append a record. Return False, leaving a torn tail, if there is no room. Raises OSError if even that fails."""
+        """Append a record. Return False, leaving a torn tail, if there is no room. OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
