@@ -500,7 +500,7 @@ def _packed(satellite: SatelliteId) -> bytes:
 
 
 def is_for(satellite: SatelliteId, packet: bytes | bytearray) -> bool:
-    """Return True if a packet ends at this satellite, or is too short to tell."""
+    """Return True if a packet ends at this satellite, or is too short to decide."""
     at = _op_at(packet)
     return len(packet) < at - 1 + SKY_BYTES or packet[at + 3 : at + 7] == _packed(satellite)
 

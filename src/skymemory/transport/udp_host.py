@@ -189,7 +189,7 @@ class UdpHost:
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
         """Unix ms and moves of the operators' last push, as known to satellites that died here: if all are dead, no
-        neighbour can tell.
+        neighbour knows.
         """
         try:
             for name, endpoint in spec.mine.items():

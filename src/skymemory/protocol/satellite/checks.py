@@ -4,7 +4,7 @@ HAS cannot answer that if values have copies: a satellite is the place of one se
 by the next copy.
 
 - ``Check`` is the question about one share, ``Checks`` sends and answers them;
-- ``Replicas`` tells which shares are not whole here, and which satellites have their other copies;
+- ``Replicas`` reports which shares are not whole here, and which satellites have their other copies;
 - ``LossProofs`` decides if a chunk exists nowhere any more: only then may the rest of its value be dropped.
 """
 

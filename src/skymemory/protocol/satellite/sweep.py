@@ -1,6 +1,6 @@
 """Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
-``Sweep``: is the rest of each block still stored? A key's placement tag tells which servers hold its chunks, and how
+``Sweep``: is the rest of each block still stored? A key's placement tag names the servers that hold its chunks, and how
 many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's servers,
 at the next sweep the second next, then the fourth. So all S servers learn of a hole in about log2 S sweeps, with one
 question per key and sweep. The same questions are asked before a handover, so that no dead block is handed over.

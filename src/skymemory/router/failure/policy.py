@@ -55,7 +55,7 @@ QUIET_CHECK_S = 1.0
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
 """Slow servers: factor over the median; minimum answers and servers; period."""
 LEAST_USUAL_S = 0.001
-"""Minimum expected wait: smaller differences tell nothing."""
+"""Minimum expected wait: smaller differences are noise."""
 BEGIN_S = 0.001
 """Pieces within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
@@ -211,7 +211,7 @@ class FailurePolicy:
         """Record the first byte of an answer.
 
         Args:
-            is_good: no error, not even a client error, whose time tells nothing.
+            is_good: no error, not even a client error, whose time is no evidence.
             is_whole: complete; False: ``on_complete`` or ``on_fault`` follows.
         """
         record = self._records.get(server)
@@ -508,7 +508,7 @@ class FailurePolicy:
             for attempts in record.streams
             if (silent_s := now_s - max(attempts.heard_s, record.working_s)) > stalled_s
         }
-        # Streams that have just begun tell nothing about the others.
+        # Streams that have just begun say nothing about the others.
         going_on = (
             attempts.heard_s
             for attempts, (_, started_s) in record.streams.items()

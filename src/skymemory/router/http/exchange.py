@@ -688,7 +688,7 @@ class Exchange(Attempts):
             self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
         self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
-        # An error tells nothing about the cache, so its account closes as failed.
+        # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
             if not ended and (self._request.streams or reader.streams):
@@ -1006,7 +1006,7 @@ class Exchange(Attempts):
         now_s = time.monotonic()
         counts_only = self.incoming.path == COUNT_TOKENS and self._translated is None
         if reader is None or response is None or response.status >= 400 or counts_only:
-            account.close(now_s)  # an error or a token count tells nothing about the cache
+            account.close(now_s)  # an error or a token count is no evidence about the cache
             return
         usage = result.usage = reader.usage()
         if usage is None and reader.streams:
