@@ -389,7 +389,10 @@ class _Door:
         request.num_computed_tokens = tokens
         self._connector._kv_cache_manager.cache_blocks(request, tokens)
         if (stats := request.prefill_stats) is not None:
-            stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens + loaded)
+            # A request that is preempted and loaded again has loaded some tokens twice.
+            most = stats.num_prompt_tokens - stats.num_local_cached_tokens
+            external_tokens = min(stats.num_external_cached_tokens + loaded, most)
+            stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, external_tokens)
 
 
 class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
