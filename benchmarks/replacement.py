@@ -48,18 +48,18 @@ def replay(policy: Replacement, prompts: Prompts, capacity: int) -> int:
         found = next((at for at, key in enumerate(prompt) if key not in here), len(prompt))
         hits += found
         for key in reversed(prompt[:found]):
-            policy.used(key)
+            policy.on_use(key)
         for key in reversed(prompt[found:]):
             if key not in here and len(here) >= capacity:
                 victim = policy.victim(key)
                 assert victim is not None
                 here.discard(victim)
-                policy.gone(victim, evicted=True)
+                policy.on_removal(victim, evicted=True)
             here.add(key)
-            policy.noted(key)
+            policy.on_store_or_touch(key)
         for key in reversed(prompt[:found] if found < len(prompt) else ()):
             if key in here:
-                policy.noted(key)
+                policy.on_store_or_touch(key)
     return hits
 
 

@@ -455,7 +455,7 @@ class FlightLedger:
     def set(self, values: list[int]) -> None:
         self._machine.lib.shim_ledger(self._machine.it, (ctypes.c_uint64 * 7)(*values), True)
 
-    def went(self, size_bytes: int, cause: str) -> None:
+    def record_removed(self, size_bytes: int, cause: str) -> None:
         values = self.values()
         values[2 + CAUSES.index(cause)] += size_bytes  # type: ignore[arg-type]
         self.set(values)
@@ -620,8 +620,8 @@ class FlightNeighbours:
         self._machine._pass_figures()
         self._machine.lib.sky_greet(self._machine.it, us(now_s))
 
-    def used(self, link: LinkEnd, now_s: float) -> None:
+    def on_packet_sent(self, link: LinkEnd, now_s: float) -> None:
         self._machine.lib.sky_neighbour_used(self._machine.it, self._machine.link(link), us(now_s))
 
-    def heard(self, neighbour: SatelliteId, now_s: float) -> None:
+    def on_packet_received(self, neighbour: SatelliteId, now_s: float) -> None:
         self._machine.lib.sky_neighbour_heard(self._machine.it, packed(neighbour), us(now_s))

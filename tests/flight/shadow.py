@@ -236,13 +236,13 @@ class _Neighbours:
         self._ours.greet(self._both._python_s(_whole(now_s)))
         self._theirs.greet(_whole(now_s))
 
-    def used(self, link: LinkEnd, now_s: float) -> None:
-        self._ours.used(link, self._both._python_s(_whole(now_s)))
-        self._theirs.used(link, _whole(now_s))
+    def on_packet_sent(self, link: LinkEnd, now_s: float) -> None:
+        self._ours.on_packet_sent(link, self._both._python_s(_whole(now_s)))
+        self._theirs.on_packet_sent(link, _whole(now_s))
 
-    def heard(self, neighbour: SatelliteId, now_s: float) -> None:
-        self._ours.heard(neighbour, self._both._python_s(_whole(now_s)))
-        self._theirs.heard(neighbour, _whole(now_s))
+    def on_packet_received(self, neighbour: SatelliteId, now_s: float) -> None:
+        self._ours.on_packet_received(neighbour, self._both._python_s(_whole(now_s)))
+        self._theirs.on_packet_received(neighbour, _whole(now_s))
 
 
 def _whole(time_s: float) -> float:

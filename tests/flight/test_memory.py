@@ -410,29 +410,33 @@ def compare_policies(replacement: str, events: int, keys: int, departed: int, se
     for event, key in enumerate(rng.choices(names, weights, k=events)):
         draw = rng.random()
         if draw < 0.05 and key in here:
-            verb = "gone"
+            verb = "on_removal"
         elif draw < 0.10 and key in here:
             verb = "hold"
         elif draw < 0.20 and held:
             key, verb = sorted(held)[0], "free"
         elif draw < 0.30:
-            verb = "arrived"
+            verb = "on_handover"
         else:
-            verb = "noted" if key not in here or draw < 0.4 else "used"
-        if verb in ("noted", "arrived") and key not in here and len(here) >= keys:
+            verb = "on_store_or_touch" if key not in here or draw < 0.4 else "on_use"
+        if verb in ("on_store_or_touch", "on_handover") and key not in here and len(here) >= keys:
             victim = twin.victim(key)
             ours = lib.parts_rank(it, 7, key)
             assert ours == (-1 if victim is None else int.from_bytes(victim[:4], "big")), event
             if victim is None:
                 continue
-            twin.gone(victim, evicted=True)
+            twin.on_removal(victim, evicted=True)
             lib.parts_rank(it, 4, victim)
             here.discard(victim)
             held.discard(victim)
         getattr(twin, verb)(key)
-        lib.parts_rank(it, {"noted": 0, "used": 1, "arrived": 2, "gone": 3, "hold": 5, "free": 6}[verb], key)
-        (here.discard if verb == "gone" else here.add)(key)
-        (held.add if verb == "hold" else held.discard if verb in ("gone", "free") else set[bytes]().add)(key)
+        lib.parts_rank(
+            it,
+            {"on_store_or_touch": 0, "on_use": 1, "on_handover": 2, "on_removal": 3, "hold": 5, "free": 6}[verb],
+            key,
+        )
+        (here.discard if verb == "on_removal" else here.add)(key)
+        (held.add if verb == "hold" else held.discard if verb in ("on_removal", "free") else set[bytes]().add)(key)
         if event % max(1, events // 200) == 0:
             count = lib.parts_ranked(it, out)
             assert list(out[:count]) == [int.from_bytes(each[:4], "big") for each in twin.order()], event

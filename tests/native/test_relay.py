@@ -142,8 +142,8 @@ class Crossing:
         return self.left()
 
     def _carried(self, scratch: memoryview, served: list[native.Served], passed: list[native.Passed]) -> None:
-        self.machine.passed(passed, NOW_S)
-        self.machine.served(served, NOW_S)
+        self.machine.record_passed(passed, NOW_S)
+        self.machine.record_served(served, NOW_S)
         for _, _, link, _, left in passed:
             assert bool(left) == (link in self.near)
             self.handed += [(link, bytes(scratch[at : at + size])) for at, size, _ in left]

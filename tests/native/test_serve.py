@@ -102,7 +102,7 @@ class Satellite:
                     fd, scratch, 16, addresses, {("127.0.0.9", 1): 0}, shares, settled, room_bytes, terms, guard
                 )
                 assert errors == 0 and passed == [] and all(entry[-1] is None for entry in served)
-                self.machine.served(served, 1000.25)
+                self.machine.record_served(served, 1000.25)
                 self.served += len(served)
             if not arrivals and not served:
                 return self._answers(passed_on)

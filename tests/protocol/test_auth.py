@@ -346,7 +346,7 @@ def test_only_what_is_authentic_is_a_sign_of_a_neighbours_life(world: type[World
     now_s = NOW_S
     for step in range(40):
         now_s = NOW_S + 0.1 * step
-        machine.neighbours.used(neighbour, now_s)
+        machine.neighbours.on_packet_sent(neighbour, now_s)
         if (due_s := machine.next_timer_s()) is not None and due_s <= now_s:
             machine.handle_timer(now_s)
         machine.datagrams_to_send(now_s)

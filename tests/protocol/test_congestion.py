@@ -87,7 +87,7 @@ def test_suspicion_ends_with_a_word():
     assert HERE not in peers.suspects
     peers.suspects.add(HERE, 5.0)
     assert HERE in peers.suspects
-    peers.peer(HERE).heard(None, 7.1)
+    peers.peer(HERE).on_answer(None, 7.1)
     assert HERE not in peers.suspects
     assert peers.silent_since_s(HERE, 6.0) == 7.1 and peers.silent_since_s(HERE, 8.0) == 8.0
 
@@ -113,7 +113,7 @@ def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
     in_flight = InFlight(peers, None, give_up_s=0.8, ground=7, credit_bytes=1 << 20)
     peer = peers.peer(HERE)
     for number in range(20):
-        peer.heard(1.5, 0.1 * number)
+        peer.on_answer(1.5, 0.1 * number)
     operation = Operation(1, None, 2.0, TransferReport())
     busy = in_flight.begin(operation, HERE, Op.PING, [], b"", 0, (0, 0), 2.0)
     assert busy.deadline_s == 2.8
@@ -124,19 +124,19 @@ def test_how_slow_a_satellite_was_long_ago_does_not_make_us_patient_now():
 def test_a_receive_buffer_is_divided_among_those_that_send_lately():
     credit = Credit(1000, 100)
     assert credit.each_bytes == 1000
-    credit.heard(1, 0.0)
-    credit.heard(1, 0.1)
+    credit.record_sender(1, 0.0)
+    credit.record_sender(1, 0.1)
     assert credit.each_bytes == 1000
     for sender in range(4):
-        credit.heard(sender, 0.2)
+        credit.record_sender(sender, 0.2)
     assert credit.each_bytes == 250
-    credit.heard(1, 0.2 + SENDERS_PERIOD_S)
+    credit.record_sender(1, 0.2 + SENDERS_PERIOD_S)
     assert credit.each_bytes == 250, "as many as in the period before, which has just ended"
-    credit.heard(1, 0.3 + 2 * SENDERS_PERIOD_S)
+    credit.record_sender(1, 0.3 + 2 * SENDERS_PERIOD_S)
     assert credit.each_bytes == 1000, "the others have not been heard for a period"
     for sender in range(50):
-        credit.heard(sender, 0.4 + 2 * SENDERS_PERIOD_S)
+        credit.record_sender(sender, 0.4 + 2 * SENDERS_PERIOD_S)
     assert credit.each_bytes == 100, "never less than the least"
-    credit.heard(2, 10.0)
+    credit.record_sender(2, 10.0)
     assert credit.each_bytes == 1000
     assert Credit(50, 100).each_bytes == 50

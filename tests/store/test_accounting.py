@@ -52,24 +52,24 @@ class NaiveShelf:
             if excess <= 0:
                 for victim in victims:
                     del self.sizes[victim]
-                    self.twin.gone(victim, evicted=True)
+                    self.twin.on_removal(victim, evicted=True)
                 reserved.append((one, size))
                 self.held.append(one)
         for one, size in reserved:
             self.held.remove(one)
             self.sizes[one] = size
-            self.twin.noted(one)
+            self.twin.on_store_or_touch(one)
         self.touch([one for one, _ in items])
 
     def touch(self, keys: list[bytes]) -> None:
         for one in reversed(keys):
             if one in self.sizes:
-                self.twin.noted(one)
+                self.twin.on_store_or_touch(one)
 
     def use(self, keys: list[bytes]) -> None:
         for one in reversed(keys):
             if one in self.sizes:
-                self.twin.used(one)
+                self.twin.on_use(one)
 
 
 STEPS = st.lists(
@@ -108,7 +108,7 @@ def test_a_store_holds_what_its_naive_twin_holds(policy: str, steps: list[tuple[
             assert store.delete(keys[-1:]) == [there]
             if there:
                 del naive.sizes[keys[-1]]
-                naive.twin.gone(keys[-1])
+                naive.twin.on_removal(keys[-1])
                 if keys[-1] in pinned:
                     pinned.remove(keys[-1])
                     naive.held.remove(keys[-1])

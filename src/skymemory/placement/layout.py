@@ -132,7 +132,7 @@ def _layout(strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, 
         case "rotation_hop":
             cells = _walk(torus, box)[:servers]
         case "hop":
-            cells = _walk(torus, _whole(torus))[:servers]
+            cells = _walk(torus, _torus_box(torus))[:servers]
             box = _around(cells)
         case "cost":
             box, cells = _cheapest(servers, torus, slot_link_s, plane_link_s)
@@ -142,7 +142,7 @@ def _layout(strategy: Strategy, servers: int, torus: Torus, slot_link_s: float, 
     return Layout(strategy, servers, torus, slot_link_s, plane_link_s, box, cells, server_of)
 
 
-def _whole(torus: Torus) -> Box:
+def _torus_box(torus: Torus) -> Box:
     return Box.centred(torus.slots_per_plane, torus.planes)
 
 
@@ -179,7 +179,7 @@ def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tupl
 
     Whole picoseconds make every machine break ties alike; equal delays keep the order of the breadth-first walk.
     """
-    priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))]
+    priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _torus_box(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 
 

@@ -207,7 +207,7 @@ class _Seen:
         if number <= self.floor or number in self.recent or number in self.earlier:
             return False
         self.recent.add(number)
-        self._took(number)
+        self._record_newest(number)
         return True
 
     def all_first(self, numbers: list[int]) -> bool:
@@ -216,10 +216,10 @@ class _Seen:
         if not (new and distinct.isdisjoint(self.recent) and distinct.isdisjoint(self.earlier)):
             return False
         self.recent |= distinct
-        self._took(max(numbers))
+        self._record_newest(max(numbers))
         return True
 
-    def _took(self, newest: int) -> None:
+    def _record_newest(self, newest: int) -> None:
         self.newest = max(self.newest, newest)
         if len(self.recent) >= REMEMBERED:
             if self.earlier:
@@ -238,13 +238,13 @@ class ReplayWindow:
 
     def first(self, sender: Sender, number: int) -> bool:
         """Return True, and remember the command, if this authentic, recent command is new."""
-        return self._seen(sender).first(number)
+        return self._get_record(sender).first(number)
 
     def all_first(self, sender: Sender, numbers: list[int]) -> bool:
         """Return True, and remember all commands, if they are distinct and all new; otherwise remember none."""
-        return self._seen(sender).all_first(numbers)
+        return self._get_record(sender).all_first(numbers)
 
-    def _seen(self, sender: Sender) -> _Seen:
+    def _get_record(self, sender: Sender) -> _Seen:
         record = self._senders.get(sender)
         if record is None:
             record = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))

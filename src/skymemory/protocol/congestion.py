@@ -144,7 +144,7 @@ class Credit:
         self._until_s = -math.inf
         self.each_bytes = buffer_bytes
 
-    def heard(self, sender: int, now_s: float) -> None:
+    def record_sender(self, sender: int, now_s: float) -> None:
         if now_s < self._until_s and sender in self._senders:
             return
         if now_s >= self._until_s:

@@ -139,7 +139,7 @@ def pack_presences(presences: Iterable[Presence | None]) -> bytes:
 
 
 def unpack_presences(body: Buffer) -> list[Presence | None]:
-    count = _counted(body, _PRESENCE.size)
+    count = _unpack_list_count(body, _PRESENCE.size)
     start = _KEYS.size
     return [Presence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
 
@@ -163,7 +163,7 @@ def pack_listed(entries: Sequence[tuple[bytes, Presence]]) -> bytes:
 def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
     width = KEY_BYTES + _PRESENCE.size
     entries = []
-    for i in range(_counted(body, width)):
+    for i in range(_unpack_list_count(body, width)):
         at = _KEYS.size + i * width
         presence = Presence.unpack(body[at + KEY_BYTES :])
         if presence is None:
@@ -204,12 +204,12 @@ def pack_housekeeping(values: dict[str, int]) -> bytes:
 
 
 def unpack_housekeeping(body: Buffer) -> dict[str, int]:
-    count = _counted(body, 8)
+    count = _unpack_list_count(body, 8)
     values = struct.unpack_from(f">{count}q", body, _KEYS.size)
     return dict(zip(HOUSEKEEPING_FIELDS, values, strict=False))
 
 
-def _counted(body: Buffer, width: int) -> int:
+def _unpack_list_count(body: Buffer, width: int) -> int:
     if len(body) < _KEYS.size:
         raise MalformedPacket("list without its count")
     count, _ = _KEYS.unpack_from(body)

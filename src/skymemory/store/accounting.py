@@ -285,7 +285,7 @@ class Inventory:
         old = self.entries.get(key)
         self.used_bytes += size_bytes - (old.size_bytes if old else 0)
         self.entries[key] = Entry(size_bytes)
-        self._policy.noted(key)
+        self._policy.on_store_or_touch(key)
         if old is None:
             self.order.added(key)
 
@@ -303,7 +303,7 @@ class Inventory:
         self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
-        self._policy.gone(key, evicted=False)
+        self._policy.on_removal(key, evicted=False)
         self.order.removed(key)
         return True
 
@@ -312,7 +312,7 @@ class Inventory:
         self.used_bytes -= self.entries.pop(victim).size_bytes
         self.lifetimes.forget(victim)
         self.order.removed(victim)
-        self._policy.gone(victim, evicted=True)
+        self._policy.on_removal(victim, evicted=True)
 
     def take_place(self, key: bytes) -> Place | None:
         """Forget and return the place of an evicted block; None if unknown."""
@@ -322,14 +322,14 @@ class Inventory:
         """Count a use. Return the present keys, the most recently used (the first of ``keys``) last."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
-            self._policy.used(key)
+            self._policy.on_use(key)
         return used
 
     def touch(self, keys: Sequence[bytes]) -> list[bytes]:
         """Mark as recent without counting a use, the first as the most recent. Returns as ``use`` does."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
-            self._policy.noted(key)
+            self._policy.on_store_or_touch(key)
         return touched
 
     # --- tickets ---

@@ -93,7 +93,7 @@ async def _serve(
         # ``again`` is the pending retry; a signal replaces it, so that at most one is pending.
         trouble, again = "", loop.call_soon(lambda: None)
 
-        def look() -> None:
+        def apply_outages() -> None:
             nonlocal trouble, again
             again.cancel()
             before, trouble = trouble, ""
@@ -103,10 +103,10 @@ async def _serve(
                 trouble = str(error)
                 if trouble != before:
                     say(f"{host.name}: {error}; trying again")
-                again = loop.call_later(_AGAIN_S, look)
+                again = loop.call_later(_AGAIN_S, apply_outages)
 
-        loop.add_signal_handler(signal.SIGHUP, look)
-        look()
+        loop.add_signal_handler(signal.SIGHUP, apply_outages)
+        apply_outages()
 
     try:
         await serve_host(host_spec(plan, host, listen, authority), stop, ready, follow_outages)

@@ -161,7 +161,7 @@ class StartWait:
     def is_over(self) -> bool:
         now_s = time.monotonic()
         if now_s - self._look_s >= _LOOK_S:
-            self._look(now_s)
+            self._check_progress(now_s)
         return now_s - self._progress_s >= self._idle_s or now_s - self._began_s >= self._most_s
 
     def check(self) -> None:
@@ -192,7 +192,7 @@ class StartWait:
     def _printed(self) -> str:
         return f"it printed last: {self.last_line}" if self.last_line else "it printed nothing"
 
-    def _look(self, now_s: float) -> None:
+    def _check_progress(self, now_s: float) -> None:
         elapsed_s, before = now_s - self._look_s, self._seen
         self._look_s, self._seen = now_s, activity(self._pid, self._log())
         current = self._seen

@@ -241,7 +241,7 @@ class SimulatedConstellation:
         self._dead.discard(satellite)
         self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
-        before.ledger.went(before.used_bytes, "lost")
+        before.ledger.record_removed(before.used_bytes, "lost")
         self.satellites[satellite] = self._new_satellite(satellite)
         self.satellites[satellite].store.ledger = before.ledger
         self.satellites[satellite].neighbours.greet(self.now_s)
@@ -334,7 +334,7 @@ class SimulatedConstellation:
             if isinstance(arrival, _Arrival):
                 self._deliver(arrival)
             else:
-                self._come(arrival, min(timer_s, limit_s, fault_s))
+                self._process_arrivals(arrival, min(timer_s, limit_s, fault_s))
         else:
             while self._next_alarm_s() <= self.now_s:
                 node = heapq.heappop(self._alarms)[2]
@@ -525,7 +525,7 @@ class SimulatedConstellation:
             last += 1
         return last
 
-    def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
+    def _process_arrivals(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
         """Process packets at the ends of their links, until a machine has received something or time reaches
         ``until_s``.
         """
@@ -620,13 +620,13 @@ class SimulatedConstellation:
         unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, *requests, transit)
         outgoing: list[tuple[SegmentBatch, Node]] = []
         if forwarded:
-            machine.passed(forwarded, now_s)
+            machine.record_passed(forwarded, now_s)
             for _, _, link, _, remainder in forwarded:
                 for at, size, segment_bytes in remainder:
                     packets = data if size == len(data) else data[at : at + size]
                     outgoing.append((SegmentBatch(packets, segment_bytes), link))
         if served:
-            machine.served(served, now_s)
+            machine.record_served(served, now_s)
             for *_, link, _, _, _, _, answer in served:
                 headers, payloads = cast(tuple[bytearray, list[bytes] | None], answer)
                 width = len(headers) // (len(payloads) if payloads else 1)

@@ -86,7 +86,7 @@ class _Call:
         self.waiting.discard(event.number)
         return self.any_of_them or not self.waiting
 
-    def ended(self, now_s: Callable[[], float]) -> bool:
+    def is_over(self, now_s: Callable[[], float]) -> bool:
         return not self.waiting or (self.any_of_them and (bool(self.finished) or now_s() >= self.until_s))
 
     def sleep(self, seconds: float) -> None:
@@ -274,7 +274,7 @@ class UdpClient:
             with self._lock:
                 self._look_at_wall_clock()
                 self._begin(call)
-            while not call.ended(self.now_s):
+            while not call.is_over(self.now_s):
                 if self._leader is call:
                     self._lead(call)
                 else:
@@ -331,7 +331,7 @@ class UdpClient:
         while True:
             with self._lock:
                 self._send_and_deliver()
-                if call.ended(self.now_s):
+                if call.is_over(self.now_s):
                     return
                 if self._receive():
                     continue

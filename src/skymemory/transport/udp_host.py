@@ -246,7 +246,7 @@ class UdpHost:
             satellite = self._satellites.pop(name)
             satellite.close()
             self._ledgers[name] = satellite.machine.store.ledger
-            self._ledgers[name].went(satellite.machine.store.used_bytes, "lost")
+            self._ledgers[name].record_removed(satellite.machine.store.used_bytes, "lost")
             neighbours = satellite.machine.neighbours
             self._pushed = max(self._pushed, (neighbours.pushed_at_ms, neighbours.pushed))
         for name in self.spec.mine.keys() - self._satellites.keys() - set(dead):
@@ -313,7 +313,7 @@ class UdpHost:
         machine, address = satellite.machine, satellite.machine.config.address
         to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
         if passed:
-            machine.passed(passed, now_s)
+            machine.record_passed(passed, now_s)
             for _, _, link, _, unsent in passed:
                 if unsent and link in self._satellites:
                     to_hand_over.setdefault(link, []).extend(unsent)
@@ -321,7 +321,7 @@ class UdpHost:
                     for packets, size in satellite.sock.received(unsent):
                         satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
         if served:
-            machine.served(served, now_s)
+            machine.record_served(served, now_s)
             for _, _, _, _, link, *_, unsent_answer in served:
                 if unsent_answer is not None:
                     headers, payloads = unsent_answer

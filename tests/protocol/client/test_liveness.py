@@ -20,7 +20,7 @@ def test_a_suspect_is_asked_ever_more_rarely_until_it_is_heard():
     suspects.add(HERE, 0.0)
     assert suspects.take_new() == [HERE] and suspects.take_new() == []
     while now_s < 60.0:
-        if suspects.due(now_s):
+        if suspects.take_due(now_s):
             asked.append(now_s)
         assert suspects.next_s > now_s
         now_s += 0.01
@@ -28,17 +28,17 @@ def test_a_suspect_is_asked_ever_more_rarely_until_it_is_heard():
     assert asked[0] == pytest.approx(0.25, abs=0.02) and min(gaps) > 0.24
     assert gaps == pytest.approx(sorted(gaps), abs=0.02) and 3.9 < max(gaps) < 4.1
     assert all(gap < 0.26 + a / 4 for a, gap in zip(asked, gaps, strict=False))
-    suspects.heard(HERE)
-    assert HERE not in suspects and suspects.next_s == math.inf and not suspects.due(1e9)
+    suspects.remove(HERE)
+    assert HERE not in suspects and suspects.next_s == math.inf and not suspects.take_due(1e9)
 
 
 def test_when_things_change_all_are_asked_at_once_and_there_is_a_most():
     suspects = Suspects()
     suspects.add(HERE, 0.0)
     suspects.add(THERE, 50.0)
-    suspects.due(100.0)
+    suspects.take_due(100.0)
     suspects.probe_all(101.0)
-    assert suspects.due(101.0) == [HERE, THERE]
+    assert suspects.take_due(101.0) == [HERE, THERE]
     for slot in range(MAX_SUSPECTS):
         suspects.add(SatelliteId(9, slot), 102.0)
     assert len(suspects) == MAX_SUSPECTS and HERE not in suspects

@@ -197,7 +197,7 @@ def test_a_read_never_waits_for_what_was_not_requested(silent: list[int], server
         elif dice.random() < 0.5:
             for index in wanted:
                 read.arrived[index] = 1
-            read.placed(len(wanted), 0, 0)
+            read.on_chunks_placed(len(wanted), 0, 0)
         else:
             moves = dice.choice(everywhere)
             nearby = [moves, *(other for other in everywhere if other != moves)]

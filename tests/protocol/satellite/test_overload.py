@@ -67,12 +67,12 @@ class Links:
 def test_a_silence_while_we_were_stopped_is_no_death():
     """All deadlines have passed when we wake: nothing was heard, but nothing was read either."""
     links = Links()
-    links.it.used(EAST, 0.0)
+    links.it.on_packet_sent(EAST, 0.0)
     links.lateness.measured(15.0, 15.0)
     for now_s in (15.0, 15.0, 15.0, 15.0, 15.0):
         links.it.handle_timer(now_s)
     assert links.links.is_up(HERE, EAST)
-    links.it.heard(EAST, 15.1)
+    links.it.on_packet_received(EAST, 15.1)
     links.run(40.0)
     assert links.links.is_up(HERE, EAST)
 
@@ -80,7 +80,7 @@ def test_a_silence_while_we_were_stopped_is_no_death():
 def test_a_last_question_that_could_not_be_answered_in_time_is_asked_again():
     """Three questions were unanswered and the fourth had just been asked when we were stopped."""
     links = Links()
-    links.it.used(EAST, 0.0)
+    links.it.on_packet_sent(EAST, 0.0)
     links.run(0.19)
     links.lateness.measured(15.0, 15.0)
     links.it.handle_timer(15.0)
@@ -89,7 +89,7 @@ def test_a_last_question_that_could_not_be_answered_in_time_is_asked_again():
 
 def test_who_is_dead_is_found_out_all_the_same_once_we_are_on_time():
     links = Links()
-    links.it.used(EAST, 0.0)
+    links.it.on_packet_sent(EAST, 0.0)
     links.lateness.measured(15.0, 15.0)
     links.it.handle_timer(15.0)
     links.run(30.0)
@@ -98,7 +98,7 @@ def test_who_is_dead_is_found_out_all_the_same_once_we_are_on_time():
 
 def test_on_time_the_dead_are_found_out_as_fast_as_ever():
     links = Links()
-    links.it.used(EAST, 0.0)
+    links.it.on_packet_sent(EAST, 0.0)
     links.run(0.21)
     assert not links.links.is_up(HERE, EAST)
 
@@ -106,7 +106,7 @@ def test_on_time_the_dead_are_found_out_as_fast_as_ever():
 def test_a_neighbour_that_says_that_it_is_late_gets_so_much_longer():
     links = Links()
     links.hear(LinksBody(False, (0, 0), 0, late_s=0.5), EAST, 0.0)
-    links.it.used(EAST, 0.3)
+    links.it.on_packet_sent(EAST, 0.3)
     links.run(1.3)
     assert links.links.is_up(HERE, EAST)
     links.run(10.0)
@@ -119,7 +119,7 @@ def test_a_neighbour_that_says_that_it_is_late_gets_so_much_longer():
 
 def test_when_overload_ends_the_lost_are_asked_at_once():
     links = Links()
-    links.it.used(EAST, 0.0)
+    links.it.on_packet_sent(EAST, 0.0)
     links.run(30.0)
     asked = len(links.said)
     links.it.probe_down(30.1)
@@ -139,7 +139,7 @@ def test_news_without_end_costs_a_steady_rate(seed):
     for number in range(20_000):
         now_s = 100.0 + number * 0.001
         for neighbour in TORUS.neighbours(HERE):
-            links.it.heard(neighbour, now_s)
+            links.it.on_packet_received(neighbour, now_s)
         links.run(now_s)
         declaration = Declaration(dice.choice(everyone), dice.randrange(16), int(now_s * 1e3))
         links.hear(LinksBody(False, (0, 0), 0, [declaration]), dice.choice(TORUS.neighbours(HERE)), now_s)
@@ -171,7 +171,7 @@ def test_what_we_are_said_to_have_declared_in_the_future_holds_back_no_news():
     links.hear(LinksBody(False, (0, 0), 0, [Declaration(HERE, 1, 1_055_000)]), EAST, 1_000.0)
     links.said.clear()
     links.hear(LinksBody(False, (0, 0), 0, [Declaration(SatelliteId(0, 0), 1, 1_001_000)]), EAST, 1_001.0)
-    links.it.used(EAST, 1_001.0)
+    links.it.on_packet_sent(EAST, 1_001.0)
     links.run(1_003.0)
     reported = [(body.declarations, to) for _, to, body in links.said if body.declarations]
     others = set(TORUS.neighbours(HERE)) - {EAST}
@@ -409,7 +409,7 @@ def test_an_overload_between_two_alarms_is_noticed():
     """No alarm of this satellite went off while its host was late; those it lost are asked at once all the same."""
     machine = late_machine()
     machine.lateness.measured(0.0, 11.0)
-    machine.neighbours.used(EAST_OF_CENTRE, 11.0)
+    machine.neighbours.on_packet_sent(EAST_OF_CENTRE, 11.0)
     now_s = 11.0
     while now_s < 30.0:
         machine.lateness.measured(0.0, now_s)

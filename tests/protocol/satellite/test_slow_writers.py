@@ -89,17 +89,17 @@ def test_satellites_hear_each_half_second_of_what_is_being_written_and_of_nothin
     writes = [
         WriteTransfer.of(key_of(name), value_of(3000), 1000, 3, 2, (0, 0), lambda moves: tuple(places)) for name in "ab"
     ]
-    words.began(1, writes[0], 10.0)
+    words.on_write_begin(1, writes[0], 10.0)
     assert words.next_s == 10.5
-    words.began(2, writes[1], 10.4)
-    words.began(1, writes[0], 10.4)
-    late, sent = words.due(10.5, lambda transfer, now_s: places)
+    words.on_write_begin(2, writes[1], 10.4)
+    words.on_write_begin(1, writes[0], 10.4)
+    late, sent = words.take_due(10.5, lambda transfer, now_s: places)
     assert late == [] and words.next_s == 11.0
     both = pack_retain(Retain.WRITING, 0.0, [write.info.key for write in writes])
     assert sent == [(place, both) for place in places]
-    assert not words.ended(1, 12.0) and words.next_s == 11.0
-    assert words.due(12.6, lambda transfer, now_s: places) == ([2], [])
-    assert words.ended(2, 12.6) and words.next_s == math.inf
+    assert not words.on_write_end(1, 12.0) and words.next_s == 11.0
+    assert words.take_due(12.6, lambda transfer, now_s: places) == ([2], [])
+    assert words.on_write_end(2, 12.6) and words.next_s == math.inf
 
 
 @pytest.mark.brief()

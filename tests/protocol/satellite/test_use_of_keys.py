@@ -35,5 +35,5 @@ def test_what_the_transport_served_is_evicted_last(world, value_of):
     (home,) = sky.homes(infos["a"], (0, 0))[0]
     machine = sky.sim.satellites[home]
     client = "127.0.0.1", 1
-    machine.served([(Op.GET, infos["a"].key, 7, client, client, 3, 0, 0, 0, None)], sky.sim.now_s)
+    machine.record_served([(Op.GET, infos["a"].key, 7, client, client, 3, 0, 0, 0, None)], sky.sim.now_s)
     assert last_first(machine.store) == [infos[name].key for name in "bca"]

@@ -75,11 +75,11 @@ class Peer:
         self._notice_number = max(self._notice_number, number)
         return is_new
 
-    def heard(self, round_trip_s: float | None, now_s: float) -> None:
+    def on_answer(self, round_trip_s: float | None, now_s: float) -> None:
         self.heard_s = now_s
         self.quiet = False
         if self._suspects:
-            self._suspects.heard(self._name)
+            self._suspects.remove(self._name)
         if round_trip_s is not None:
             self.round_trip.sample(round_trip_s)
             sent_s = now_s - round_trip_s
@@ -179,7 +179,7 @@ class Peers:
         if (peer := self._peers.get(satellite)) is None:
             return
         if number is None or (peer.is_new(number) and round_trip_s is not None):
-            peer.heard(round_trip_s, now_s)
+            peer.on_answer(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
         """Return how long the rest of an answer may lag the received part before it seems lost."""
@@ -248,11 +248,11 @@ class Suspects:
         self._new.append(satellite)
         self.next_s = min(self.next_s, now_s)
 
-    def heard(self, satellite: SatelliteId) -> None:
+    def remove(self, satellite: SatelliteId) -> None:
         if self._suspicions.pop(satellite, None) is not None:
             self._set_next()
 
-    def due(self, now_s: float) -> list[SatelliteId]:
+    def take_due(self, now_s: float) -> list[SatelliteId]:
         if now_s < self.next_s:
             return []
         due_now = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
@@ -313,7 +313,7 @@ class FailureDetector:
     def next_s(self) -> float:
         return self._peers.suspects.next_s if self.breaker.closed else self.breaker.next_probe_s
 
-    def due(self, centre: SatelliteId, now_s: float) -> Probes:
+    def take_due_probes(self, centre: SatelliteId, now_s: float) -> Probes:
         """Return probes of suspects and their neighbours, or of a few witnesses if no satellite answers."""
         if not self.breaker.closed:
             if not self.breaker.probe_due(now_s):
@@ -321,7 +321,7 @@ class FailureDetector:
             self._counters.add("breaker_probes")
             return self._to_witnesses(None, centre, once=True)
         suspects = self._peers.suspects
-        probes: Probes = [(satellite, True) for satellite in suspects.due(now_s)]
+        probes: Probes = [(satellite, True) for satellite in suspects.take_due(now_s)]
         if probes:
             self._counters.add("suspects_asked", len(probes))
         return probes + self._to_neighbours(now_s)

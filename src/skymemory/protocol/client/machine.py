@@ -311,11 +311,11 @@ class ClientMachine:
             request_id, echo_us, _, placed_chunks, duplicates, corrupt, foreign = tallies[0]
             complete = request_id == read.request_id and placed_chunks == info.chunks
             if complete and not (duplicates or corrupt or foreign) and verified(info, read.landing):
-                self._peers.peer(read.satellite).heard(since_s(echo_us, now_s), now_s)
+                self._peers.peer(read.satellite).on_answer(since_s(echo_us, now_s), now_s)
                 return self._end_plain(TransferReport(info.value_bytes, info.chunks, 1), info, read.begun_s, now_s)
         copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
         transfer = ReadTransfer(info, read.landing[5], copies[0], read.moves, info.chunks)
-        transfer.begun(read.landing)
+        transfer.on_all_requested(read.landing)
         number = self._take_over(transfer, Op.GET, read)
         self.receive_placed(tallies, now_s)
         return number
@@ -348,7 +348,7 @@ class ClientMachine:
             for ack in filter(None, acks):
                 _, _, echo_us, slot_moves, plane_moves, credit, _, first, stride, count = ack
                 round_trip_s = since_s(echo_us, now_s)
-                self._peers.peer(write.satellite).heard(round_trip_s, now_s)
+                self._peers.peer(write.satellite).on_answer(round_trip_s, now_s)
                 self._clock.report(write.satellite, (slot_moves, plane_moves), round_trip_s or 0.0, now_s)
                 self._peers.outbound(write.satellite).offer(credit * CREDIT_UNIT_BYTES)
                 transfer.acknowledge(range(first, first + stride * count, stride))
@@ -357,7 +357,7 @@ class ClientMachine:
             return self._end_plain(transfer.report, transfer.info, write.begun_s, now_s)
         transfer.pending.clear()
         number = self._take_over(transfer, Op.SET, write)
-        self._keepalive.began(number, transfer, write.begun_s)
+        self._keepalive.on_write_begin(number, transfer, write.begun_s)
         self.receive_runs(runs, now_s)
         return number
 
@@ -471,7 +471,7 @@ class ClientMachine:
         operation = self._operations.pop(number, None)
         self.revision += 1
         if operation is not None:
-            self._keepalive.ended(number, 0.0)
+            self._keepalive.on_write_end(number, 0.0)
             self._in_flight.drop(operation)
         elif self._events:
             self._events = deque(event for event in self._events if event.number != number)
@@ -520,7 +520,7 @@ class ClientMachine:
         """End an operation, successfully if ``failure`` is empty."""
         if self._operations.pop(operation.number, None) is None:
             return
-        if self._keepalive.ended(operation.number, now_s):  # satellites may have dropped its first chunks
+        if self._keepalive.on_write_end(operation.number, now_s):  # satellites may have dropped its first chunks
             failure = failure or "interrupted"
         self._in_flight.drop(operation)
         is_probe = operation.number in self._probes
@@ -610,7 +610,7 @@ class ClientMachine:
             if self._detector.refuses(None):
                 self._finish(operation, "unreachable", now_s)
                 continue
-            self._keepalive.began(operation.number, transfer, now_s)
+            self._keepalive.on_write_begin(operation.number, transfer, now_s)
             for _ in self._send_chunks(operation, transfer, now_s):
                 if in_flight.packets:
                     yield in_flight.take_packets()
@@ -746,7 +746,7 @@ class ClientMachine:
             request = self._in_flight.by_id.get(tally[0])
             if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
                 awaited_runs.append((request, transfer, tally))
-                transfer.placed(*tally[3:6])
+                transfer.on_chunks_placed(*tally[3:6])
                 if transfer.pending:
                     self._enqueue(request.operation)
         endings: dict[Operation, str] = {}
@@ -759,7 +759,7 @@ class ClientMachine:
             if corrupt:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
-                self._heard(request, echo_us, now_s)
+                self._record_answer(request, echo_us, now_s)
             if foreign and not _passes_over(request, transfer):
                 endings[request.operation] = "other version"
             elif foreign and transfer.missing:
@@ -809,7 +809,7 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
             return
         if self._is_new(request, packet):
-            round_trip_s = self._heard(request, echo_us, now_s)
+            round_trip_s = self._record_answer(request, echo_us, now_s)
             self._clock.report(request.satellite, (slot_moves, plane_moves), round_trip_s, now_s)
         transfer = request.operation.transfer
         if not isinstance(transfer, WriteTransfer):
@@ -847,13 +847,13 @@ class ClientMachine:
             if not self._is_new(request, view):  # overtaken by a later answer, or a replay
                 self._receive_old(request, header, packet.body, now_s)
                 return
-            round_trip_s = self._heard(request, header.timestamp_us, now_s)
+            round_trip_s = self._record_answer(request, header.timestamp_us, now_s)
         elif self._gate is not None and not self._may_speak_for(speaker, request, header.status):
             self.counters.add("packets_unexpected")
             return
         else:  # a satellite on the path, which could not pass it on
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
-            self._peers.peer(speaker).heard(None, now_s)
+            self._peers.peer(speaker).on_answer(None, now_s)
         self._clock.report(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
         if header.op is Op.PONG or header.status is Status.REFUSED:
             request.operation.report.clock_ahead_s = made_at_s(view, now_s) - (now_s - round_trip_s / 2)
@@ -921,10 +921,10 @@ class ClientMachine:
         request.answer_number = number
         return True
 
-    def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
+    def _record_answer(self, request: Request, echo_us: int, now_s: float) -> float:
         """Record a verified answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
-        request.peer.heard(elapsed_s, now_s)
+        request.peer.on_answer(elapsed_s, now_s)
         request.link.moved_s = now_s
         return elapsed_s or 0.0
 
@@ -1031,13 +1031,13 @@ class ClientMachine:
             elif request.operation.transfer is None and request.op not in ALWAYS_SENT:
                 self._ping_beside_question(satellite, now_s)
         if now_s >= self._keepalive.next_s:
-            late, announcements = self._keepalive.due(now_s, self._places_of_write)
+            late, announcements = self._keepalive.take_due(now_s, self._places_of_write)
             for satellite, body in announcements:  # unacknowledged
                 self.cancel(self.ask(Op.RETAIN, body, satellite, now_s, once=True))
             for number in late:
                 self._finish(self._operations[number], "interrupted", now_s)
         if now_s >= self._detector.next_s:
-            self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
+            self._probe(self._detector.take_due_probes(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
         """PING the satellite of an overdue question: was the answer lost, or the operation unknown there?"""

@@ -289,7 +289,7 @@ class ReadTransfer:
         self.silence = ""
         """Failure of the first satellite that needed stand-ins, and of the read if these fail."""
 
-    def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
+    def on_chunks_placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
@@ -344,7 +344,7 @@ class ReadTransfer:
         return ""
 
     def _likely(self, index: int, answer: Absence) -> deque[SatelliteId]:
-        return self._others(index, answer.satellite, answer.nearby)
+        return self._get_other_places(index, answer.satellite, answer.nearby)
 
     def _begin_everywhere(self, index: int, search: _Search, answer: Absence) -> set[SatelliteId]:
         server = index % self.info.servers
@@ -362,7 +362,7 @@ class ReadTransfer:
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
         return dict.fromkeys(self._where(moves)[server] for moves in at)
 
-    def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
+    def _get_other_places(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
         other_places = [place for place in places if place != asked]
         return deque([*other_places, next(iter(places))] if other_places else [])
@@ -434,7 +434,7 @@ class ReadTransfer:
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
         return any(search is not None and search.in_place_of_silent for search in searches)
 
-    def begun(self, landing: Landing) -> None:
+    def on_all_requested(self, landing: Landing) -> None:
         """Record that all chunks have been requested into ``landing``."""
         self.landing = landing
         self.arrived = landing[6]
@@ -595,7 +595,7 @@ class ReplicatedRead(ReadTransfer):
             wanted.setdefault(other, []).append(index)
         return [Burst(other, chunks) for other, chunks in wanted.items()]
 
-    def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
+    def _get_other_places(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
         other_places = [place for place in places if place != asked and place not in self._failed]
         return deque([*other_places, next(iter(places))] if other_places else [])
@@ -663,22 +663,22 @@ class WriteKeepalive:
     def __init__(self) -> None:
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}
         self.next_s = math.inf
-        """Time of the next call of ``due``; infinite without writes."""
+        """Time of the next call of ``take_due``; infinite without writes."""
 
-    def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
+    def on_write_begin(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
         """Record that a write's first chunks leave. May be repeated."""
         if number not in self._writes:
             self._writes[number] = transfer, now_s
             self.next_s = min(self.next_s, now_s + _ANNOUNCE_EVERY_S)
 
-    def ended(self, number: int, now_s: float) -> bool:
+    def on_write_end(self, number: int, now_s: float) -> bool:
         """Forget a write. Return True if satellites may have considered it abandoned."""
         _, announced_s = self._writes.pop(number, (None, now_s))
         if not self._writes:
             self.next_s = math.inf
         return now_s - announced_s > _MAX_SILENCE_S
 
-    def due(
+    def take_due(
         self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
     ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
         """Return the numbers of writes that are too late, and the RETAIN bodies that announce the others."""

@@ -248,11 +248,13 @@ class Replicas:
         further = (ref.tag.server + distance) % min(ref.tag.servers, ref.chunks)
         shares = [*self._not_whole(packed, before is None), Check.of(packed, further)]
         wanted = dict.fromkeys(shares if self.missing(shares[-1]) else shares[:-1])
-        return [(check, others) for check in wanted if (others := self.others(packed, check.server, before))]
+        return [(check, others) for check in wanted if (others := self.get_other_places(packed, check.server, before))]
 
-    def gone(self, packed: bytes, before: Moves | None = None) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
+    def find_incomplete_shares(
+        self, packed: bytes, before: Moves | None = None
+    ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
         """Return a value's shares that are not whole here, with the satellites of their other copies."""
-        return [(check, self.others(packed, check.server, before)) for check in self._not_whole(packed, True)]
+        return [(check, self.get_other_places(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
     def missing(self, check: Check) -> list[int]:
         """Return a share's missing chunks: at most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any
@@ -262,7 +264,7 @@ class Replicas:
         missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held_indices)
         return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
-    def others(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
+    def get_other_places(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
         """Return the other satellites of a share's copies, now and before."""
         places: dict[SatelliteId, None] = {}
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):

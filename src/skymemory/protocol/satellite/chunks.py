@@ -147,7 +147,7 @@ class ChunkService:
                 self._outbox.sent(chunks)
                 packets += 1
             else:
-                self._outbox.credit.heard(ground, self._now_s)
+                self._outbox.credit.record_sender(ground, self._now_s)
                 self._store.added(key, chunks - replaced, added_bytes, replaced_bytes)
                 self._count_stored(PutOutcome(True, replaced), Op.SET, chunks, key)
                 self._outbox.sent(1)
@@ -210,7 +210,7 @@ class ChunkService:
         if request is None:
             request = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
             if request.header.op is Op.SET:
-                self._outbox.credit.heard(request.header.ground, self._now_s)
+                self._outbox.credit.record_sender(request.header.ground, self._now_s)
         return request
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:

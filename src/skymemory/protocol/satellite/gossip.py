@@ -159,7 +159,9 @@ class Gossip:
             self._prove(doubtful, answered_s)
 
         for ref in refs:
-            for check, satellites in replicas.gone(ref, self._locator.before if self._margin() else None):
+            for check, satellites in replicas.find_incomplete_shares(
+                ref, self._locator.before if self._margin() else None
+            ):
                 places_left[check] = len(satellites)
                 if not satellites:
                     doubt(check)

@@ -88,7 +88,7 @@ class Neighbours:
 
     # --- Traffic on the links ---
 
-    def heard(self, neighbour: SatelliteId, now_s: float) -> None:
+    def on_packet_received(self, neighbour: SatelliteId, now_s: float) -> None:
         """Record a packet from a satellite, perhaps a neighbour: its link is up."""
         peer = self._neighbours.get(neighbour)
         if peer is None:
@@ -100,7 +100,7 @@ class Neighbours:
             self._declare(now_s)
             self._send_all_known(neighbour, now_s)
 
-    def used(self, link: object, now_s: float) -> None:
+    def on_packet_sent(self, link: object, now_s: float) -> None:
         """Probe the neighbour, if any, by whose link a packet leaves, unless it was heard recently."""
         neighbour = self._neighbours.get(link)  # type: ignore[call-overload]
         if neighbour is not None and neighbour.deadline_s == math.inf and neighbour.heard_s + _FRESH_S <= now_s:
@@ -169,7 +169,7 @@ class Neighbours:
         for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
             if declaration.down >> bit & 1:
                 for near in (silent, *self._torus.neighbours(silent)):
-                    self.used(near, now_s)
+                    self.on_packet_sent(near, now_s)
 
     # --- Timers ---
 

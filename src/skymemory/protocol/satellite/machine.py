@@ -190,7 +190,7 @@ class SatelliteMachine:
         if self._gate is not None:
             runs, is_authentic = self._gate.admit(runs, source, now_s)
         if is_authentic and isinstance(source, SatelliteId):
-            self.neighbours.heard(source, now_s)
+            self.neighbours.on_packet_received(source, now_s)
         # 2. While the host is late, background packets wait.
         late = self.lateness.is_late(now_s)
         self._was_late |= late
@@ -313,17 +313,18 @@ class SatelliteMachine:
         """Return what ``native.serve`` needs to serve plain GETs and SETs until this machine's next call; None: not
         now.
 
-        Requests so served must be reported with ``served``, and packets passed by ``routes`` with ``passed``.
+        Requests so served must be reported with ``record_served``, and packets passed by ``routes`` with
+        ``record_passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
 
-    def served(self, served: Sequence[native.Served], now_s: float) -> None:
+    def record_served(self, served: Sequence[native.Served], now_s: float) -> None:
         self.counters.add("packets_received", self._chunks.count_served(served))
         for _, _, _, source, link, *_ in served:
             if isinstance(source, SatelliteId):
-                self.neighbours.heard(source, now_s)
-            self.neighbours.used(link, now_s)
+                self.neighbours.on_packet_received(source, now_s)
+            self.neighbours.on_packet_sent(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
         """Return next hops and beams for packets in transit until this machine's next call; None while some are
@@ -331,15 +332,15 @@ class SatelliteMachine:
         """
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
-    def passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
+    def record_passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
         packets = 0
         for source, ground, link, passed_packets, _ in passed:
             packets += passed_packets
             if not isinstance(source, SatelliteId):
                 self._router.remember(ground, source)
             elif self._gate is None:  # with keys, a packet for another satellite proves nothing
-                self.neighbours.heard(source, now_s)
-            self.neighbours.used(link, now_s)
+                self.neighbours.on_packet_received(source, now_s)
+            self.neighbours.on_packet_sent(link, now_s)
         self.counters.add("packets_received", packets)
         self.counters.add("packets_forwarded", packets)
 
@@ -356,12 +357,12 @@ class SatelliteMachine:
         if isinstance(forwarded, Status):
             return None
         forwarded_batch, link = forwarded
-        self.passed([(source, 0, link, forwarded_batch.count, [])], now_s)
+        self.record_passed([(source, 0, link, forwarded_batch.count, [])], now_s)
         return SegmentBatch(forwarded_batch.headers, forwarded_batch.header_bytes, batch.payloads), link
 
     @property
     def wants_to_send(self) -> bool:
-        """Return True if ``served`` or ``passed`` has queued something."""
+        """Return True if ``record_served`` or ``record_passed`` has queued something."""
         return bool(self._outbox)
 
     # --- Datagrams to send ---
@@ -375,7 +376,7 @@ class SatelliteMachine:
         self._gossip.gather(now_s)
         batches = self._outbox.take()
         for _, link in batches:
-            self.neighbours.used(link, now_s)
+            self.neighbours.on_packet_sent(link, now_s)
         return batches + self._outbox.take_links()
 
     # --- Timers ---

@@ -120,10 +120,10 @@ class ChunkStore:
             self._evict(self._victim(key, ref))
             outcome.evicted += 1
         self.shares.setdefault(key, {})[index] = (ref, payload)
-        self._came(key, size)
-        self.ledger.came(size, migrated)
+        self._record_stored(key, size)
+        self.ledger.record_added(size, migrated)
         self._count += 1
-        self._note(key, migrated)
+        self._update_rank(key, migrated)
         return outcome
 
     def put_run(
@@ -149,26 +149,26 @@ class ChunkStore:
             self.conflicts += conflicts_of(key, share, zip(indices, map(itemgetter(0), chunks), strict=True))
         share.update(zip(indices, chunks, strict=True))
         self.shares[key] = share  # it may be new, or have been removed when its last chunk was evicted
-        self._note(key, migrated)
+        self._update_rank(key, migrated)
         replaced_bytes = sum(map(len, map(itemgetter(1), old))) + CHUNK_REF_BYTES * len(old)
-        self._came(key, size_bytes - replaced_bytes)
-        self.ledger.came(size_bytes, migrated)
-        self.ledger.went(replaced_bytes, "replaced")
+        self._record_stored(key, size_bytes - replaced_bytes)
+        self.ledger.record_added(size_bytes, migrated)
+        self.ledger.record_removed(replaced_bytes, "replaced")
         self._count += len(indices) - len(old)
         return outcome
 
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
         """Account for SETs that ``native`` stored: added chunks and bytes, and replaced bytes."""
-        self._note(key)
+        self._update_rank(key)
         self._count += chunks
-        self._came(key, size_bytes)
-        self.ledger.came(size_bytes + replaced_bytes, migrated=False)
-        self.ledger.went(replaced_bytes, "replaced")
+        self._record_stored(key, size_bytes)
+        self.ledger.record_added(size_bytes + replaced_bytes, migrated=False)
+        self.ledger.record_removed(replaced_bytes, "replaced")
 
     def count_outdated(self, payload_bytes: int) -> None:
         """Account for a dropped outdated handover: as stored and replaced."""
-        self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
-        self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
+        self.ledger.record_added(payload_bytes + CHUNK_REF_BYTES, migrated=True)
+        self.ledger.record_removed(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
     def relabel(self, name: ChunkName, ref: bytes) -> None:
         self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
@@ -231,12 +231,12 @@ class ChunkStore:
 
     def touch(self, key: bytes) -> None:
         if key not in self.pins:
-            self._replacement.used(key)
+            self._replacement.on_use(key)
 
     def refresh(self, key: bytes) -> bool:
         """Make the key the most recent without a request. Return True if it is here."""
         if key in self.shares:
-            self._note(key)
+            self._update_rank(key)
         return key in self.shares
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
@@ -268,7 +268,7 @@ class ChunkStore:
         share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
-        self.ledger.went(size, cause)
+        self.ledger.record_removed(size, cause)
         self._count -= chunks
         share.clear()
         self._tidy(key)
@@ -291,7 +291,7 @@ class ChunkStore:
             return False
         size = len(chunk[1]) + CHUNK_REF_BYTES
         self._grow(key, -size)
-        self.ledger.went(size, cause)
+        self.ledger.record_removed(size, cause)
         self._count -= 1
         return True
 
@@ -303,7 +303,7 @@ class ChunkStore:
             self.pins.pop(key, None)
             self.leases.pop(key, None)
             self.expiries.pop(key, None)
-            self._replacement.gone(key, evicted)
+            self._replacement.on_removal(key, evicted)
 
     # --- List ---
 
@@ -331,7 +331,7 @@ class ChunkStore:
         """Protect a stored key from eviction. ``until_s`` is a record for ``Retention``."""
         if key not in self.pins:
             self.pinned_bytes += self.share_bytes(key)
-            self._replacement.gone(key)
+            self._replacement.on_removal(key)
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
@@ -339,7 +339,7 @@ class ChunkStore:
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
-            self._replacement.noted(key)
+            self._replacement.on_store_or_touch(key)
 
     def lease(self, key: bytes, ground: int, until_s: float) -> None:
         """Protect a stored, unpinned key from eviction until all its leases end; reads still count for its rank."""
@@ -377,7 +377,7 @@ class ChunkStore:
         if key in self.leases:
             self.leased_bytes += size_bytes
 
-    def _came(self, key: bytes, size_bytes: int) -> None:
+    def _record_stored(self, key: bytes, size_bytes: int) -> None:
         self._grow(key, size_bytes)
         if len(self.shares) > len(self._ordered):  # otherwise no key is new: that needs no search
             self._ordered.add(key)
@@ -385,11 +385,11 @@ class ChunkStore:
             self.unpin(key)
             self._counters.add("pins_refused")
 
-    def _note(self, key: bytes, migrated: bool = False) -> None:
+    def _update_rank(self, key: bytes, migrated: bool = False) -> None:
         if self.evicted:
             self.evicted.pop(key, None)
         if key not in self.pins:
-            (self._replacement.arrived if migrated else self._replacement.noted)(key)
+            (self._replacement.on_handover if migrated else self._replacement.on_store_or_touch)(key)
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
@@ -616,10 +616,10 @@ class Ledger:
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(("set", "migrated_in", *CAUSES), 0)
 
-    def came(self, size_bytes: int, migrated: bool) -> None:
+    def record_added(self, size_bytes: int, migrated: bool) -> None:
         self._bytes["migrated_in" if migrated else "set"] += size_bytes
 
-    def went(self, size_bytes: int, cause: Cause) -> None:
+    def record_removed(self, size_bytes: int, cause: Cause) -> None:
         self._bytes[cause] += size_bytes
 
     def figures(self) -> dict[str, int]:

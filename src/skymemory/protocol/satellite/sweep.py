@@ -437,7 +437,7 @@ class ReplicaRepair:
     def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
         """Return the satellites of the next copies of shares that are whole here, of a key's latest setting."""
         copies = []
-        for (_, replica), (check, indices) in self._whole(key).items():
+        for (_, replica), (check, indices) in self._find_whole_shares(key).items():
             ref = self._store.shares[key][indices[0]][0]
             try:
                 place = self._locator.home(as_copy(ref, (replica + 1) % self._replicas))
@@ -448,7 +448,7 @@ class ReplicaRepair:
                 copies.append((place, check))
         return copies
 
-    def _whole(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
+    def _find_whole_shares(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
         """Return the whole shares by server and copy: the check and the indices."""
         share = self._store.shares.get(key)
         if not share:
@@ -469,7 +469,7 @@ class ReplicaRepair:
         for check, what in zip(answer.checks, answer.found, strict=True):
             if what is not Found.LACKING or self._left_bytes <= 0:
                 continue
-            for (server, replica), (ours, indices) in self._whole(check.key).items():
+            for (server, replica), (ours, indices) in self._find_whole_shares(check.key).items():
                 copy = (replica + 1) % self._replicas
                 if server != check.server or ours.setting != check.setting:
                     continue

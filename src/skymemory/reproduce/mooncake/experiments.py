@@ -97,18 +97,18 @@ def replayed(cell: _Replay) -> float:
         matched = next((at for at, key in enumerate(prompt) if key not in stored), len(prompt))
         hits += matched
         for key in reversed(prompt[:matched]):
-            policy.used(key)
+            policy.on_use(key)
         for key in reversed(prompt[matched : cell.capacity]):
             if key in stored:
-                policy.noted(key)
+                policy.on_store_or_touch(key)
                 continue
             if len(stored) >= cell.capacity:
                 victim = policy.victim(key)
                 assert victim is not None
                 stored.discard(victim)
-                policy.gone(victim, evicted=True)
+                policy.on_removal(victim, evicted=True)
             stored.add(key)
-            policy.noted(key)
+            policy.on_store_or_touch(key)
     return hits / max(1, sum(map(len, prompts)))
 
 
