@@ -54,12 +54,12 @@ def replay(policy: Replacement, prompts: Prompts, capacity: int) -> int:
                 victim = policy.victim(key)
                 assert victim is not None
                 here.discard(victim)
-                policy.gone(victim, evicted=True)
+                policy.removed(victim, evicted=True)
             here.add(key)
-            policy.noted(key)
+            policy.touched(key)
         for key in reversed(prompt[:found] if found < len(prompt) else ()):
             if key in here:
-                policy.noted(key)
+                policy.touched(key)
     return hits
 
 

@@ -20,18 +20,18 @@ DEFAULT_REPLACEMENT = "lrfu"
 class Replacement(Protocol):
     """Contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         """Record a store or touch of the key: it becomes the newest of its rank. Not a use."""
 
     def used(self, key: bytes) -> None:
         """Record a request of a present key."""
 
     def arrived(self, key: bytes) -> None:
-        """Record a handover, like ``noted``: keys arrive in their previous order, the next victim first, and are no
+        """Record a handover, like ``touched``: keys arrive in their previous order, the next victim first, and are no
         returns.
         """
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         """Record a removal; ``evicted``: as the victim. Unknown keys are ignored."""
 
     def hold(self, key: bytes) -> None:
@@ -141,14 +141,14 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU: evicts the key noted or used longest ago."""
+    """LRU: evicts the key touched or used longest ago."""
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         self._ranked.put(key, 0)
 
-    used = arrived = noted
+    used = arrived = touched
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         self._ranked.pop(key)
 
 
@@ -165,11 +165,11 @@ class LeastFrequentlyUsedAged(_ByRank):
         self._uses: dict[bytes, int] = {}
         self._age = 0
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         self._rank(key, self._uses.get(key, 1))
 
     def arrived(self, key: bytes) -> None:
-        self.noted(key)
+        self.touched(key)
 
     def used(self, key: bytes) -> None:
         self._rank(key, self._uses.get(key, 0) + 1)
@@ -178,7 +178,7 @@ class LeastFrequentlyUsedAged(_ByRank):
         self._uses[key] = uses
         self._ranked.put(key, self._age + uses)
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         rank = self._ranked.pop(key)
         if rank is not None:
             del self._uses[key]
@@ -215,7 +215,7 @@ class LeastRecentlyAndFrequentlyUsed:
     """LRFU. Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no
     decay.
 
-    The factor grows with each event, by the current half-life, so that all keys age alike. A noted key counts as last
+    The factor grows with each event, by the current half-life, so that all keys age alike. A touched key counts as last
     used now: a touch ranks a prefix above its successors, and with equal uses a prefix is never evicted before them. It
     is also safe as long as they are.
     """
@@ -240,23 +240,23 @@ class LeastRecentlyAndFrequentlyUsed:
         """Return the half-life in events (uses and new keys)."""
         return _HALF_LIVES * self._mean_return
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         uses = self._uses.get(key)
         if uses is None:
             self.used(key)
         else:
-            self._came(key, uses[0] + self._now)
+            self._put_recent(key, uses[0] + self._now)
 
     def arrived(self, key: bytes) -> None:
         """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would return again and
         again and outrank new keys.
         """
         if key in self._uses:
-            self.noted(key)
+            self.touched(key)
         else:
             self._departed.pop(key, None)
             self._uses[key] = (0.0, self._events)
-            self._came(key, self._now)
+            self._put_recent(key, self._now)
 
     def used(self, key: bytes) -> None:
         # Instead of decaying all worths, a use counts more the later it is: ``_now`` doubles with each half-life.
@@ -272,9 +272,9 @@ class LeastRecentlyAndFrequentlyUsed:
         if at >= 0:
             self._mean_return += _FOLLOW * (self._events - at - self._mean_return)
         self._uses[key] = (before, self._events)
-        self._came(key, before + self._now)
+        self._put_recent(key, before + self._now)
 
-    def _came(self, key: bytes, worth: float) -> None:
+    def _put_recent(self, key: bytes, worth: float) -> None:
         self._worths.hold(key)
         self._worths.put(key, worth)
         self._recent[key] = None
@@ -294,7 +294,7 @@ class LeastRecentlyAndFrequentlyUsed:
         for key in self._worths.order():
             self._worths.put(key, (self._worths.rank(key) or 0.0) * scale)
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         worth = self._worths.pop(key)
         if worth is not None:
             self._recent.pop(key, None)
@@ -339,10 +339,10 @@ DEFAULT_POLICY = "lrfu"
 
 
 class LeastFrequentlyUsed(LeastFrequentlyUsedAged):
-    """LFU without aging: evicts the least requested key, of equals the key noted longest ago."""
+    """LFU without aging: evicts the least requested key, of equals the key touched longest ago."""
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        super().gone(key)  # aging needs ``evicted``
+    def removed(self, key: bytes, evicted: bool = False) -> None:
+        super().removed(key)  # aging needs ``evicted``
 
 
 class LengthAware(LeastRecentlyUsed):
@@ -352,10 +352,10 @@ class LengthAware(LeastRecentlyUsed):
         super().__init__()
         self._depth_of = depth_of
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         self._ranked.put(key, -self._depth_of(key))
 
-    used = arrived = noted
+    used = arrived = touched
 
 
 class AdaptiveReplacement:
@@ -375,27 +375,27 @@ class AdaptiveReplacement:
         """Target length of the list of keys seen once."""
         self._capacity = 0
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         if self._once.rank(key) is not None:
             self._once.put(key, 0)
         elif self._again.rank(key) is not None:
             self._again.put(key, 0)
         else:
-            self._came(key)
+            self._insert(key)
 
     def arrived(self, key: bytes) -> None:
-        self.noted(key)
+        self.touched(key)
 
     def used(self, key: bytes) -> None:
         if self._once.rank(key) is None:
-            self.noted(key)
+            self.touched(key)
             return
         if self._once.holds(key):
             self._again.hold(key)
         self._once.pop(key)
         self._again.put(key, 0)
 
-    def _came(self, key: bytes) -> None:
+    def _insert(self, key: bytes) -> None:
         # A key that returns after its eviction shows which list was too short: that list's share grows, by more if
         # few keys of that kind are remembered.
         once, again = len(self._once_gone), len(self._again_gone)
@@ -411,7 +411,7 @@ class AdaptiveReplacement:
             self._once.put(key, 0)
         self._capacity = max(self._capacity, len(self._once) + len(self._again))
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         was_once = self._once.pop(key) is not None
         if not was_once and self._again.pop(key) is None:
             return

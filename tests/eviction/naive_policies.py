@@ -13,11 +13,11 @@ class Naive:
         """All keys, the next victim first."""
         raise NotImplementedError
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         raise NotImplementedError
 
     def arrived(self, key: bytes) -> None:
-        self.noted(key)
+        self.touched(key)
 
     def victim(self, allowed: set[bytes]) -> bytes | None:
         return next((key for key in self.order() if key in allowed), None)
@@ -29,13 +29,13 @@ class NaiveLru(Naive):
     def __init__(self) -> None:
         self.keys: list[bytes] = []
 
-    def noted(self, key: bytes) -> None:
-        self.gone(key)
+    def touched(self, key: bytes) -> None:
+        self.removed(key)
         self.keys.append(key)
 
-    used = noted
+    used = touched
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         self.keys = [other for other in self.keys if other != key]
 
     def order(self) -> list[bytes]:
@@ -49,15 +49,15 @@ class NaiveLfuda(Naive):
         self.known: dict[bytes, tuple[int, int, int]] = {}
         self.age = self.time = 0
 
-    def noted(self, key: bytes, more: int = 0) -> None:
+    def touched(self, key: bytes, more: int = 0) -> None:
         uses = self.known[key][0] + more if key in self.known else 1
         self.time += 1
         self.known[key] = (uses, self.age, self.time)
 
     def used(self, key: bytes) -> None:
-        self.noted(key, 1)
+        self.touched(key, 1)
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         if key in self.known:
             uses, age, _ = self.known.pop(key)
             self.age = max(self.age, uses + age) if evicted else self.age
@@ -84,7 +84,7 @@ class NaiveLrfu(Naive):
         safe = max(1, len(self.here) // 4)
         self.recent = self.recent[-safe:]
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         if key not in self.here:
             self.used(key)
         self.uses[key][-1] = self.half_lives
@@ -92,7 +92,7 @@ class NaiveLrfu(Naive):
 
     def arrived(self, key: bytes) -> None:
         if key in self.here:
-            self.noted(key)
+            self.touched(key)
         else:
             self.uses[key], self.used_at[key] = [self.half_lives], self.events
             self.came(key)
@@ -106,7 +106,7 @@ class NaiveLrfu(Naive):
         self.used_at[key] = self.events
         self.came(key)
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         if self.here.pop(key, None) is not None and key in self.recent:
             self.recent.remove(key)
 
@@ -118,8 +118,8 @@ class NaiveLrfu(Naive):
 
 
 class NaiveLfu(NaiveLfuda):
-    def gone(self, key: bytes, evicted: bool = False) -> None:
-        super().gone(key)
+    def removed(self, key: bytes, evicted: bool = False) -> None:
+        super().removed(key)
 
 
 class NaiveLength(NaiveLru):
@@ -137,7 +137,7 @@ class NaiveArc(Naive):
         self.again_gone: list[bytes] = []
         self.target, self.capacity = 0.0, 0
 
-    def noted(self, key: bytes) -> None:
+    def touched(self, key: bytes) -> None:
         here = next((one for one in (self.once, self.again) if key in one), None)
         if here is not None:
             here.append(here.pop(here.index(key)))
@@ -160,9 +160,9 @@ class NaiveArc(Naive):
             self.once.remove(key)
             self.again.append(key)
         else:
-            self.noted(key)
+            self.touched(key)
 
-    def gone(self, key: bytes, evicted: bool = False) -> None:
+    def removed(self, key: bytes, evicted: bool = False) -> None:
         if key not in self.once + self.again:
             return
         for here, there in ((self.once, self.once_gone), (self.again, self.again_gone)):

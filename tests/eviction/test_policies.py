@@ -26,7 +26,7 @@ KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
 calls = st.tuples(
-    st.sampled_from(["noted", "arrived", "used", "used", "gone", "evict", "evict", "hold", "free"]),
+    st.sampled_from(["touched", "arrived", "used", "used", "removed", "evict", "evict", "hold", "free"]),
     st.sampled_from(KEYS),
 )
 
@@ -43,8 +43,8 @@ def test_a_policy_does_what_its_naive_twin_does(name, steps):
             victim = policy.victim(key)
             assert victim == twin.victim(set(twin.order()) - held - {key})
             if victim is not None:
-                policy.gone(victim, evicted=True)
-                twin.gone(victim, evicted=True)
+                policy.removed(victim, evicted=True)
+                twin.removed(victim, evicted=True)
         elif verb in ("hold", "free"):
             if key in twin.order():
                 getattr(policy, verb)(key)
@@ -52,7 +52,7 @@ def test_a_policy_does_what_its_naive_twin_does(name, steps):
         else:
             getattr(policy, verb)(key)
             getattr(twin, verb)(key)
-            if verb == "gone":
+            if verb == "removed":
                 held.discard(key)
         assert policy.order() == twin.order()
         assert policy.victim() == twin.victim(set(twin.order()) - held)
@@ -63,14 +63,14 @@ def test_arc_gives_room_back_to_what_was_seen_again():
     policy = policy_named("arc", depth_of)
     once, again, other = (bytes([number]) * 32 for number in range(3))
     for key in (once, again, other):
-        policy.noted(key)
-    policy.gone(once, evicted=True)
-    policy.noted(once)
+        policy.touched(key)
+    policy.removed(once, evicted=True)
+    policy.touched(once)
     assert policy.victim() == again, "of the two that were seen once"
     policy.used(again)
     assert policy.victim() == once, "one seen once has its room now"
-    policy.gone(again, evicted=True)
-    policy.noted(again)
+    policy.removed(again, evicted=True)
+    policy.touched(again)
     assert policy.victim() == other
 
 
@@ -80,11 +80,11 @@ def test_lfu_never_ages_and_lfuda_does():
     for name in ("lfu", "lfuda"):
         policy = policy_named(name, depth_of)
         once, twice, newcomer = (bytes([number]) * 32 for number in range(3))
-        policy.noted(once)
-        policy.noted(twice)
+        policy.touched(once)
+        policy.touched(twice)
         policy.used(twice)
-        policy.gone(once, evicted=True)
-        policy.noted(newcomer)
+        policy.removed(once, evicted=True)
+        policy.touched(newcomer)
         orders[name] = policy.order()
     assert orders == {"lfu": [newcomer, twice], "lfuda": [twice, newcomer]}
 
@@ -93,17 +93,17 @@ def test_what_was_held_and_goes_late_does_not_turn_the_age_back():
     """It has the rank of a time long past; newcomers start where the others were."""
     policy = policy_named("lfuda", depth_of)
     held, often, newcomer, latest = (bytes([number]) * 32 for number in range(4))
-    policy.noted(held)
+    policy.touched(held)
     policy.hold(held)
-    for verb in (policy.noted, policy.used, policy.used):
+    for verb in (policy.touched, policy.used, policy.used):
         verb(often)
     assert policy.victim() == often
-    policy.gone(often, evicted=True)
-    policy.noted(newcomer)
+    policy.removed(often, evicted=True)
+    policy.touched(newcomer)
     policy.free(held)
     assert policy.victim() == held
-    policy.gone(held, evicted=True)
-    policy.noted(latest)
+    policy.removed(held, evicted=True)
+    policy.touched(latest)
     assert policy.order() == [newcomer, latest]
 
 
@@ -124,15 +124,15 @@ def test_prompts_seen_once_do_not_push_out_a_shared_prefix():
     survived = {}
     for name in REPLACEMENTS:
         policy, held = replacement_named(name), 1
-        policy.noted(shared)
+        policy.touched(shared)
         for _ in range(9):
             policy.used(shared)
         for at, key in enumerate(scan):
-            policy.noted(key)
+            policy.touched(key)
             held += 1
             if held > 8:
                 victim = policy.victim(key)
-                policy.gone(victim, evicted=True)
+                policy.removed(victim, evicted=True)
                 held -= 1
                 if victim == shared:
                     survived[name] = at
@@ -150,12 +150,12 @@ def serve(policy, here: set[bytes], prompt: list[bytes], room: int) -> int:
         while len(here) >= room and key not in here:
             victim = policy.victim(key)
             here.discard(victim)
-            policy.gone(victim, evicted=True)
+            policy.removed(victim, evicted=True)
         here.add(key)
-        policy.noted(key)
+        policy.touched(key)
     for key in reversed(prompt[:found]):
         if key in here:
-            policy.noted(key)
+            policy.touched(key)
     return found
 
 
@@ -187,8 +187,8 @@ def test_the_half_life_follows_the_returns_of_keys_that_are_gone_too():
     for round_number in range(60):
         for number in range(300):
             key = number.to_bytes(4) * 8
-            policy.noted(key)
-            policy.gone(key, evicted=True)
+            policy.touched(key)
+            policy.removed(key, evicted=True)
         assert round_number or policy.half_life == 2000
     assert 590 < policy.half_life < 610
 
@@ -199,7 +199,7 @@ def test_no_float_overflows_and_the_order_stays(monkeypatch):
     rng = random.Random(1)
     for _ in range(3000):
         key = rng.choice(KEYS)
-        verb = rng.choice(["noted", "used", "gone"])
+        verb = rng.choice(["touched", "used", "removed"])
         getattr(policy, verb)(key)
         getattr(twin, verb)(key)
         assert policy._now <= 1.01
@@ -209,8 +209,8 @@ def test_no_float_overflows_and_the_order_stays(monkeypatch):
 def test_the_departed_are_forgotten_in_turn():
     policy = LeastRecentlyAndFrequentlyUsed(departed=10)
     for number in range(50):
-        policy.noted(number.to_bytes(4) * 8)
-        policy.gone(number.to_bytes(4) * 8)
+        policy.touched(number.to_bytes(4) * 8)
+        policy.removed(number.to_bytes(4) * 8)
     assert list(policy._departed) == [number.to_bytes(4) * 8 for number in range(40, 50)]
 
 
@@ -225,7 +225,7 @@ def test_a_block_never_outlives_the_one_before_it(name, prompts, room):
         while len(here) > room:
             victim = policy.victim()
             here.discard(victim)
-            policy.gone(victim, evicted=True)
+            policy.removed(victim, evicted=True)
         for key in here:
             parent = bytes(key.rstrip(b"x")[:-1]).ljust(32, b"x")
             assert parent in here or parent == b"x" * 32
@@ -297,9 +297,9 @@ def test_what_comes_round_again_and_again_by_handovers_does_not_outrank_what_peo
     policy = LeastRecentlyAndFrequentlyUsed()
     for _ in range(50):
         policy.arrived(KEYS[0])
-        policy.gone(KEYS[0])
+        policy.removed(KEYS[0])
     policy.arrived(KEYS[0])
     assert policy.half_life == LeastRecentlyAndFrequentlyUsed().half_life
-    policy.noted(KEYS[1])
+    policy.touched(KEYS[1])
     policy.used(KEYS[1])
     assert policy.order() == [KEYS[0], KEYS[1]]

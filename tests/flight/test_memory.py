@@ -410,7 +410,7 @@ def compare_policies(replacement: str, events: int, keys: int, departed: int, se
     for event, key in enumerate(rng.choices(names, weights, k=events)):
         draw = rng.random()
         if draw < 0.05 and key in here:
-            verb = "gone"
+            verb = "removed"
         elif draw < 0.10 and key in here:
             verb = "hold"
         elif draw < 0.20 and held:
@@ -418,21 +418,21 @@ def compare_policies(replacement: str, events: int, keys: int, departed: int, se
         elif draw < 0.30:
             verb = "arrived"
         else:
-            verb = "noted" if key not in here or draw < 0.4 else "used"
-        if verb in ("noted", "arrived") and key not in here and len(here) >= keys:
+            verb = "touched" if key not in here or draw < 0.4 else "used"
+        if verb in ("touched", "arrived") and key not in here and len(here) >= keys:
             victim = twin.victim(key)
             ours = lib.parts_rank(it, 7, key)
             assert ours == (-1 if victim is None else int.from_bytes(victim[:4], "big")), event
             if victim is None:
                 continue
-            twin.gone(victim, evicted=True)
+            twin.removed(victim, evicted=True)
             lib.parts_rank(it, 4, victim)
             here.discard(victim)
             held.discard(victim)
         getattr(twin, verb)(key)
-        lib.parts_rank(it, {"noted": 0, "used": 1, "arrived": 2, "gone": 3, "hold": 5, "free": 6}[verb], key)
-        (here.discard if verb == "gone" else here.add)(key)
-        (held.add if verb == "hold" else held.discard if verb in ("gone", "free") else set[bytes]().add)(key)
+        lib.parts_rank(it, {"touched": 0, "used": 1, "arrived": 2, "removed": 3, "hold": 5, "free": 6}[verb], key)
+        (here.discard if verb == "removed" else here.add)(key)
+        (held.add if verb == "hold" else held.discard if verb in ("removed", "free") else set[bytes]().add)(key)
         if event % max(1, events // 200) == 0:
             count = lib.parts_ranked(it, out)
             assert list(out[:count]) == [int.from_bytes(each[:4], "big") for each in twin.order()], event

@@ -52,19 +52,19 @@ class NaiveShelf:
             if excess <= 0:
                 for victim in victims:
                     del self.sizes[victim]
-                    self.twin.gone(victim, evicted=True)
+                    self.twin.removed(victim, evicted=True)
                 reserved.append((one, size))
                 self.held.append(one)
         for one, size in reserved:
             self.held.remove(one)
             self.sizes[one] = size
-            self.twin.noted(one)
+            self.twin.touched(one)
         self.touch([one for one, _ in items])
 
     def touch(self, keys: list[bytes]) -> None:
         for one in reversed(keys):
             if one in self.sizes:
-                self.twin.noted(one)
+                self.twin.touched(one)
 
     def use(self, keys: list[bytes]) -> None:
         for one in reversed(keys):
@@ -108,7 +108,7 @@ def test_a_store_holds_what_its_naive_twin_holds(policy: str, steps: list[tuple[
             assert store.delete(keys[-1:]) == [there]
             if there:
                 del naive.sizes[keys[-1]]
-                naive.twin.gone(keys[-1])
+                naive.twin.removed(keys[-1])
                 if keys[-1] in pinned:
                     pinned.remove(keys[-1])
                     naive.held.remove(keys[-1])

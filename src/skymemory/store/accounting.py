@@ -285,7 +285,7 @@ class Inventory:
         old = self.entries.get(key)
         self.used_bytes += size_bytes - (old.size_bytes if old else 0)
         self.entries[key] = Entry(size_bytes)
-        self._policy.noted(key)
+        self._policy.touched(key)
         if old is None:
             self.order.added(key)
 
@@ -303,7 +303,7 @@ class Inventory:
         self.take_place(key)
         del self.entries[key]
         self.used_bytes -= entry.size_bytes
-        self._policy.gone(key, evicted=False)
+        self._policy.removed(key, evicted=False)
         self.order.removed(key)
         return True
 
@@ -312,7 +312,7 @@ class Inventory:
         self.used_bytes -= self.entries.pop(victim).size_bytes
         self.lifetimes.forget(victim)
         self.order.removed(victim)
-        self._policy.gone(victim, evicted=True)
+        self._policy.removed(victim, evicted=True)
 
     def take_place(self, key: bytes) -> Place | None:
         """Forget and return the place of an evicted block; None if unknown."""
@@ -329,7 +329,7 @@ class Inventory:
         """Mark as recent without counting a use, the first as the most recent. Returns as ``use`` does."""
         touched = [key for key in reversed(keys) if key in self.entries]
         for key in touched:
-            self._policy.noted(key)
+            self._policy.touched(key)
         return touched
 
     # --- tickets ---

@@ -303,7 +303,7 @@ class ChunkStore:
             self.pins.pop(key, None)
             self.leases.pop(key, None)
             self.expiries.pop(key, None)
-            self._replacement.gone(key, evicted)
+            self._replacement.removed(key, evicted)
 
     # --- List ---
 
@@ -331,7 +331,7 @@ class ChunkStore:
         """Protect a stored key from eviction. ``until_s`` is a record for ``Retention``."""
         if key not in self.pins:
             self.pinned_bytes += self.share_bytes(key)
-            self._replacement.gone(key)
+            self._replacement.removed(key)
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
@@ -339,7 +339,7 @@ class ChunkStore:
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
-            self._replacement.noted(key)
+            self._replacement.touched(key)
 
     def lease(self, key: bytes, ground: int, until_s: float) -> None:
         """Protect a stored, unpinned key from eviction until all its leases end; reads still count for its rank."""
@@ -389,7 +389,7 @@ class ChunkStore:
         if self.evicted:
             self.evicted.pop(key, None)
         if key not in self.pins:
-            (self._replacement.arrived if migrated else self._replacement.noted)(key)
+            (self._replacement.arrived if migrated else self._replacement.touched)(key)
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:

@@ -100,15 +100,15 @@ def replayed(cell: _Replay) -> float:
             policy.used(key)
         for key in reversed(prompt[matched : cell.capacity]):
             if key in stored:
-                policy.noted(key)
+                policy.touched(key)
                 continue
             if len(stored) >= cell.capacity:
                 victim = policy.victim(key)
                 assert victim is not None
                 stored.discard(victim)
-                policy.gone(victim, evicted=True)
+                policy.removed(victim, evicted=True)
             stored.add(key)
-            policy.noted(key)
+            policy.touched(key)
     return hits / max(1, sum(map(len, prompts)))
 
 
