@@ -2,7 +2,8 @@
 
 ``chat_request`` reads a request. ``translate_answer`` makes its answer from a chat completion, ``ResponseStream`` the
 stream events, in the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done;
-finally completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is ignored.
+finally completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is
+ignored.
 """
 
 from __future__ import annotations
