@@ -249,7 +249,7 @@ def texts(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def whole(value: object) -> int:
+def whole_number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidInput(f"{quoted(value)}: expected a whole number, 0 or more")
     return value
@@ -274,10 +274,10 @@ def share(value: object) -> float:
     return float(value)
 
 
-def wholes(value: object) -> tuple[int, ...]:
+def whole_numbers(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidInput(f"{quoted(value)}: expected a list of whole numbers")
-    return tuple(whole(item) for item in value)
+    return tuple(whole_number(item) for item in value)
 
 
 def table(value: object) -> dict[str, object]:
@@ -309,7 +309,7 @@ def duration(value: object) -> float:
 
 
 def size(value: object) -> int:
-    return parse_size(value) if isinstance(value, str) else whole(value)
+    return parse_size(value) if isinstance(value, str) else whole_number(value)
 
 
 def path(value: object) -> Path:

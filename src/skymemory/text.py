@@ -96,7 +96,7 @@ def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
     ]
 
 
-def shown(text: str, stream: TextIO) -> str:
+def as_displayed(text: str, stream: TextIO) -> str:
     """Return ``text`` as the stream shows it: its error handler replaces missing characters, perhaps by wider text."""
     encoding, errors = getattr(stream, "encoding", None), getattr(stream, "errors", None)
     if not encoding or text.isascii():
@@ -109,14 +109,14 @@ def shown(text: str, stream: TextIO) -> str:
 
 def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
     out = sys.stdout if stream is None else stream
-    out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging)) + "\n")
+    out.write("\n".join(wrapped(as_displayed(words, out), width_of(out), hanging)) + "\n")
     out.flush()
 
 
 def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
     """Print ``words``, wrapped on a terminal, else as a single line for programs."""
     out = sys.stdout if stream is None else stream
-    out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
+    out.write("\n".join(wrapped(as_displayed(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
     out.flush()
 
 
@@ -155,7 +155,7 @@ class Table:
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
         """Print the table at the stream's width (default: standard output)."""
         out = sys.stdout if stream is None else stream
-        rows = [[shown(cell, out) for cell in row] for row in (self.head, *self.rows)]
+        rows = [[as_displayed(cell, out) for cell in row] for row in (self.head, *self.rows)]
         table = Table(rows[0], rows[1:], self.left, self.keys)
         out.write("\n".join(table.lines(width_of(out), indent)) + "\n")
         out.flush()

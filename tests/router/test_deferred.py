@@ -47,7 +47,7 @@ def test_accounts_are_kept_before_the_next_pick_looks_at_them() -> None:
     service.must_wait(WITHOUT_PROMPT, None, 0.0)
     assert server.in_flight == 1
     account.served_by("10.0.0.2:8000", 0.1)
-    account.ended(0.2, None)
+    account.on_request_end(0.2, None)
     account.close(0.3)
     service.deferred.flush()
     assert {server.in_flight for server in service.picker.fleet} == {0}

@@ -79,7 +79,7 @@ def test_each_server_has_it_as_long_as_it_works_on_it() -> None:
     assert loads(scheduler) == {d: (1, 1)}
     account.first_byte(2.0)
     assert loads(scheduler) == {d: (1, 0)}
-    account.ended(3.0, Usage(100, 0, 7), True)
+    account.on_request_end(3.0, Usage(100, 0, 7), True)
     assert not loads(scheduler) and log.events == ["accepted", "prefilled", "asked", "ended True"]
     account.close(4.0)
     assert len(log.events) == 4
@@ -101,7 +101,7 @@ def test_what_decodes_already_is_not_asked_whether_it_may() -> None:
     account = begun(scheduler)
     account.first_byte(1.0)
     assert account.prefilled(2.0) is None
-    account.ended(3.0)
+    account.on_request_end(3.0)
     assert log.events == ["accepted", "prefilled", "ended None"] and not loads(scheduler)
 
 
@@ -152,7 +152,7 @@ def happen(account: PairAccount, event: str, draw: int, now_s: float) -> None:
         "prefilled": lambda: account.prefilled(now_s, usage),
         "prefill lost": lambda: account.prefill_lost(now_s),
         "first byte": lambda: account.first_byte(now_s),
-        "ended": lambda: account.ended(now_s, usage, (None, True, False, True)[draw]),
+        "ended": lambda: account.on_request_end(now_s, usage, (None, True, False, True)[draw]),
         "failed": lambda: account.failed(now_s),
         "closed": lambda: account.close(now_s),
     }

@@ -1,7 +1,7 @@
 """Standard output and standard error of the command: no character, closed pipe or full disk ends it with a traceback.
 
 Text is written in the encoding of the stream: UTF-8 in most locales, Python's own rule in the locale C, or the encoding
-in PYTHONIOENCODING. Characters that the encoding lacks are replaced by ``plain``.
+in PYTHONIOENCODING. Characters that the encoding lacks are replaced by ``to_ascii``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _plain_form(character: str) -> str:
     return decomposed or ("" if unicodedata.combining(character) else "?")
 
 
-def plain(text: str) -> str:
+def to_ascii(text: str) -> str:
     """Return ``text`` in ASCII: plain forms of arrows, signs, boxes and letters, all else as ``?``."""
     return "".join(character if character.isascii() else _plain_form(character) for character in text)
 
@@ -56,7 +56,7 @@ def plain(text: str) -> str:
 def _write_plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return plain(error.object[error.start : error.end]), error.end
+    return to_ascii(error.object[error.start : error.end]), error.end
 
 
 codecs.register_error(PLAIN, _write_plain)

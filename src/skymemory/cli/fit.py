@@ -316,14 +316,14 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
     if args.flops is not None:
         machine = Machine("as named", args.flops, float(args.memory), float(args.network))
     # A fit is judged at held-out lengths: errors of fitted points only show how flexible the model is.
-    fitted_on, held_out = _apart(measured.prefills)
+    fitted_on, held_out = _split_held_out(measured.prefills)
     cost = fit_prefill(fitted_on, shape, machine)
     errors = {
         "prefills fitted on": prefill_errors(cost, fitted_on),
         "prefills held out": prefill_errors(cost, held_out),
     }
     if measured.decodes:
-        steps_on, steps_held = _apart(measured.decodes)
+        steps_on, steps_held = _split_held_out(measured.decodes)
         cost = fit_decode(steps_on, cost)
         errors["decoding steps fitted on"] = decode_errors(cost, steps_on)
         if steps_held:
@@ -334,7 +334,7 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
     return _Fitted(cost, errors)
 
 
-def _apart(pairs: Sequence[tuple[Any, bool]]) -> tuple[list[Any], list[Any]]:
+def _split_held_out(pairs: Sequence[tuple[Any, bool]]) -> tuple[list[Any], list[Any]]:
     return [point for point, is_held_out in pairs if not is_held_out], [
         point for point, is_held_out in pairs if is_held_out
     ]

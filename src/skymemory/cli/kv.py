@@ -317,7 +317,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     predictor.restore(habits)
     now_s = time.time()
     expected = predictor.expected(now_s, args.within)
-    near = _bring(expected, args.run_dir) if args.now else None
+    near = _bring_expected_near(expected, args.run_dir) if args.now else None
     if args.json:
         print(json.dumps(_prefetch_facts(predictor, expected, near)))
         return 0
@@ -333,7 +333,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bring(expected: list[Expectation], run_dir: Path | None) -> list[int]:
+def _bring_expected_near(expected: list[Expectation], run_dir: Path | None) -> list[int]:
     from skymemory.store.base import bring_near
     from skymemory.testbed.connect import open_constellation
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.text import has_colour, width_of
     from skymemory.view.layout_map import render
 
-    layout = _shown(args)
+    layout = _make_layout_map(args)
     if args.out is not None:
         from skymemory.view.drawing import drawing_path, save
         from skymemory.view.figures import draw_layout, draw_paper_map
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(args: argparse.Namespace) -> LayoutMap:
+def _make_layout_map(args: argparse.Namespace) -> LayoutMap:
     from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
     from skymemory.placement.layout import parse_strategy
     from skymemory.placement.locate import Placement

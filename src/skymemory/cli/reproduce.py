@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return _claims(args)
     from skymemory.reproduce.cake import FIGURES, reproduce
 
-    results = reproduce(list(dict.fromkeys(map(_whole, args.fig))) if args.fig else list(FIGURES))
+    results = reproduce(list(dict.fromkeys(map(_parse_figure, args.fig))) if args.fig else list(FIGURES))
     if args.json:
         print(json.dumps([_as_json(result) for result in results], indent=1, ensure_ascii=False))
     else:
@@ -86,7 +86,7 @@ def _claims(args: argparse.Namespace) -> int:
     return 0
 
 
-def _whole(text: str) -> int:
+def _parse_figure(text: str) -> int:
     try:
         return int(text)
     except ValueError:

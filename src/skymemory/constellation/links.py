@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
-from skymemory.config import duration, filled, known_keys, setting, size, suggestion, table, text, whole
+from skymemory.config import duration, filled, known_keys, setting, size, suggestion, table, text, whole_number
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S, parse_rate
@@ -311,7 +311,7 @@ class Links:
         "elevations", _elevations, (), "share of the rate by elevation"
     )
     rain: Rain | None = setting("rain", _rain, None, "weather over the hosts")  # noqa: RUF009 - frozen
-    seed: int = setting("seed", whole, 0, "of the weather")
+    seed: int = setting("seed", whole_number, 0, "of the weather")
 
     def __post_init__(self) -> None:
         if self.buffer_bytes < LEAST_BUFFER_BYTES:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from skymemory.text import is_terminal, shown, size_of, width_of, wrapped
+from skymemory.text import as_displayed, is_terminal, size_of, width_of, wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -57,7 +57,7 @@ class Screen:
 
     def say(self, words: str, picture: Draw | None = None) -> None:
         """Report an event. ``picture`` is printed with it if no frames are drawn."""
-        event = shown(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", self._stream)
+        event = as_displayed(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", self._stream)
         if self._live is not None:
             self._events.append(event)
             return
@@ -97,8 +97,10 @@ class Screen:
 
     def _frame(self, width: int) -> list[str]:
         assert self._draw is not None
-        figures = [line for figure in self._figures for line in wrapped(shown(figure, self._stream), width, "  ")]
-        return [*(shown(line, self._stream) for line in self._draw(width)), *figures]
+        figures = [
+            line for figure in self._figures for line in wrapped(as_displayed(figure, self._stream), width, "  ")
+        ]
+        return [*(as_displayed(line, self._stream) for line in self._draw(width)), *figures]
 
     def _begin(self) -> Live:
         from rich.console import Console

@@ -35,7 +35,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from skymemory.config import filled, integer, parse_toml, positive, setting, suggestion, text, whole
+from skymemory.config import filled, integer, parse_toml, positive, setting, suggestion, text, whole_number
 from skymemory.errors import InvalidInput, cannot_read
 from skymemory.files import decode_text, read_bounded
 from skymemory.router.api_error import ApiError
@@ -58,9 +58,11 @@ class Tenant:
     """Tenant and its quota. A limit of 0 means no limit."""
 
     name: str = ""
-    requests_per_minute: int = setting("requests_per_minute", whole, 0, "requests in a minute; 0: any number")
-    tokens_per_minute: int = setting("tokens_per_minute", whole, 0, "tokens of prompts and responses; 0: any number")
-    max_in_flight: int = setting("max_in_flight", whole, 0, "requests at once; 0: any number")
+    requests_per_minute: int = setting("requests_per_minute", whole_number, 0, "requests in a minute; 0: any number")
+    tokens_per_minute: int = setting(
+        "tokens_per_minute", whole_number, 0, "tokens of prompts and responses; 0: any number"
+    )
+    max_in_flight: int = setting("max_in_flight", whole_number, 0, "requests at once; 0: any number")
     priority: int = setting("priority", integer, 0, "of its requests; higher goes first")
     weight: float = setting("weight", positive, 1.0, "its share beside other tenants")
 

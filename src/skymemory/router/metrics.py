@@ -182,7 +182,7 @@ class ProxyMetrics:
         counts = self.of(server).prefills
         counts[outcome] = counts.get(outcome, 0) + 1
 
-    def ended(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
+    def record_request_end(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
         """Count a finished request. ``server`` is the last server that received it, if any."""
         counts = self.of(server)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1

@@ -36,7 +36,7 @@ from typing import Any
 
 from skymemory.conductor.request import Request, Slo
 from skymemory.conductor.scheduler import RETRY_S, Refusal
-from skymemory.config import duration, setting, size, whole
+from skymemory.config import duration, setting, size, whole_number
 from skymemory.errors import InvalidInput
 
 USUAL_OUTPUT_TOKENS = 256
@@ -54,7 +54,9 @@ _SLACK = 64
 class QueueSettings:
     """Limits of the queue of requests that wait for a server with room."""
 
-    most_requests: int = setting("max_requests", whole, 0, "requests that may wait; 0: none, they are refused at once")
+    most_requests: int = setting(
+        "max_requests", whole_number, 0, "requests that may wait; 0: none, they are refused at once"
+    )
     most_bytes: int = setting("max_bytes", size, 256 << 20, "of their bodies, in total")
     most_wait_s: float = setting("max_wait", duration, 30.0, "before a request is refused")
 
@@ -167,7 +169,7 @@ class RequestQueue:
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
         refusal = self._hopeless(entry, now_s)
         if refusal is not None:
-            return self._counted(entry, refusal)
+            return self._record_refusal(entry, refusal)
         self._numbers += 1
         entry._number = self._numbers
         if not self._waiting:
@@ -185,9 +187,11 @@ class RequestQueue:
                     self._put(evicted, former)
                 words = f"{len(self._waiting)} requests wait already, and it would be the least urgent of them"
                 retry_s = self.retry_after_s(entry.request.priority, now_s)
-                return self._counted(entry, Refusal(words, retry_s, kind="queue"))
+                return self._record_refusal(entry, Refusal(words, retry_s, kind="queue"))
             victims.append((victim, flow))
-        return [(evicted, self._counted(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims]
+        return [
+            (evicted, self._record_refusal(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims
+        ]
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
         """Remove and return the entry to serve now; None: no entry ``fits``.
@@ -305,7 +309,7 @@ class RequestQueue:
             entry = self._waiting.get(heappop(self._deadlines)[1])
             if entry is not None:
                 self._remove(entry)
-                self._left.append((entry, self._counted(entry, self._over(entry, now_s))))
+                self._left.append((entry, self._record_refusal(entry, self._over(entry, now_s))))
 
     def _over(self, entry: Entry, now_s: float) -> Refusal:
         retry_s = self.retry_after_s(entry.request.priority, now_s)
@@ -428,7 +432,7 @@ class RequestQueue:
             figures = self._figures[key] = Figures()
         return figures
 
-    def _counted(self, entry: Entry, refusal: Refusal) -> Refusal:
+    def _record_refusal(self, entry: Entry, refusal: Refusal) -> Refusal:
         refused = self._figures_of(entry).refused
         refused[refusal.kind] = refused.get(refusal.kind, 0) + 1
         return refusal

@@ -137,7 +137,7 @@ class RequestAccount:
             self._first = True
             self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
-    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+    def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
         """Record the end of the response. ``met``: it kept its promise (None: no promise, or unknown)."""
         cached_tokens = output_tokens = None
         if usage is not None:
@@ -163,7 +163,7 @@ class RequestAccount:
     def close(self, now_s: float) -> None:
         """End what is still open, as failed if there was no first byte."""
         self.failed(now_s)
-        self.ended(now_s)
+        self.on_request_end(now_s)
 
     # Entries of a request keep their order even if deferred: `DeferredWork` is first in, first out. `_open` and
     # `_first` change immediately, so that a second report of the same event is ignored even before the flush.
@@ -249,7 +249,7 @@ class PairAccount(RequestAccount):
             self._first = True
             self._scheduler.decoding(self._placement, now_s)
 
-    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+    def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
         if not self._open:
             return
         self.prefill_lost(now_s)
@@ -281,10 +281,10 @@ class ObservedPair(PairAccount):
         super().first_byte(now_s)  # first, since a request that decodes already is not refused
         self.prefilled(now_s)
 
-    def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
+    def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
         if self._open:
             self.first_byte(now_s)
-        super().ended(now_s, usage, met)
+        super().on_request_end(now_s, usage, met)
 
 
 _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))

@@ -27,9 +27,9 @@ from skymemory.config import (
     table,
     text,
     texts,
-    whole,
     whole_by_name,
-    wholes,
+    whole_number,
+    whole_numbers,
     yes_or_no,
 )
 from skymemory.errors import InvalidInput, os_reason, quoted
@@ -116,12 +116,16 @@ class PickerSettings:
         "apart", yes_or_no, False, "lines of `endpoints` have roles (`role=prefill`): prefill and decode are apart"
     )
     refresh_s: float = setting("refresh", duration, 5.0, "period of reading those")
-    events_port: int = setting("events_port", whole, 0, "port of KV events of endpoints without `events`; 0: none")
-    replay_port: int = setting("replay_port", whole, 0, "port of their replays; 0: none")
+    events_port: int = setting(
+        "events_port", whole_number, 0, "port of KV events of endpoints without `events`; 0: none"
+    )
+    replay_port: int = setting("replay_port", whole_number, 0, "port of their replays; 0: none")
     model: str = setting("model", text, "", "served by endpoints without `models`; KV events need it")
-    fallbacks: int = setting("fallbacks", whole, 0, "further endpoints named to Envoy, best first")
-    max_requests: int = setting("max_requests", whole, 0, "at one server; 429 where all have as many. 0: any number")
-    max_streams: int = setting("max_streams", whole, 10_000, "requests in flight in this picker; more: 429")
+    fallbacks: int = setting("fallbacks", whole_number, 0, "further endpoints named to Envoy, best first")
+    max_requests: int = setting(
+        "max_requests", whole_number, 0, "at one server; 429 where all have as many. 0: any number"
+    )
+    max_streams: int = setting("max_streams", whole_number, 10_000, "requests in flight in this picker; more: 429")
     tell_decisions: bool = setting(
         "tell_decisions", yes_or_no, False, "send routing decisions to clients that ask for them (x-skymemory-decision)"
     )
@@ -207,10 +211,10 @@ class Prompts:
     tokenizer: Path | None = setting(
         "tokenizer", path, None, "a tokenizer.json, or a folder with one: blocks are then counted in tokens, not bytes"
     )
-    block_tokens: int = setting("block_tokens", whole, 16, "the engine's block size (with a tokenizer)")
-    block_bytes: int = setting("block_bytes", whole, 64, "bytes of text per block (without a tokenizer)")
+    block_tokens: int = setting("block_tokens", whole_number, 16, "the engine's block size (with a tokenizer)")
+    block_bytes: int = setting("block_bytes", whole_number, 64, "bytes of text per block (without a tokenizer)")
     max_blocks: int = setting(
-        "max_blocks", whole, 8192, "blocks hashed of a prompt; the rest does not influence routing"
+        "max_blocks", whole_number, 8192, "blocks hashed of a prompt; the rest does not influence routing"
     )
     session_header: str = setting("session_header", text, "x-session-id", "header that identifies a session")
     session_cookie: str = setting("session_cookie", text, "session", "cookie that does, without the header")
@@ -221,7 +225,7 @@ class Limits:
     """Limits on requests, bodies and memory."""
 
     max_body_bytes: int = setting("max_body", size, 16 << 20, "larger bodies are refused: 413")
-    max_in_flight: int = setting("max_in_flight", whole, 4096, "requests in flight; more are refused: 429")
+    max_in_flight: int = setting("max_in_flight", whole_number, 4096, "requests in flight; more are refused: 429")
     max_held_bytes: int = setting(
         "max_held", size, 512 << 20, "memory of request bodies, in total; at least four times `max_body`"
     )
@@ -230,7 +234,7 @@ class Limits:
     )
     max_waiting: int = setting(
         "max_waiting",
-        whole,
+        whole_number,
         0,
         "requests at one server without a first byte; 429 where all have as many. 0: any number",
     )
@@ -309,9 +313,12 @@ class Health:
     every_s: float = setting("every", duration, 2.0, "period of checks")
     timeout_s: float = setting("timeout", duration, 2.0, "for the answer to a check")
     failures: int = setting(
-        "failures", whole, 3, "consecutive failed checks that eject a server; where requests fail there, too, one does"
+        "failures",
+        whole_number,
+        3,
+        "consecutive failed checks that eject a server; where requests fail there, too, one does",
     )
-    successes: int = setting("successes", whole, 2, "consecutive good checks that bring it back")
+    successes: int = setting("successes", whole_number, 2, "consecutive good checks that bring it back")
     max_ejected: float = setting(
         "max_ejected",
         share,
@@ -329,12 +336,12 @@ class Retries:
 
     most: int = setting(
         "most",
-        whole,
+        whole_number,
         2,
         "retries of a request, which is sent 1 + `most` times at most, replays on a new connection included",
     )
     statuses: tuple[int, ...] = setting(
-        "statuses", wholes, (429, 500, 502, 503, 504), "responses that are retried (a 500 once)"
+        "statuses", whole_numbers, (429, 500, 502, 503, 504), "responses that are retried (a 500 once)"
     )
     continue_streams: bool = setting(
         "continue_streams",
@@ -349,7 +356,7 @@ class Retries:
         0.2,
         "retries of all requests, as a share of the requests of the last 10 s or under way, whichever are more",
     )
-    floor: int = setting("floor", whole, 3, "retries in 10 s that are always allowed")
+    floor: int = setting("floor", whole_number, 3, "retries in 10 s that are always allowed")
 
     def __post_init__(self) -> None:
         for status in self.statuses:
@@ -373,7 +380,7 @@ class Disaggregation:
     )
     split_from: int = setting(
         "split_from",
-        whole,
+        whole_number,
         64,
         "tokens, as the router counts them: a prompt of which a decode server lacks fewer takes one step, there; 0: "
         "all take two. (A sidecar goes by the header alone)",
@@ -484,7 +491,7 @@ class Settings:
     """Options of the strategy."""
     listen: str = setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")
     strategy: str | None = setting("strategy", text, None, "the routing strategy")
-    seed: int = setting("seed", whole, 0, "of random tie-breaking")
+    seed: int = setting("seed", whole_number, 0, "of random tie-breaking")
     drain_s: float = setting("drain", duration, 30.0, "for requests to end, when the router stops")
     unknown_paths: str = setting(
         "unknown_paths",

@@ -72,13 +72,13 @@ class WaitingRoom:
             return offered
         for other, refusal in offered:
             other.item.turned_away(refusal)
-        self.look()
+        self.poll()
         return entry
 
     def leave(self, entry: Entry) -> None:
         self.queue.cancel(entry)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Refuse requests past their deadline, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
@@ -98,17 +98,17 @@ class WaitingRoom:
             self._timer = None
         if len(queue):
             wait_s = min(LOOK_S, max(0.0, queue.next_deadline_s - self._clock()))
-            self._timer = self._loop.call_later(wait_s, self._due)
+            self._timer = self._loop.call_later(wait_s, self._on_timer)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _due(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if len(self.queue):
-            self.look()
+            self.poll()
 
     def _fits(self, entry: Entry) -> bool:
         among: frozenset[str] | None = entry.group[2]  # type: ignore[index]

@@ -18,7 +18,7 @@ APIS = [messages, responses]
 @pytest.mark.parametrize("api", APIS)
 def test_an_answer_without_an_id_gets_one_of_its_own(api: ModuleType) -> None:
     answer: dict[str, Any] = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
-    assert len({api.whole({"model": "m"}, answer)["id"] for _ in range(3)}) == 3
+    assert len({api.translate_answer({"model": "m"}, answer)["id"] for _ in range(3)}) == 3
 
 
 def test_messages_without_a_limit_are_refused() -> None:
@@ -30,4 +30,4 @@ def test_messages_without_a_limit_are_refused() -> None:
 @pytest.mark.parametrize("api", APIS)
 def test_no_choice_is_no_answer(api: ModuleType) -> None:
     with pytest.raises(UnreadableAnswer, match="`choices` is empty"):
-        api.whole({"model": "m"}, {"id": "chatcmpl-1", "choices": []})
+        api.translate_answer({"model": "m"}, {"id": "chatcmpl-1", "choices": []})

@@ -169,7 +169,7 @@ def served(service: PickerService, among: list[str] | None = None) -> Decision:
     """One request as the picker has them, from its headers to its end."""
     placement = service.choose(service.read(HEADERS, PROMPT), among, time.monotonic())
     account = RequestAccount(service.scheduler, placement, time.monotonic())
-    account.ended(time.monotonic(), None)
+    account.on_request_end(time.monotonic(), None)
     return account.decision
 
 

@@ -14,7 +14,7 @@ from skymemory.router.failure.budget import MOST_S, WINDOW_S, RetryBudget, Sends
 def test_a_request_is_sent_no_more_often_than_allowed(most: int, tries: int) -> None:
     sends = Sends(most)
     assert sum(sends.take() for _ in range(tries)) == min(most, tries) == sends.count
-    assert sends.left == most - sends.count
+    assert sends.remaining == most - sends.count
 
 
 @given(

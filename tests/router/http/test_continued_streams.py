@@ -249,10 +249,10 @@ def test_token_ids_are_not_continued_without_a_tokenizer(running: Running, stori
     chunk = b'data: {"id": "a", "choices": [{"index": 0, "text": " x;", "finish_reason": null}]}\n\n'
     body = b'{"prompt": [1, 2], "max_tokens": 9, "stream": true}'
     without = StreamContinuation("/v1/completions", body)
-    assert without.add(chunk) == chunk and without.rest() is None
+    assert without.add(chunk) == chunk and without.prepare_rest() is None
     known = StreamContinuation("/v1/completions", body, lambda text: [7, 8])
     assert known.add(chunk) == chunk
-    rest = known.rest()
+    rest = known.prepare_rest()
     assert rest is not None
     asked = json.loads(rest.body)
     assert (asked["prompt"], asked["max_tokens"]) == ([1, 2, 7, 8], 7)
@@ -273,7 +273,7 @@ def test_a_call_of_a_tool_or_what_is_no_text_is_not_continued(event: dict[str, A
 
     stream = StreamContinuation("/v1/chat/completions", json.dumps(body_of("chat", 1, tools=[{}])).encode())
     data = f"data: {json.dumps(event)}\n\n".encode()
-    assert stream.add(data) == data and stream.rest() is None
+    assert stream.add(data) == data and stream.prepare_rest() is None
 
 
 def test_an_engine_that_is_not_known_to_continue_a_chat_is_not_asked(loop: Loop) -> None:

@@ -116,7 +116,7 @@ class Served:
             account.first_byte(now_s)
             self.state = "streams"
         elif self.state == "streams":
-            account.ended(now_s, Usage(10, 0, 5))
+            account.on_request_end(now_s, Usage(10, 0, 5))
             self.state = "ended"
 
     def lost(self, name: str) -> None:
@@ -178,7 +178,7 @@ class World:
             for role in (PREFILL, DECODE):
                 assert self.served_roles()[role] or before[role] != 1 or self.drained_by_hand(), "a pool keeps one"
         elif what == "slow" and name in known:
-            self.router.roles.came(name, BATCH, 2.0 * number)
+            self.router.roles.record_tokens(name, BATCH, 2.0 * number)
         elif what == "die" and name in known and known[name].server.healthy:
             refuses(self.router, name)
             for each in self.open:
@@ -287,7 +287,7 @@ def overloaded_decode() -> tuple[Router, Served]:
                 assert each.pair is not None
                 each.pair.first_byte(router.now_s)  # as with the handover `overlap`
         router.backends.known["d0"].server.in_flight += second == 0
-        router.roles.came("d0", BATCH, 2.0)
+        router.roles.record_tokens("d0", BATCH, 2.0)
         router.tick()
     router.backends.known["d0"].server.in_flight -= 1
     assert router.role("p0") == (PREFILL, "serving") and router.role("p1") == (PREFILL, "draining")
@@ -365,7 +365,7 @@ def test_servers_of_other_models_are_other_pools() -> None:
     router = Router([backend("p0", PREFILL), backend("d0", DECODE), backend("e0", DECODE, models=["n"]), *other])
     router.backends.known["d0"].server.in_flight = 3
     for _ in range(20):
-        router.roles.came("d0", BATCH, 2.0)
+        router.roles.record_tokens("d0", BATCH, 2.0)
         router.tick()
     assert router.changes() == {} and router.role("q1") == (PREFILL, "serving"), "its own has but one prefill server"
 
@@ -375,7 +375,7 @@ def test_a_server_that_is_not_elastic_keeps_its_role() -> None:
     router = Router([backend("p0", PREFILL), fixed, backend("d0", DECODE)])
     router.backends.known["d0"].server.in_flight = 3
     for _ in range(10):
-        router.roles.came("d0", BATCH, 2.0)
+        router.roles.record_tokens("d0", BATCH, 2.0)
         router.tick()
     assert router.role("p0") == (DECODE, "serving") and router.role("p1") == (PREFILL, "serving")
 
@@ -400,7 +400,7 @@ def test_a_decode_load_is_measured_against_a_request_that_is_alone() -> None:
 
     def load(decoding: int, tbt_s: float, tokens: int = BATCH) -> float:
         server.in_flight = decoding
-        router.roles.came("d0", tokens, tokens * tbt_s)
+        router.roles.record_tokens("d0", tokens, tokens * tbt_s)
         router.tick()
         (loads,) = [each for each in router.roles.collect() if each.name == "skymemory_router_role_load"]
         return next(each.value for each in loads.samples if each.labels["role"] == DECODE)
@@ -421,7 +421,7 @@ def test_what_a_batch_shares_is_learnt_from_periods_with_as_many_streams_at_both
 
     def look(decoding: int, tbt_s: float) -> float:
         server.in_flight = decoding
-        router.roles.came("d0", 50, 50 * tbt_s)
+        router.roles.record_tokens("d0", 50, 50 * tbt_s)
         router.tick()
         return pool().shared_tbt_s()
 
@@ -443,14 +443,14 @@ def test_a_router_that_stood_still_learns_nothing_from_what_piled_up(drains: boo
     server = router.backends.known["d0"].server
     server.in_flight = 4
     for _ in range(10 * (not drains)):
-        router.roles.came("d0", 100, 0.5)
+        router.roles.record_tokens("d0", 100, 0.5)
         router.tick()
     router.now_s += 300.0  # more than `most_drain`
     router.roles.observe(router.now_s)
-    router.roles.came("d0", 4, 4 * 300.0)
+    router.roles.record_tokens("d0", 4, 4 * 300.0)
     router.tick()
     for _ in range(5):
-        router.roles.came("d0", 100, 0.5)
+        router.roles.record_tokens("d0", 100, 0.5)
         router.tick()
     assert router.role("p1") == (PREFILL, "draining" if drains else "serving") and router.changes() == {}
     if not drains:
@@ -463,7 +463,7 @@ def test_servers_that_report_nothing_are_judged_by_what_passes_through() -> None
     router.backends.known["d0"].server.in_flight = 2
     for tbt_s, moved in ((0.02, False), (0.2, True)):
         for _ in range(20):
-            router.roles.came("d0", 50, 50 * tbt_s)
+            router.roles.record_tokens("d0", 50, 50 * tbt_s)
             router.tick()
         assert (router.role("p1") == (DECODE, "serving")) == moved
 

@@ -33,7 +33,7 @@ class Door:
 
     def rest(self, name: str) -> None:
         if name in self.seats:
-            self.table.rest(self.seats[name], self.now_s)
+            self.table.mark_idle(self.seats[name], self.now_s)
 
     def leave(self, name: str) -> None:
         self.table.close(self.seats.pop(name))

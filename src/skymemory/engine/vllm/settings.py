@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skymemory.config import duration, filled, setting, size, text, whole
+from skymemory.config import duration, filled, setting, size, text, whole_number
 from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
@@ -17,7 +17,9 @@ _ONE_PROCESS = ("memory", "disk", "tiers")
 @dataclass(frozen=True, slots=True)
 class Settings:
     store: str = setting("store", text, "", "address of the store, such as unix:///run/sky.sock of a store daemon")
-    value_tokens: int = setting("value_tokens", whole, 128, "tokens stored under one key; whole blocks of vLLM's")
+    value_tokens: int = setting(
+        "value_tokens", whole_number, 128, "tokens stored under one key; whole blocks of vLLM's"
+    )
     queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
     drain_s: float = setting("drain", duration, 3.0, "how long a stopping engine goes on saving what waits")
     wait_s: float = setting("wait", duration, 5.0, "how long a load waits for the next value of another's prefill")

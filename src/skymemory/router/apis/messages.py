@@ -1,7 +1,7 @@
 """Anthropic's Messages (``POST /v1/messages``, ``/v1/messages/count_tokens``) as a chat completion and back.
 
-``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``MessageStream`` the stream
-events. If an engine cannot count tokens, they are taken from the usage of a completion of one token
+``chat_request`` reads a request. ``translate_answer`` makes its answer from a chat completion, ``MessageStream`` the
+stream events. If an engine cannot count tokens, they are taken from the usage of a completion of one token
 (``counting_request``). Turns are joined as in vLLM's own Messages API, so that prompts are the same.
 """
 
@@ -29,13 +29,13 @@ from skymemory.router.apis.reading import (
     Fields,
     function_tool,
     further,
-    given,
     joined,
     list_of,
     object_of,
     refuse,
     text_of,
     tool_call,
+    without_none,
 )
 
 PATH = "/v1/messages"
@@ -68,7 +68,9 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     if needs_limit and fields.get("max_tokens") is None:
         refuse("max_tokens", "is missing: how many tokens the answer may have")
     body: dict[str, Any] = further(fields, _KNOWN)
-    body |= given(model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences"))
+    body |= without_none(
+        model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences")
+    )
     body["messages"] = _Turns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
@@ -234,7 +236,7 @@ class _Turns:
 # The answer
 
 
-def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
+def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a complete chat completion.
 
     Raises:
@@ -303,7 +305,7 @@ class MessageStream:
     def _part_event(self, each: PartEvent) -> Iterator[bytes]:
         part, at = each.part, each.part.number
         if each.what == BEGIN:
-            yield _event("content_block_start", index=at, content_block=_begun(part))
+            yield _event("content_block_start", index=at, content_block=_empty_block(part))
         elif each.what == PIECE and each.text:
             yield _event("content_block_delta", index=at, delta=_delta(part, each.text))
         elif each.what == END:
@@ -330,7 +332,7 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
 
-def _begun(part: Part) -> dict[str, Any]:
+def _empty_block(part: Part) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": ""}
     if part.kind == REASONING:

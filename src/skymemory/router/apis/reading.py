@@ -54,14 +54,14 @@ def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in known}
 
 
-def given(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def function_tool(name: object, description: object, parameters: object, strict: object, param: str) -> dict[str, Any]:
     """Return a tool of chat completions."""
-    function = {"name": text_of(name, f"{param}.name"), **given(description=description, parameters=parameters)}
-    return {"type": "function", "function": {**function, **given(strict=strict)}}
+    function = {"name": text_of(name, f"{param}.name"), **without_none(description=description, parameters=parameters)}
+    return {"type": "function", "function": {**function, **without_none(strict=strict)}}
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

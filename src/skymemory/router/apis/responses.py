@@ -1,8 +1,9 @@
 """OpenAI's Responses (``POST /v1/responses``), without state, as a chat completion and back.
 
-``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``ResponseStream`` the stream
-events, in the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done; finally
-completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is ignored.
+``chat_request`` reads a request. ``translate_answer`` makes its answer from a chat completion, ``ResponseStream`` the
+stream events, in the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done;
+finally completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is
+ignored.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from skymemory.router.apis.reading import (
     Fields,
     function_tool,
     further,
-    given,
     joined,
     list_of,
     object_of,
     refuse,
     text_of,
     tool_call,
+    without_none,
 )
 
 PATH = "/v1/responses"
@@ -86,7 +87,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """
     check(fields)
     body: dict[str, Any] = further(fields, _KNOWN)
-    body |= given(model=fields.get("model"), max_tokens=fields.get("max_output_tokens"))
+    body |= without_none(model=fields.get("model"), max_tokens=fields.get("max_output_tokens"))
     body["messages"] = _Turns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
@@ -261,7 +262,7 @@ class _Turns:
         if kind == "refusal":
             return {"type": "text", "text": text_of(part.get("refusal"), f"{param}.refusal")}
         if kind == "input_image" and isinstance(part.get("image_url"), str):
-            detail = given(detail=part.get("detail"))
+            detail = without_none(detail=part.get("detail"))
             return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
         if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
             return {"type": "input_audio", "input_audio": part["input_audio"]}
@@ -275,7 +276,7 @@ class _Turns:
 # The answer
 
 
-def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
+def translate_answer(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a complete chat completion.
 
     Raises:
@@ -431,7 +432,7 @@ class _Builder:
             "service_tier": "default",
             "store": False,
             "temperature": fields.get("temperature"),
-            "text": {"format": text.get("format") or {"type": "text"}, **given(verbosity=text.get("verbosity"))},
+            "text": {"format": text.get("format") or {"type": "text"}, **without_none(verbosity=text.get("verbosity"))},
             "tool_choice": fields.get("tool_choice") or "auto",
             "tools": fields.get("tools") or [],
             "top_logprobs": fields.get("top_logprobs") or 0,

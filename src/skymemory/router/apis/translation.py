@@ -67,9 +67,9 @@ class Translation:
 
     def answer_object(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         if self._path == RESPONSES:
-            return responses.whole(self._fields, answer)
+            return responses.translate_answer(self._fields, answer)
         if self._path == MESSAGES:
-            return messages.whole(self._fields, answer)
+            return messages.translate_answer(self._fields, answer)
         return messages.count(answer)
 
     def error(self, status: int, body: bytes) -> bytes:

@@ -92,12 +92,12 @@ class Feed:
 
     @property
     def state(self) -> FeedState:
-        if self.heard and not self.connected:
+        if self.has_applied and not self.connected:
             return FeedState.LOST
         return self._state
 
     @property
-    def heard(self) -> bool:
+    def has_applied(self) -> bool:
         """True if a message was applied since the engine's last known start."""
         return bool(self.order.next)
 
@@ -142,7 +142,7 @@ class Feed:
 
     def lost(self) -> None:
         """Give up a gap: forget the blocks, and continue after it."""
-        if self.heard:
+        if self.has_applied:
             self._forget("messages were lost")
         self.order.skip()
         self._state = FeedState.PARTIAL
@@ -159,7 +159,7 @@ class Feed:
     def unsure(self) -> None:
         """Forget the blocks, and continue with any message: messages may have been missed without a replay."""
         self._reading = None
-        if self.heard:
+        if self.has_applied:
             self._forget("the connection was lost, and there is no replay of what was missed")
         self.order.restart(None)
         self._state = FeedState.WAITING

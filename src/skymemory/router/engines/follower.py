@@ -238,8 +238,8 @@ class Follower:
         try:
             if not self._replay_endpoint:
                 feed.unsure()
-            elif not feed.heard or not await self._same_life():
-                if feed.heard:
+            elif not feed.has_applied or not await self._same_life():
+                if feed.has_applied:
                     feed.restarted()
                 await self._replayed(0)
                 feed.nothing_published()

@@ -145,10 +145,10 @@ class PickerService:
         self.backends.review(now_s)
         return None if room.is_open_to(request, among) else room
 
-    def look(self) -> None:
+    def poll_waiting_room(self) -> None:
         """Let waiting requests go if a server has room again, after the deferred work that frees it."""
         if self.room is not None and len(self.queue):
-            self.deferred.run(self.room.look)
+            self.deferred.run(self.room.poll)
 
     def choose(
         self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False, client: str = ""
@@ -359,7 +359,7 @@ class Exchange:
                 self._service.counters.add("requests_abandoned_total")
                 self._service.backends.on_dropped(self._attempts, self._account.decision.server, now_s)
             self._account.close(now_s)
-            self._service.look()
+            self._service.poll_waiting_room()
 
     # The queue
 
@@ -521,11 +521,11 @@ class Exchange:
         self._service.counters.add("responses_total", label=f"{status[:1]}xx")
         if not status.startswith("2"):
             account.failed(now_s)
-            self._service.look()
+            self._service.poll_waiting_room()
         elif self._response_mode == say.NONE:
             self._first_s = now_s
             account.first_byte(now_s)
-            self._service.look()
+            self._service.poll_waiting_room()
 
     def _response_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._usage is not None and body.body:
@@ -535,7 +535,7 @@ class Exchange:
                 self._first_s = now_s
                 self._service.backends.on_answer(self._attempts, self._account.decision.server, now_s)
                 self._account.first_byte(now_s)
-                self._service.look()
+                self._service.poll_waiting_room()
         if body.end_of_stream:
             self._response_ends(now_s)
         if self._response_mode != say.FULL_DUPLEX:
@@ -549,7 +549,7 @@ class Exchange:
             return
         if _path(self._headers).endswith(COUNT_TOKENS):
             account.close(now_s)  # it reports nothing about the cache
-            self._service.look()
+            self._service.poll_waiting_room()
             return
         usage, slo, met = reader.usage(), account.decision.request.slo, None
         if slo is not None and account.is_open:
@@ -557,14 +557,14 @@ class Exchange:
             outcome = slo_outcome(slo, ttft_s, took_s, None if usage is None else usage.output_tokens)
             self._service.counters.add("promises_total", label=outcome)
             met = outcome == "kept"
-        account.ended(now_s, usage, met)
+        account.on_request_end(now_s, usage, met)
         if usage is not None:
             if self._entry is not None and (work := usage.work) is not None:
                 self._service.queue.corrected(self._entry, work)
             if usage.cached_tokens is not None:
                 self._service.counters.add("cached_tokens_total", usage.cached_tokens)
                 self._service.counters.add("told_prompt_tokens_total", usage.prompt_tokens)
-        self._service.look()
+        self._service.poll_waiting_room()
 
     @staticmethod
     def _fault_of(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:

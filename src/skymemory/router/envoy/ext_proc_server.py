@@ -164,7 +164,7 @@ class _Stream(Call):
         self._answers.hold()
         self._reading = asyncio.create_task(self._read_in_thread(self._exchange, message))
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         self._answers.finish()
 
     def held_bytes(self) -> int:
@@ -174,7 +174,7 @@ class _Stream(Call):
         if self._exchange is not None:
             self._send(self._exchange.too_much())
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.closed(time.monotonic())
@@ -261,10 +261,10 @@ class _Check(Call):
         self._answers.send(_response(state))
         self._answers.finish(OK)
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         self._answers.finish(INTERNAL, "the call had no request")
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         pass
 
 
@@ -287,11 +287,11 @@ class _Watch(Call):
     def end(self) -> None:
         self._answers.finish(UNAVAILABLE, "the picker stops")
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         if self.name is None:
             self._answers.finish(INTERNAL, "the call had no request")
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         self._book.part(self)
 
 

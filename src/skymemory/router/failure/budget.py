@@ -28,7 +28,7 @@ class Sends:
         self.count = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return self.most - self.count
 
     def take(self) -> bool:

@@ -818,7 +818,7 @@ class Connection(asyncio.Protocol):
             self._await_rest()
         else:
             if self._seat is not None:
-                self._app.table.rest(self._seat, time.monotonic())
+                self._app.table.mark_idle(self._seat, time.monotonic())
             self._await_request()
         if self._waiting or self._paused_reading:
             self._loop.call_soon(self._next)

@@ -121,7 +121,7 @@ class ElasticRoles(Collector):
 
     # -- from requests
 
-    def came(self, server: str, tokens: int, seconds: float) -> None:
+    def record_tokens(self, server: str, tokens: int, seconds: float) -> None:
         """Record ``tokens`` of an answer."""
         pace = self._paces.setdefault(server, _Pace())
         pace.seconds += seconds

@@ -458,7 +458,7 @@ class Exchange(Attempts):
 
     @property
     def _is_last(self) -> bool:
-        return self._log.retries >= self._of.settings.retries.most or not self._sends.left
+        return self._log.retries >= self._of.settings.retries.most or not self._sends.remaining
 
     @property
     def _may_wait(self) -> bool:
@@ -564,7 +564,7 @@ class Exchange(Attempts):
             return
         try:
             if self._streaming:
-                self._goes_on(f"it was ejected ({why})")  # else the server may still send the remainder
+                self._try_to_continue(f"it was ejected ({why})")  # else the server may still send the remainder
             elif self._may_retry(Fault.SILENT, server):
                 self._of.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
                 self._retry(f"it was ejected ({why})", Fault.SILENT)
@@ -720,7 +720,7 @@ class Exchange(Attempts):
     def _succeeded(self, account: RequestAccount, now_s: float) -> None:
         account.first_byte(now_s)
         if self._of.room is not None:
-            self._of.room.look()
+            self._of.room.poll()
 
     def _pass_on(self, piece: bytes, ended: bool, head: bytes = b"") -> None:
         response, result, connection, reader = self._head, self._log, self.incoming.connection, self._reader
@@ -787,18 +787,18 @@ class Exchange(Attempts):
         )
 
     def _go_on_or_cut(self, why: str) -> None:
-        if not self._goes_on(why):
+        if not self._try_to_continue(why):
             self._drop_call()
             self._log.outcome = "broken"
             self._of.backends.on_end(self, time.monotonic())
             self._cut("the server went away in the middle of its answer")
 
-    def _goes_on(self, why: str) -> bool:
+    def _try_to_continue(self, why: str) -> bool:
         """Return True if another server sends the remainder, or nothing remains."""
         account, stream = self._account, self._stream
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
-        remainder = None if stream is None or self._is_last else stream.rest()
+        remainder = None if stream is None or self._is_last else stream.prepare_rest()
         if remainder is None:
             return False
         if not remainder.body:
@@ -827,7 +827,7 @@ class Exchange(Attempts):
             self._pass_on(piece, False, head)
         self._stream = stream
         self._of.backends.on_fault(self, account.decision.server, Fault.ERROR, time.monotonic())
-        if not self._goes_on(failure):
+        if not self._try_to_continue(failure):
             self._stream = None
             self._pass_on(withheld, ended)
 
@@ -997,7 +997,7 @@ class Exchange(Attempts):
         finally:
             done(self.incoming, self._log)
             if self._of.room is not None:
-                self._of.room.look()
+                self._of.room.poll()
 
     def _close_account(self) -> None:
         account, response, result, reader = self._account, self._head, self._log, self._reader
@@ -1021,7 +1021,7 @@ class Exchange(Attempts):
         if work is not None and self._entry is not None and self._of.room is not None:
             self._of.room.queue.corrected(self._entry, work)
         # The usage of a continued stream covers the whole answer; this server's part is unknown.
-        account.ended(now_s, None if self._is_continued else usage, is_slo_met)
+        account.on_request_end(now_s, None if self._is_continued else usage, is_slo_met)
 
     def _work_of(self, usage: Usage) -> float | None:
         """Return the number of tokens computed for the request; None: unknown."""

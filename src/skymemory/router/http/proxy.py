@@ -99,7 +99,7 @@ class Proxy:
         )
         self._exchanges.random.seed(settings.seed)
         if roles is not None:
-            self._exchanges.on_tokens = roles.came
+            self._exchanges.on_tokens = roles.record_tokens
         self._queue = RequestQueue(settings.queue)
         metrics.registry.register(QueueFigures(self._queue, "skymemory_router"))
         self._room = WaitingRoom(self._queue, self._has_room, asyncio.get_running_loop())
@@ -168,7 +168,7 @@ class Proxy:
             is_idle = seat is not None and seat.state in (State.IDLE, State.KEPT)
             if seat is not None and is_idle and skipped < _KEPT_IDLE and seat.owner.has_input():
                 skipped += 1
-                table.rest(seat, now_s)  # the kernel has its next request
+                table.mark_idle(seat, now_s)  # the kernel has its next request
                 continue
             self.evicted("connections")
             (connection if seat is None else seat.owner).evict()
@@ -201,7 +201,7 @@ class Proxy:
     def refuse(self, request: Incoming, error: ApiError) -> None:
         if self._goes_to_server(request.path):
             result = RequestLog(request.began_s, outcome_of(error.status), error.status, error.message)
-            self._ended(request, result)
+            self._on_request_end(request, result)
         try:
             send_error(request, error)
         except Exception as fault:
@@ -263,14 +263,14 @@ class Proxy:
 
     def _done(self, request: Incoming, result: RequestLog) -> None:
         self._slots.change(request.holder, -1)
-        self._ended(request, result)
+        self._on_request_end(request, result)
 
-    def _ended(self, request: Incoming, result: RequestLog) -> None:
+    def _on_request_end(self, request: Incoming, result: RequestLog) -> None:
         server = "" if result.decision is None else result.decision.server
         if result.lease is not None:
             streamed = None if result.outcome in UNANSWERED else result.streamed_tokens
             self._access.release(result.lease, result.usage, streamed, time.monotonic())
-        figures, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
+        figures, usage = self.metrics.record_request_end(server, result.outcome, result.ttft_s), result.usage
         if usage is not None and usage.cached_tokens is not None and result.prefill is None:
             figures.reported_tokens += usage.prompt_tokens
             figures.cached_tokens += usage.cached_tokens

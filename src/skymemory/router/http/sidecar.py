@@ -157,7 +157,7 @@ class SidecarProxy(Proxy):
         request.path = request.path.removeprefix(OWN)
         super()._own(request)
 
-    def _ended(self, request: Incoming, result: RequestLog) -> None:
+    def _on_request_end(self, request: Incoming, result: RequestLog) -> None:
         if request.path not in PROMPT_PATHS:
             result.ttft_s = None  # a page has no first token
-        super()._ended(request, result)
+        super()._on_request_end(request, result)

@@ -222,7 +222,7 @@ class TwoStepExchange(Exchange):
         self._tried.add(server)
         result.why = f"{server}: {why}"
         sends = self._prefill_sends
-        is_last = self._prefill_retries >= of.settings.retries.most or sends is None or not sends.left
+        is_last = self._prefill_retries >= of.settings.retries.most or sends is None or not sends.remaining
         if self._streaming or is_last or (fault is not None and not self._may_spend(fault, server)):
             self._do_without_prefill()
         else:
@@ -268,7 +268,7 @@ class TwoStepExchange(Exchange):
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
         """Ask the decode server after step 1, unless it is already working."""
         if self._of.room is not None:
-            self._of.deferred.run(self._of.room.look)  # a prefill server has room now
+            self._of.deferred.run(self._of.room.poll)  # a prefill server has room now
         self._params = params
         if self._streaming:
             return
@@ -344,7 +344,7 @@ class TwoStepExchange(Exchange):
     def _is_last(self) -> bool:
         if self._fields is None:
             return super()._is_last
-        return self._decode_retries >= self._of.settings.retries.most or not self._sends.left
+        return self._decode_retries >= self._of.settings.retries.most or not self._sends.remaining
 
     @property
     def _may_wait(self) -> bool:

@@ -112,7 +112,7 @@ class Call:
     connection: UpstreamConnection | None = None
 
     def start(self) -> None:
-        connection = self.pool.kept()
+        connection = self.pool.take_idle()
         if connection is not None:
             self.send(connection, fresh=False)
         else:
@@ -265,7 +265,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
         # The server may have closed a kept connection while it was idle. It may also have read the request, so sending
         # it again counts.
-        if not for_good and call.receiver is not None and call.sends.left:
+        if not for_good and call.receiver is not None and call.sends.remaining:
             call.connect()
         else:
             call.lost(error)
@@ -404,7 +404,7 @@ class Pool:
         call.start()
         return call
 
-    def kept(self) -> UpstreamConnection | None:
+    def take_idle(self) -> UpstreamConnection | None:
         """Return the most recently used idle connection, so that superfluous connections expire."""
         while self._idle:
             since_s, connection = self._idle.pop()

@@ -113,7 +113,7 @@ class ConnectionTable(Generic[Owner]):
         if to is not State.BUSY:
             self._queues[to].add(seat, now_s)
 
-    def rest(self, seat: Seat[Owner], now_s: float) -> None:
+    def mark_idle(self, seat: Seat[Owner], now_s: float) -> None:
         seat.since_s, seat.is_busy = now_s, False
         if seat.state is not _KEPT:
             self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)

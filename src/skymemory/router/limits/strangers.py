@@ -31,7 +31,7 @@ class Strangers:
         if host is not None and host not in self._known:
             if not self._is_own(_name_of(host)):
                 return (
-                    f"this router listens on loopback without keys, and does not go by the name {_shown(host)}: call "
+                    f"this router listens on loopback without keys, and does not go by the name {_quoted(host)}: call "
                     "it by localhost or its address, or add the name to `hosts` of [door] in its settings"
                 )
             if len(self._known) < _MAX_KNOWN:
@@ -39,7 +39,7 @@ class Strangers:
         if origin is None or self._may_ask(origin, host):
             return None
         return (
-            f"a web page of another origin ({_shown(origin)}) asks; if it may, allow it with --cors-origin, or "
+            f"a web page of another origin ({_quoted(origin)}) asks; if it may, allow it with --cors-origin, or "
             "`origins` of [cors] in the settings"
         )
 
@@ -83,5 +83,5 @@ def _name_of(host: bytes) -> str:
     return words.partition(":")[0].removesuffix(".")
 
 
-def _shown(header: bytes) -> str:
+def _quoted(header: bytes) -> str:
     return repr(header[:80].decode("latin-1"))

@@ -30,11 +30,11 @@ class Turns:
             self._pass_on()
             raise
 
-        def ended(_: Future[T]) -> None:
+        def on_done(_: Future[T]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._pass_on)
 
-        doing.add_done_callback(ended)
+        doing.add_done_callback(on_done)
         return await asyncio.wrap_future(doing)
 
     async def _wait(self, holder: Hashable, loop: asyncio.AbstractEventLoop) -> None:

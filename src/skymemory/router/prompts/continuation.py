@@ -2,8 +2,8 @@
 
 1. Events of the stream pass through ``add`` on their way to the client, each as soon as it is complete. Their content
    is kept.
-2. When the server fails, ``rest`` returns the request for what is missing: the text so far becomes the end of the
-   prompt. It is appended to a completion's prompt. A chat gets it as the assistant's message, with
+2. When the server fails, ``prepare_rest`` returns the request for what is missing: the text so far becomes the end of
+   the prompt. It is appended to a completion's prompt. A chat gets it as the assistant's message, with
    ``continue_final_message`` and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which
    only needs the first field). The token limit is reduced by what was sent.
 3. Events of the other server pass through ``add``, too, and become events of the same stream: ``id``, ``created`` and
@@ -240,7 +240,7 @@ class StreamContinuation:
         self._read()
         return self._cannot or self._finish is not None
 
-    def rest(self) -> Rest | None:
+    def prepare_rest(self) -> Rest | None:
         """Return what remains; None: no other server can continue. An incomplete event is dropped."""
         self._held = self.withheld = b""
         self.failure = ""

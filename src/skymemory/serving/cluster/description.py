@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from skymemory.addresses import host_and_port
-from skymemory.config import filled, positive, setting, table, text, texts, whole, yes_or_no
+from skymemory.config import filled, positive, setting, table, text, texts, whole_number, yes_or_no
 from skymemory.errors import InvalidInput
 from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
@@ -101,9 +101,9 @@ class Instances:
         "elastic", yes_or_no, False, "started to do both; the router changes its role, at first this one, with the load"
     )
     engine: str = setting("engine", _one_of(*ENGINES), "skymemory", "skymemory or vllm")
-    count: int = setting("count", whole, 1, "number of instances")
+    count: int = setting("count", whole_number, 1, "number of instances")
     model: str = setting("model", text, "small", "as for the engine: a name or a folder")
-    port: int = setting("port", whole, 0, "of the first; the others follow. 0: any free")
+    port: int = setting("port", whole_number, 0, "of the first; the others follow. 0: any free")
     options: tuple[str, ...] = setting("options", texts, (), "further options of the engine")
     environment: Mapping[str, str] = setting("environment", _words_by_name, {}, "environment variables")
     python: str = setting("python", text, "", "the Python that runs vLLM; default: this one")
@@ -155,7 +155,7 @@ class KubernetesPart:
     image: str = setting("image", text, "skymemory:latest", "of the router: deploy/Dockerfile")
     engine_image: str = setting("engine_image", text, "", "of our engine: with skymemory[hf,router,redis]")
     vllm_image: str = setting("vllm_image", text, "", "of vLLM: with skymemory[redis]")
-    gpus: int = setting("gpus", whole, 0, "GPUs (nvidia.com/gpu) of a vLLM instance")
+    gpus: int = setting("gpus", whole_number, 0, "GPUs (nvidia.com/gpu) of a vLLM instance")
 
 
 @dataclass(frozen=True, slots=True)

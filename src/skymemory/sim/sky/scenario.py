@@ -29,7 +29,7 @@ from skymemory.config import (
     suggestion,
     table,
     text,
-    whole,
+    whole_number,
     yes_or_no,
 )
 from skymemory.constellation.clustering import ClusteredShell, cluster, drift
@@ -139,7 +139,7 @@ def _start(value: object) -> float | str:
 
 
 def _count(value: object) -> int:
-    count = whole(value)
+    count = whole_number(value)
     if not count:
         raise InvalidInput("0: expected 1 or more")
     return count
@@ -151,7 +151,7 @@ class ShellTable:
 
     preset: str = setting("preset", text, "", "a constellation by name")
     tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
-    number: int = setting("number", whole, 1, "which of its shells, as `skymemory shells` lists them")
+    number: int = setting("number", whole_number, 1, "which of its shells, as `skymemory shells` lists them")
     skip_bad: bool = setting("skip_bad", yes_or_no, False, "leave bad records of the file out instead of refusing it")
     planes: int = setting("planes", _count, 0, "orbital planes")
     slots: int = setting("slots", _count, 0, "satellites of each")
@@ -192,7 +192,7 @@ class GroundTable:
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
     strategy: str = setting("strategy", text, "", "which satellite is which server (default: the preset's)")
-    servers: int = setting("servers", whole, 10, "satellites of every value")
+    servers: int = setting("servers", whole_number, 10, "satellites of every value")
     chunk_bytes: int = setting("chunk", size, DEFAULT_CHUNK_BYTES, "bytes of a value in one packet")
 
 
@@ -214,11 +214,11 @@ class WorkloadTable:
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
     put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
     sizes: tuple[int, ...] = setting("size", _sizes, (2_883_584,), "bytes of a value; of a list each key has one")
-    keys: int = setting("keys", whole, 100, "how many there are")
+    keys: int = setting("keys", whole_number, 100, "how many there are")
     zipf: float = setting("zipf", _number, 0.9, "skew of their popularity; 0: all alike")
-    seed: int = setting("seed", whole, 0, "of all draws")
+    seed: int = setting("seed", whole_number, 0, "of all draws")
     trace: str = setting("trace", text, "", "request trace in Mooncake's format, instead of a mix")
-    requests: int = setting("requests", whole, 0, "of the trace; 0: all of the duration")
+    requests: int = setting("requests", whole_number, 0, "of the trace; 0: all of the duration")
 
     def __post_init__(self) -> None:
         if self.keys < 1 or not 0 <= self.zipf <= 10:

@@ -31,12 +31,12 @@ class Peer:
     def opened(self, stream: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.received.append(("opened", stream, dict(headers).get(b":path")))
 
-    def came(self, stream: int, data: bytes) -> None:
+    def on_data(self, stream: int, data: bytes) -> None:
         self.received.append(("came", stream, data))
         if self.deals:
             self.http2.consumed(stream, len(data))
 
-    def ended(self, stream: int) -> None:
+    def on_stream_end(self, stream: int) -> None:
         self.received.append(("ended", stream, None))
 
     def aborted(self, stream: int) -> None:

@@ -37,10 +37,10 @@ class Server:
 
     def opened(self, stream: int, headers: list[tuple[bytes, bytes]]) -> None: ...
 
-    def came(self, stream: int, data: bytes) -> None:
+    def on_data(self, stream: int, data: bytes) -> None:
         self.http2.consumed(stream, len(data))
 
-    def ended(self, stream: int) -> None:
+    def on_stream_end(self, stream: int) -> None:
         self.requests += 1
         self.http2.headers(stream, h.literals([(b":status", b"200")]))
         self.http2.data(stream, b"hello")

@@ -37,10 +37,10 @@ class Echo(Call):
             return
         self.answers.send(data)
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         self.answers.finish()
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         self.over += 1
 
 

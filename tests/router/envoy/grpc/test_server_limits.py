@@ -32,10 +32,10 @@ class Notes(Call):
         if data.startswith(b"much"):
             self.answers.send_all(b"%d" % number * 1000 for number in range(50))
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         self.answers.finish()
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         self.over = True
 
     def held_bytes(self) -> int:

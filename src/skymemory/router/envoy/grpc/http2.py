@@ -93,11 +93,11 @@ class Calls(Protocol):
 
     def opened(self, stream: int, headers: Headers) -> None: ...
 
-    def came(self, stream: int, data: bytes) -> None:
+    def on_data(self, stream: int, data: bytes) -> None:
         """Handle data. Call ``consumed`` when it is processed."""
         ...
 
-    def ended(self, stream: int) -> None:
+    def on_stream_end(self, stream: int) -> None:
         """Handle the end of the peer's side."""
         ...
 
@@ -349,11 +349,11 @@ class Http2:
         if size != len(data):
             self.consumed(stream, size - len(data))
         if data:
-            self._calls.came(stream, data)
+            self._calls.on_data(stream, data)
         elif not ends:
             self._spend("empty-data")
         if ends and self._awaits_input(stream):
-            self._calls.ended(stream)
+            self._calls.on_stream_end(stream)
 
     # Headers
 
@@ -420,7 +420,7 @@ class Http2:
         else:
             state.half_closed = True
             if self._awaits_input(stream):
-                self._calls.ended(stream)
+                self._calls.on_stream_end(stream)
 
     def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _Block) -> None:
         self._highest = stream
@@ -437,7 +437,7 @@ class Http2:
         state.half_closed, state.length = ends, read.length
         self._calls.opened(stream, read.headers)
         if ends and self._awaits_input(stream):
-            self._calls.ended(stream)
+            self._calls.on_stream_end(stream)
 
     def _read_block(self, block: bytes) -> _Block:
         """Decode a block of headers.

@@ -67,11 +67,11 @@ log = logging.getLogger("skymemory.router")
 class Call(Protocol):
     def message(self, data: bytes) -> None: ...
 
-    def ended(self) -> None:
+    def on_messages_end(self) -> None:
         """Handle the client's end of messages."""
         ...
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         """Clean up after the call. This is the last callback."""
         ...
 
@@ -161,7 +161,7 @@ class GrpcServer:
 
     # Limits
 
-    def came(self, connection: Connection) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Admit a new connection; return False if there is no room."""
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
@@ -174,7 +174,7 @@ class GrpcServer:
         self.connections.add(connection)
         return True
 
-    def left(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         self.connections.discard(connection)
         self._blocked.pop(connection, None)
         self.empty.set()
@@ -266,10 +266,10 @@ class Answers:
             return True
         self.account()
         if self._ended and not self._held and self.call is not None:
-            self._connection.guard(self, self.call.ended)
+            self._connection.guard(self, self.call.on_messages_end)
         return False
 
-    def came(self, data: bytes) -> None:
+    def on_data(self, data: bytes) -> None:
         """Handle input: a part of a message, or several messages."""
         if self._held:
             self._buffer += data
@@ -287,10 +287,10 @@ class Answers:
         else:
             self.account()
 
-    def ended(self) -> None:
+    def on_stream_end(self) -> None:
         self._ended = True
         if not self._held and not self._connection.has_more_of(self) and self.call is not None:
-            self._connection.guard(self, self.call.ended)
+            self._connection.guard(self, self.call.on_messages_end)
 
     def too_much(self) -> None:
         """Free the memory: end the call, or let its handler end it if the handler holds most."""
@@ -400,7 +400,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
-        if not self.server.came(self):
+        if not self.server.admit(self):
             self._transport.abort()
             self._transport = None
             return
@@ -463,7 +463,7 @@ class Connection(asyncio.BufferedProtocol):
         for stream in list(self._calls):
             self.forget(stream)
         self.http2.drop()
-        self.server.left(self)
+        self.server.remove(self)
 
     def pause_writing(self) -> None:
         self._is_blocked = True
@@ -541,14 +541,14 @@ class Connection(asyncio.BufferedProtocol):
         else:
             answers.call = make(answers)
 
-    def came(self, stream: int, data: bytes) -> None:
+    def on_data(self, stream: int, data: bytes) -> None:
         answers = self._calls[stream]
         if answers is None:
             self.http2.consumed(stream, len(data))
         else:
-            answers.came(data)
+            answers.on_data(data)
 
-    def ended(self, stream: int) -> None:
+    def on_stream_end(self, stream: int) -> None:
         answers = self._calls[stream]
         if answers is None:
             self.http2.headers(stream, _NO_GRPC)
@@ -556,7 +556,7 @@ class Connection(asyncio.BufferedProtocol):
             self.http2.finish(stream, None)
             self.forget(stream)
         else:
-            answers.ended()
+            answers.on_stream_end()
 
     def aborted(self, stream: int) -> None:
         self.forget(stream)
@@ -596,4 +596,4 @@ class Connection(asyncio.BufferedProtocol):
         if answers.call is not None:
             call, answers.call = answers.call, None
             answers.over()
-            call.gone()
+            call.on_closed()
