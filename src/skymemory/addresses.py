@@ -1,4 +1,4 @@
-"""Addresses to listen at: one grammar for every verb and setting, and one way to write them."""
+"""Listening addresses: the same grammar and spelling for every command and setting."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _TCP_FORMS = "HOST:PORT, [IPv6]:PORT or :PORT (0 to 65535), such as 127.0.0.1:80
 
 
 def format_address(host: str, port: int) -> str:
-    """``127.0.0.1:8080`` or ``[::1]:8080``."""
+    """Return ``127.0.0.1:8080`` or ``[::1]:8080``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A TCP port (0: any that is free), or the path of a Unix socket."""
+    """TCP port (0: any free port), or path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -26,30 +26,30 @@ class ListenAddress:
 
     @classmethod
     def parse(cls, text: str, *, unix: bool = False) -> ListenAddress:
-        """Of ``127.0.0.1:8080``, ``[::1]:8080``, ``:8080`` (which is 127.0.0.1) or ``tcp://127.0.0.1:8080``; with
-        ``unix`` also of ``unix:/run/sky.sock`` and ``unix:///run/sky.sock``.
+        """Parse ``127.0.0.1:8080``, ``[::1]:8080``, ``:8080`` (127.0.0.1) or ``tcp://127.0.0.1:8080``; with ``unix``
+        also ``unix:/run/sky.sock`` and ``unix:///run/sky.sock``.
 
         Raises:
             InvalidInput: another form, or a port above 65535.
         """
-        kind, colon, rest = text.partition(":")
-        if kind == "unix" and colon and not (rest.isascii() and rest.isdigit()):
-            path = rest.removeprefix("//")
+        kind, colon, remainder = text.partition(":")
+        if kind == "unix" and colon and not (remainder.isascii() and remainder.isdigit()):
+            path = remainder.removeprefix("//")
             if unix and path:
                 return cls(path=path)
             raise InvalidInput(f"{quoted(text)}: {f'no path; {cls._forms(unix)}' if unix else cls._forms(unix)}")
         host, colon, port = text.removeprefix("tcp://").rpartition(":")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        host_name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if (
             not colon
             or not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16)
-            or (bare != host and not _is_ipv6(bare))
-            # Without brackets it is accepted as it always was, where the rest is an address.
-            or (":" in host and bare == host and not _is_ipv6(host))
-            or any(letter in bare for letter in "/[] \t")
+            or (host_name != host and not _is_ipv6(host_name))
+            # An IPv6 address without brackets is still accepted, for compatibility.
+            or (":" in host and host_name == host and not _is_ipv6(host))
+            or any(letter in host_name for letter in "/[] \t")
         ):
             raise InvalidInput(f"{quoted(text)} is not an address to listen at: {cls._forms(unix)}")
-        return cls(host=bare or "127.0.0.1", port=int(port))
+        return cls(host=host_name or "127.0.0.1", port=int(port))
 
     @staticmethod
     def _forms(unix: bool) -> str:
@@ -60,7 +60,7 @@ class ListenAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other computer can connect."""
+        """Return True if no other computer can connect."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -81,7 +81,7 @@ def _is_ipv6(host: str) -> bool:
 
 
 def without_api_path(url: str) -> str:
-    """``url`` of a server without ``/v1`` and what follows it, which is added to each request."""
+    """Return the ``url`` of a server without ``/v1`` and what follows it."""
     url = url.rstrip("/")
     for ending in ("/chat/completions", "/completions", "/models", "/v1"):
         url = url.removesuffix(ending).rstrip("/")
@@ -89,6 +89,6 @@ def without_api_path(url: str) -> str:
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Parts of a TCP address in any form that ``ListenAddress.parse`` reads."""
+    """Return host and port of a TCP address, as ``ListenAddress.parse`` reads it."""
     address = ListenAddress.parse(listen)
     return address.host, address.port

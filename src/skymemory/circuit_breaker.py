@@ -1,9 +1,9 @@
-"""The circuit breaker of something that may fail as a whole: a tier, or the constellation.
+"""Circuit breaker for a dependency that may fail as a whole: a tier, or the constellation.
 
-It opens when calls fail or hang; then calls are not made, and probes at growing intervals find out whether it is back.
-Pure: time comes in as ``now_s``; the owner makes the calls, sends the probes and does the locking.
+It opens when calls fail or hang; then no calls are made, and probes at growing intervals test the dependency. Pure:
+time comes in as ``now_s``; the owner makes calls, sends probes and locks.
 
-States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is under way).
+States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is in flight).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from skymemory.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
-    """When to open and how often to probe."""
-
     failures: int = 3
-    """Consecutive failures that open it. A single call that hangs opens it, too."""
+    """Consecutive failures that open it; a single hanging call does, too."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
-    """Wait before a probe: ``first_wait_s``, doubled after each failed probe up to ``last_wait_s``."""
+    """Waits before probes: the first, doubled after each failed probe up to the last."""
     probe_limit_s: float | None = 10.0
-    """A probe without an answer for this long has failed. None: probes are packets, and nothing waits for each; the
-    next one is sent after its wait.
+    """Time after which an unanswered probe has failed. None: probes are packets that nothing waits for; the next is
+    sent after its wait.
     """
 
     def __post_init__(self) -> None:
@@ -37,14 +35,15 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """What closes it differs. Calls that hang may be answered long afterwards, so of a tier only the result of a probe
-    counts (``probed``). A packet from a satellite was sent just now: any (``answered``).
+    """Circuit breaker; it closes by different events. Hanging calls of a tier may be answered long afterwards, so only
+    the result of a probe counts (``probed``). A packet from a satellite was sent just now, so any counts
+    (``answered``).
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._failures = self._failed_loads = 0
-        """In a row: of calls, and of loads among them."""
+        """Consecutive failures: of all calls, and of loads."""
         self._wait_s = self._config.first_wait_s
         self._until_s = 0.0
         self._on_trial = False
@@ -58,12 +57,12 @@ class CircuitBreaker:
 
     @property
     def next_probe_s(self) -> float:
-        """When to ask ``probe_due`` again; infinite while it is closed."""
+        """Return the time of the next ``probe_due``; infinite while closed."""
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
-        """A call was answered in time. Ignored unless closed, as the call may be an old one: only probes close it.
-        ``loaded``: what succeeds without loading (a lookup …) says nothing of loads: their failures still count.
+        """Record a timely answer. Ignored unless closed: the call may be old. Without ``loaded`` (a lookup …) failures
+        of loads still count.
         """
         if self.closed:
             self._failures = 0
@@ -74,7 +73,7 @@ class CircuitBreaker:
                 self._wait_s = self._config.first_wait_s
 
     def failed(self, now_s: float, *, load: bool = False) -> None:
-        """A call failed or was not answered in time. The first one after a successful probe opens it again."""
+        """Record a failed or late call. The first failure after a successful probe reopens the breaker."""
         if not self.closed:
             return
         self._failures += 1
@@ -84,9 +83,7 @@ class CircuitBreaker:
             self._loads_opened = load
 
     def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
-        """A call was not answered within the longest deadline: opens at once. ``probe_at_once``: the first probe does
-        not wait.
-        """
+        """Open at once: a call exceeded the longest deadline. ``probe_at_once``: the first probe does not wait."""
         if self.closed:
             self._open(now_s)
             self._loads_opened = False
@@ -94,7 +91,7 @@ class CircuitBreaker:
                 self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
     def probe_due(self, now_s: float) -> bool:
-        """Whether the owner must send a probe now; if so, it is half-open until the probe is answered or given up."""
+        """Return True if the owner must send a probe now; it is then half-open until the probe ends."""
         if self.closed or now_s < self._until_s:
             return False
         limit_s = self._config.probe_limit_s
@@ -109,7 +106,7 @@ class CircuitBreaker:
         return True
 
     def probed(self, answered: bool, now_s: float) -> None:
-        """The result of a probe. A success is ignored if the probe was already given up."""
+        """Record a probe's result; a success is ignored if the probe was given up."""
         if self.state != "half-open":
             return
         if not answered:
@@ -120,7 +117,7 @@ class CircuitBreaker:
         self._on_trial = True
 
     def answered(self) -> bool:
-        """It has answered something: closes; returns whether it was not closed."""
+        """Close, after any answer; return True if it was not closed."""
         was_closed = self.closed
         self.state = "closed"
         self.succeeded()
@@ -132,6 +129,5 @@ class CircuitBreaker:
         self._wait(now_s)
 
     def _wait(self, now_s: float) -> None:
-        """No probe before the next wait is over; each wait is twice the one before."""
         self._until_s = now_s + self._wait_s
         self._wait_s = min(2 * self._wait_s, self._config.last_wait_s)

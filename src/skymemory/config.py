@@ -1,6 +1,6 @@
 """Configuration from files, flags and URLs: registries of implementations, schemas, readers of values.
 
-Each unknown name is answered with the nearest known one (``suggestion``).
+An error about an unknown name suggests the nearest known name (``suggestion``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Schema = TypeVar("Schema")
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown ``word``: the nearest known word, or all of them."""
-    # 0.5 (difflib's default is 0.6): half of the letters may differ, as known words are few and unlike each other.
+    """Return the end of an error about an unknown ``word``: the nearest known word, or all."""
+    # 0.5 (difflib's default is 0.6): half of the letters may differ, because known words are few and dissimilar.
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -35,29 +35,29 @@ def suggestion(word: str, known: Collection[str]) -> str:
 
 
 def parse_toml(content: str) -> dict[str, Any]:
-    """The tables of a TOML text.
+    """Return the tables of a TOML text.
 
     Raises:
         InvalidInput: it is not TOML, or a whole number in it has more than 64 bits; with the line, or the key.
     """
     try:
-        found = tomllib.loads(content)
+        tables = tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput(f"not TOML: {error}") from error
     except (ValueError, RecursionError) as error:  # Python's own limit of digits, or of nested brackets
         raise InvalidInput(f"not TOML: {_parsers_limit(error)}") from error
-    _check_wholes(found, "", LARGEST_WHOLE, "64 bits")
-    return found
+    _check_wholes(tables, "", LARGEST_WHOLE, "64 bits")
+    return tables
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         InvalidInput: it is not JSON, or a whole number in it has more than 308 digits; with the line, or the key.
     """
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except json.JSONDecodeError as error:
         if not content.strip():
             raise InvalidInput("not JSON: it is empty") from error
@@ -66,9 +66,9 @@ def parse_json(content: str | bytes) -> Any:
         raise InvalidInput(f"not JSON: {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"not JSON: {_parsers_limit(error)}") from error
-    # More than in TOML: tokenizers have a model_max_length of 10^30.
-    _check_wholes(found, "", _LARGEST_OF_JSON, "308 digits")
-    return found
+    # A larger limit than for TOML: tokenizers have a model_max_length of 10^30.
+    _check_wholes(document, "", _LARGEST_OF_JSON, "308 digits")
+    return document
 
 
 def _parsers_limit(error: Exception) -> str:
@@ -92,7 +92,7 @@ def _check_wholes(found: Any, where: str, most: int, words: str) -> None:
 
 
 def converted(what: str, value: object, default: object) -> object:
-    """``value`` as the type of ``default``: a boolean, whole number, number or word; text is parsed, as from a flag.
+    """Convert ``value`` to the type of ``default``: boolean, whole number, number or word. Text is parsed like a flag.
 
     Raises:
         InvalidInput: another type; ``what`` begins the message.
@@ -104,11 +104,12 @@ def converted(what: str, value: object, default: object) -> object:
         switch = _SWITCHES.get(value.lower()) if isinstance(value, str) else value
         if isinstance(switch, bool):
             return switch
-    # Here and below booleans are refused as numbers by name, since in Python each is an ``int``.
+    # Booleans are refused as numbers explicitly: in Python each is an ``int``.
     elif wanted is not str and isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
             number = float(value)
-            # Infinite is a limit that is off, where it was written so and is not the sum of too many digits.
+            # Infinity means that a limit is off. It is accepted only as a word, not as an overflow of too many
+            # digits.
             if wanted is float and (math.isfinite(number) or str(value).lower().lstrip("+-") in ("inf", "infinity")):
                 return number
             if wanted is int and number == int(number):
@@ -121,22 +122,21 @@ def converted(what: str, value: object, default: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """Options of an entry that has none."""
+    """Options of an entry without options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Build]):
     description: str
-    """One line, for help."""
     settings: type[Any]
-    """A frozen dataclass of its options, with defaults."""
+    """Frozen dataclass of its options, with defaults."""
     build: Build
 
 
 class Registry(Mapping[str, Entry[Build]]):
-    """Implementations of one interface by name, each with its options by name.
+    """Registry of the implementations of an interface by name, each with its options by name.
 
-    ``kind`` is what errors call an entry, such as "routing strategy".
+    ``kind`` is the word for an entry in errors, such as "routing strategy".
     """
 
     def __init__(self, kind: str, entries: Mapping[str, Entry[Build]]) -> None:
@@ -153,17 +153,18 @@ class Registry(Mapping[str, Entry[Build]]):
         return len(self._entries)
 
     def entry(self, name: str) -> Entry[Build]:
-        """
+        """Return an entry.
+
         Raises:
             InvalidInput: an unknown name.
         """
-        found = self._entries.get(name)
-        if found is None:
+        entry = self._entries.get(name)
+        if entry is None:
             raise InvalidInput(f"no {self.kind} {name!r}; {suggestion(name, tuple(self._entries))}")
-        return found
+        return entry
 
     def options_of(self, name: str) -> dict[str, Any]:
-        """The options of an entry, with their defaults.
+        """Return an entry's options, with defaults.
 
         Raises:
             InvalidInput: an unknown name.
@@ -171,7 +172,7 @@ class Registry(Mapping[str, Entry[Build]]):
         return defaults_of(self.entry(name).settings)
 
     def settings(self, name: str, options: Mapping[str, object]) -> Any:
-        """An entry's settings with these options set.
+        """Return an entry's settings with these options.
 
         Raises:
             InvalidInput: an unknown entry or option, or an invalid value.
@@ -185,7 +186,7 @@ def defaults_of(settings: type[Any]) -> dict[str, Any]:
 
 
 def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, object]) -> dict[str, Any]:
-    """Options converted to the types of their defaults. ``owner`` is named in errors.
+    """Convert options to the types of their defaults. ``owner`` is named in errors.
 
     Raises:
         InvalidInput: an unknown option, or an invalid value.
@@ -198,28 +199,27 @@ def read_options(owner: str, options: Mapping[str, object], known: Mapping[str, 
     return read
 
 
-# A schema: frozen dataclasses whose fields are ``setting``s, read from tables such as TOML's.
+# Schemas: frozen dataclasses whose fields are ``setting``s, read from tables such as TOML's.
 
 
 def setting(key: str, read: Callable[[object], Any], default: Any, says: str) -> Any:
-    """A field of a schema: its key, the reader of its value, and a line for the reference."""
+    """Declare a field of a schema: its key, the reader of its value, and a line for the reference."""
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"key": key, "read": read, "says": says})
     return field(default=default, metadata={"key": key, "read": read, "says": says})
 
 
 def known_keys(kind: type[Any]) -> dict[str, Field[Any]]:
-    """A schema's fields by key."""
-    return {each.metadata["key"]: each for each in fields(kind) if "key" in each.metadata}
+    return {option.metadata["key"]: option for option in fields(kind) if "key" in option.metadata}
 
 
 def filled(
     kind: type[Schema], table: Mapping[str, Any], where: str, sections: Iterable[str] = (), **more: Any
 ) -> Schema:
-    """A schema's values from a table; ``where`` begins errors, ``sections`` are further keys to suggest.
+    """Build a schema from a table. ``where`` begins errors; ``sections`` are further keys to suggest.
 
     Raises:
-        InvalidInput: an unknown key, with the nearest known one, or an invalid value.
+        InvalidInput: an unknown key, with the nearest known key, or an invalid value.
     """
     known = known_keys(kind)
     values = dict(more)
@@ -244,7 +244,7 @@ def text(value: object) -> str:
 
 
 def texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise InvalidInput(f"{quoted(value)}: expected a list of texts")
     return tuple(value)
 
@@ -256,7 +256,7 @@ def whole(value: object) -> int:
 
 
 def integer(value: object) -> int:
-    """A whole number that may be below 0."""
+    """Read a whole number that may be negative."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInput(f"{quoted(value)}: expected a whole number")
     return value
@@ -275,10 +275,9 @@ def share(value: object) -> float:
 
 
 def wholes(value: object) -> tuple[int, ...]:
-    """A list of whole numbers."""
     if not isinstance(value, list | tuple):
         raise InvalidInput(f"{quoted(value)}: expected a list of whole numbers")
-    return tuple(whole(each) for each in value)
+    return tuple(whole(item) for item in value)
 
 
 def table(value: object) -> dict[str, object]:
@@ -288,7 +287,6 @@ def table(value: object) -> dict[str, object]:
 
 
 def whole_by_name(value: object) -> dict[str, int]:
-    """A table of whole numbers, which may be negative."""
     numbers = table(value)
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
@@ -303,7 +301,6 @@ def yes_or_no(value: object) -> bool:
 
 
 def duration(value: object) -> float:
-    """Seconds, or words such as ``"30s"``."""
     if isinstance(value, str):
         return parse_duration(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
@@ -312,7 +309,6 @@ def duration(value: object) -> float:
 
 
 def size(value: object) -> int:
-    """Bytes, or words such as ``"16MiB"``."""
     return parse_size(value) if isinstance(value, str) else whole(value)
 
 

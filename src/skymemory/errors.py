@@ -1,6 +1,6 @@
 """Errors that callers handle. Each says what was wrong, what was expected and what to do.
 
-A miss is a value and corruption is a counter; neither is an error (see ``ARCHITECTURE.md``).
+A miss is a value and corruption is a counter; they are not errors (see ``ARCHITECTURE.md``).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from skymemory.installation import install_command
 
 
 class SkyMemoryError(Exception):
-    """Base of everything SkyMemory raises on purpose."""
+    """Base of all errors that SkyMemory raises deliberately."""
 
 
 class InvalidInput(SkyMemoryError, ValueError):
-    """An argument, option or file that cannot be used as it is."""
+    """Argument, option or file that cannot be used."""
 
 
 class LaterFile(InvalidInput):
-    """A file that a later release wrote; it is not overwritten."""
+    """File that a later release wrote; it is not overwritten."""
 
 
 class UnknownPreset(InvalidInput):
-    """An unknown constellation preset."""
+    """Unknown constellation preset."""
 
 
 class ValueTooLarge(InvalidInput):
-    """A value, chunk or packet over a stated limit; the message names the limit."""
+    """Value, chunk or packet over a limit, which the message names."""
 
 
 class MalformedPacket(SkyMemoryError, ValueError):
-    """Bytes that are no SkyMemory packet. Receivers count and drop it; only parsers raise."""
+    """Bytes that are not a SkyMemory packet. Receivers count and drop it; only parsers raise."""
 
 
 class LaterVersion(MalformedPacket):
@@ -41,32 +41,30 @@ class LaterVersion(MalformedPacket):
 
 
 class CodecUnavailable(SkyMemoryError):
-    """A codec whose optional dependency is not installed; the message names the extra."""
+    """Codec whose optional dependency is not installed; the message names the extra."""
 
 
 class MissingExtra(SkyMemoryError):
-    """An optional dependency that is not installed; the message names the extra that brings it."""
+    """Optional dependency that is not installed; the message names the extra that provides it."""
 
 
 class CacheMisuse(SkyMemoryError, ValueError):
-    """A cache was used with a model or input that it cannot serve; nothing was computed."""
+    """Use of a cache with a model or input that it cannot serve; nothing was computed."""
 
 
 class UnsupportedModel(SkyMemoryError):
-    """A model whose cache cannot be stored faithfully (hybrid, sliding-window, encoder-decoder …)."""
+    """Model whose cache cannot be stored faithfully (hybrid, sliding-window, encoder-decoder …)."""
 
 
 class ConstellationError(SkyMemoryError):
-    """The constellation's processes could not be started, found or stopped."""
+    """Failure to start, find or stop the constellation's processes."""
 
 
 class NoConstellation(ConstellationError):
-    """No constellation is running there."""
+    """Missing constellation: none is running there."""
 
 
 class CommandsRefused(ConstellationError):
-    """Satellites refuse this computer's commands."""
-
     def __init__(self, before: str = "") -> None:
         super().__init__(
             f"{before}satellites refuse this computer's commands: its keys are not theirs (copy the key file of their "
@@ -75,11 +73,11 @@ class CommandsRefused(ConstellationError):
 
 
 class WrongProcess(SkyMemoryError):
-    """A store, socket or manager that a forked child uses, though its parent opened it."""
+    """Use of a store, socket or manager in a forked child, although its parent opened it."""
 
 
 def quoted(value: object, most: int = 60) -> str:
-    """``value`` as messages show what a user wrote: in quotes, and its beginning where it is long."""
+    """Quote a user's input for messages, shortened to its beginning if long."""
     if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to write out more than 4,300 digits
         return f"a number of about {round(value.bit_length() * 0.30103):,} digits"
     text = repr(value)
@@ -94,18 +92,18 @@ _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
 
 def refuses_connections(error: BaseException) -> bool:
-    """Whether nothing listens at an address, or at any address of a name."""
+    """Return True if nothing listens at any address."""
     return isinstance(error, ConnectionRefusedError) or _numbers(error) == {errno.ECONNREFUSED}
 
 
 def _numbers(error: BaseException) -> set[int]:
-    """Of the errors at the addresses of one name, which asyncio joins in one text."""
+    """Return the error numbers of a name's addresses, which asyncio joins in a text."""
     text = str(error)
     return set(map(int, _NUMBER.findall(text))) if _SEVERAL.match(text) else set()
 
 
 def os_reason(error: OSError) -> str:
-    """What went wrong, without the error number."""
+    """Return the cause in words, without the error number."""
     if numbers := _numbers(error):
         return ", ".join(sorted({os.strerror(number) for number in numbers}))
     if error.errno and (error.strerror or "").startswith("Connect call failed"):  # asyncio's words, with the address
@@ -114,19 +112,19 @@ def os_reason(error: OSError) -> str:
 
 
 def connection_reason(error: BaseException) -> str:
-    """Why a connection failed, in our words for the errors of sockets, TLS and HTTP clients."""
+    """Return why a connection failed, in our words."""
     import socket
     import ssl
 
-    # Clients wrap what the system said; the innermost is the cause.
+    # Clients wrap the system's error; the innermost error is the cause.
     cause: BaseException = error
     while (inner := getattr(cause, "certificate_error", None) or getattr(cause, "os_error", None)) is not None:
         cause = inner
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"TLS failed: its certificate is not accepted ({cause.verify_message or cause.reason})"
     if isinstance(cause, ssl.SSLError):
-        plain = cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
-        hint = "; it may speak plain HTTP: try http://" if plain else ""
+        is_http = cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+        hint = "; it may speak plain HTTP: try http://" if is_http else ""
         return f"TLS failed: {(cause.reason or str(cause)).lower().replace('_', ' ')}{hint}"
     if isinstance(cause, socket.gaierror):
         return f"its name is not known ({os_reason(cause)})"
@@ -140,8 +138,8 @@ def connection_reason(error: BaseException) -> str:
 
 
 def no_room_reason(folder: object, error: OSError) -> str:
-    """Why a value could not be written in ``folder``, and what to do."""
-    what = {
+    """Return why a value could not be written in ``folder``, and what to do."""
+    reason = {
         errno.ENOSPC: "the disk is full: free some of it, or choose a smaller budget or another folder",
         errno.EDQUOT: "this user's disk quota is used up: free some, or choose a smaller budget or another folder",
         errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
@@ -153,11 +151,11 @@ def no_room_reason(folder: object, error: OSError) -> str:
         errno.ENFILE: "too many files are open in the system",
         errno.EFBIG: "the file system takes no file of this size: choose another folder",
     }.get(error.errno or 0) or os_reason(error)
-    return f"{folder}: {what}"
+    return f"{folder}: {reason}"
 
 
 def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
-    """Where text ``what`` cannot be written as UTF-8: most often it was typed in another locale, and holds its bytes as
+    """Return the error for text ``what`` that is no UTF-8: usually typed in another locale, with its bytes as
     surrogates.
     """
     return InvalidInput(
@@ -167,17 +165,17 @@ def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
 
 
 def cannot_read(what: object, error: OSError) -> str:
-    """The message where a file cannot be read; one wording for all verbs."""
+    """Return the message for an unreadable file; the same for all commands."""
     return f"cannot read {what}: {os_reason(error)}"
 
 
 def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:
-    """Where ``what`` needs ``packages`` that are not installed; one wording for all verbs."""
+    """Return the error for missing ``packages``; the same for all commands."""
     return MissingExtra(f"{what} needs {packages}, not installed here: {install_command(*extras)}")
 
 
 def cannot_listen(address: str, error: OSError) -> str:
-    """The message where a listening address cannot be bound; one wording for all verbs."""
+    """Return the message for an address that cannot be bound; the same for all commands."""
     reasons = {
         errno.EADDRINUSE: "the port is taken by another process: stop it, or choose another port",
         errno.EADDRNOTAVAIL: "this computer has no such address",

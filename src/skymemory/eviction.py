@@ -1,5 +1,7 @@
-"""Eviction policies: which keys a full memory lets go first. Of satellites (``REPLACEMENTS``), of memory and disk
-(``POLICIES``, the same and more). ``Replacement`` is their contract, ``RankedKeys`` the priority queue under each.
+"""Eviction policies: the order in which a full memory evicts keys.
+
+Satellites use ``REPLACEMENTS``; memory and disk use ``POLICIES``, a superset. ``Replacement`` is their contract,
+``RankedKeys`` the priority queue of each.
 """
 
 from __future__ import annotations
@@ -16,46 +18,45 @@ DEFAULT_REPLACEMENT = "lrfu"
 
 
 class Replacement(Protocol):
-    """The contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
+    """Contract of a policy; ``tests/eviction/test_policies.py`` has a naive twin of each."""
 
     def noted(self, key: bytes) -> None:
-        """The key was stored or touched: it becomes the newest of its rank. Not counted as a use."""
+        """Record a store or touch of the key: it becomes the newest of its rank. Not a use."""
 
     def used(self, key: bytes) -> None:
-        """The key, which is present, was requested."""
+        """Record a request of a present key."""
 
     def arrived(self, key: bytes) -> None:
-        """Like ``noted``, by a handover: arriving keys come in their previous order, the next victim first, and are not
-        counted as returns.
+        """Record a handover, like ``noted``: keys arrive in their previous order, the next victim first, and are no
+        returns.
         """
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
-        """The key was removed; ``evicted``: as the victim. Unknown keys are ignored."""
+        """Record a removal; ``evicted``: as the victim. Unknown keys are ignored."""
 
     def hold(self, key: bytes) -> None:
-        """The key, which is present, must not be the victim until it is freed or gone."""
+        """Exclude a present key from ``victim`` until freed or removed."""
 
     def free(self, key: bytes) -> None:
         """End ``hold``; the key has its current rank."""
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """The next key to evict, except ``but`` and held keys; None if there is none. Has no effect."""
+        """Return the next key to evict, except ``but`` and held keys; None if none. No effect."""
 
     def order(self) -> list[bytes]:
-        """All keys, the next victim first, held ones included."""
+        """Return all keys, also held, the next victim first."""
 
 
 Rank = TypeVar("Rank", int, float)
 
 
 class RankedKeys(Generic[Rank]):
-    """A heap with stale entries, rebuilt when they are three in four: every call costs O(log keys) on average."""
+    """Heap with stale entries, rebuilt when three in four are stale: O(log keys) per call on average."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, tuple[Rank, int]] = {}
-        """Rank and stamp."""
         self._heap: list[tuple[Rank, int, bytes]] = []
-        """Rank, stamp, key; entries of keys that are held, or that ``_ranks`` no longer has, are stale."""
+        """Rank, stamp, key; stale for held keys, or keys no longer in ``_ranks``."""
         self._held: set[bytes] = set()
         self._stamp = 0
 
@@ -67,7 +68,7 @@ class RankedKeys(Generic[Rank]):
         return None if known is None else known[0]
 
     def put(self, key: bytes, rank: Rank) -> None:
-        """Insert the key or change its rank; it is the newest of this rank."""
+        """Insert the key or change its rank, as the newest of the rank."""
         self._stamp += 1
         self._ranks[key] = (rank, self._stamp)
         if key not in self._held:
@@ -77,11 +78,15 @@ class RankedKeys(Generic[Rank]):
         rank, stamp = self._ranks[key]
         heapq.heappush(self._heap, (rank, stamp, key))
         if len(self._heap) > 4 * len(self._ranks) + 64:
-            self._heap = [(rank, stamp, here) for here, (rank, stamp) in self._ranks.items() if here not in self._held]
+            self._heap = [
+                (rank, stamp, ranked_key)
+                for ranked_key, (rank, stamp) in self._ranks.items()
+                if ranked_key not in self._held
+            ]
             heapq.heapify(self._heap)
 
     def hold(self, key: bytes) -> None:
-        """Exclude from ``first`` until it is freed, whatever its rank. The key may be inserted later."""
+        """Exclude from ``first`` until freed. The key may be inserted later."""
         self._held.add(key)
 
     def free(self, key: bytes) -> None:
@@ -94,35 +99,31 @@ class RankedKeys(Generic[Rank]):
         return key in self._held
 
     def pop(self, key: bytes) -> Rank | None:
-        """Remove the key, held or not; returns its rank, None if unknown."""
         self._held.discard(key)
         known = self._ranks.pop(key, None)
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """The key of the lowest rank that is not held and not ``but``; None if there is none."""
+        """Return the key of the lowest rank, not held and not ``but``; None if none."""
         # Stale entries are dropped on the way; ``but``, if it comes first, is put back at the end.
-        found, spared = None, None
-        while self._heap and found is None:
+        lowest, spared = None, None
+        while self._heap and lowest is None:
             rank, stamp, key = self._heap[0]
             if key not in self._held and self._ranks.get(key) == (rank, stamp):
                 if key != but:
-                    found = key
+                    lowest = key
                     break
                 spared = self._heap[0]
             heapq.heappop(self._heap)
         if spared is not None:
             heapq.heappush(self._heap, spared)
-        return found
+        return lowest
 
     def order(self) -> list[bytes]:
-        """All keys, held ones included, the lowest rank first."""
         return sorted(self._ranks, key=lambda key: self._ranks[key])
 
 
 class _ByRank:
-    """Evicts the key of the lowest rank."""
-
     def __init__(self) -> None:
         self._ranked: RankedKeys[int] = RankedKeys()
 
@@ -140,7 +141,7 @@ class _ByRank:
 
 
 class LeastRecentlyUsed(_ByRank):
-    """LRU: evicts the key noted or used longest ago. All have the same rank."""
+    """LRU: evicts the key noted or used longest ago."""
 
     def noted(self, key: bytes) -> None:
         self._ranked.put(key, 0)
@@ -152,11 +153,11 @@ class LeastRecentlyUsed(_ByRank):
 
 
 class LeastFrequentlyUsedAged(_ByRank):
-    """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + the rank of the last victim when it was last seen.
+    """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + rank of the last victim when last seen.
 
-    A prompt seen once is evicted before a prefix that many share, however recent it is; a prefix that is not requested
-    any more is overtaken in time, as each eviction raises the rank at which new keys start. In a tree of prefixes a
-    parent is requested with each of its children, so its rank is never lower.
+    A prompt seen once is evicted before a widely shared prefix, even if it is more recent. An unused prefix is
+    overtaken in time, because each eviction raises the rank of new keys. A parent is requested with each of its
+    children, so its rank is never lower.
     """
 
     def __init__(self) -> None:
@@ -187,19 +188,19 @@ class LeastFrequentlyUsedAged(_ByRank):
 
 # --- LRFU (Lee et al. 2001), with a learned half-life and a memory of evicted keys ---
 #
-# A key's worth is the sum over its uses of 2^(-age / half-life). A short half-life is LRU, an infinite one LFU. The
-# right one depends on how long users take to return to a prompt, which is measured: the mean number of events between
-# two uses of a key, whether or not it was evicted in between. Without the memory of evicted keys a small satellite
+# A key's worth is the sum over its uses of 2^(-age / half-life). A short half-life is LRU, an infinite half-life LFU.
+# The right value depends on how long users take to return to a prompt. That is measured: the mean number of events
+# between two uses of a key, even if it was evicted in between. Without the memory of evicted keys a small satellite
 # would only see returns short enough for its capacity.
 #
-# What was stored or used last is safe, whatever its worth. Otherwise a newcomer, of one use, would be the victim of the
-# next as long as all others have two: where each block is stored by one engine and read by another a moment later, a
+# The latest stored or used keys are safe, at any worth. Otherwise a newcomer, with a single use, would be the next
+# victim as long as all others have two: if each block is stored by one engine and read by another a moment later, a
 # full memory would keep no block until its reader came.
 
 DEPARTED = 16_384
 """Evicted keys remembered; about 5 MB when full."""
 RECENT = 0.25
-"""Share of the keys that are safe, as the latest that were stored or used."""
+"""Share of the keys that are safe, the latest stored or used."""
 _HALF_LIVES = 2.0
 """Half-life as a multiple of the mean return."""
 _FIRST_RETURN = 1000.0
@@ -207,27 +208,27 @@ _FIRST_RETURN = 1000.0
 _FOLLOW = 1 / 1000
 """Weight of each return in the mean."""
 _MOST = 2.0**900
-"""Before worths reach the largest float (2^1024) all are divided by the worth of a use now."""
+"""Limit of a use's worth, near the largest float (2^1024); then all worths are rescaled."""
 
 
 class LeastRecentlyAndFrequentlyUsed:
-    """Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no decay.
+    """LRFU. Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no
+    decay.
 
-    The factor grows with each event, by the half-life at that time, so that all keys age alike. A key that is noted
-    again counts as last used now: a touch ranks a prefix above the blocks behind it, and with equal uses a prefix is
-    never evicted before what is behind it. It is later than they are too, so it is safe as long as they are.
+    The factor grows with each event, by the current half-life, so that all keys age alike. A noted key counts as last
+    used now: a touch ranks a prefix above its successors, and with equal uses a prefix is never evicted before them. It
+    is also safe as long as they are.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
         self._worths: RankedKeys[float] = RankedKeys()
         self._uses: dict[bytes, tuple[float, int]] = {}
-        """Worth of all uses but the last, and the event of the last."""
+        """Worth of all uses but the last, and event of the last."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys that are safe, the latest last; ``_worths`` holds them."""
+        """Safe keys, the latest last; held in ``_worths``."""
         self._held: set[bytes] = set()
-        """Keys that the caller holds."""
         self._departed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        """Worth and event of the last use of evicted keys, the oldest first."""
+        """Worth and last event of evicted keys, the oldest first."""
         self._most_departed = departed
         self._events = 0
         self._now = 1.0
@@ -236,7 +237,7 @@ class LeastRecentlyAndFrequentlyUsed:
 
     @property
     def half_life(self) -> float:
-        """In events: uses and new keys."""
+        """Return the half-life in events (uses and new keys)."""
         return _HALF_LIVES * self._mean_return
 
     def noted(self, key: bytes) -> None:
@@ -247,8 +248,8 @@ class LeastRecentlyAndFrequentlyUsed:
             self._came(key, uses[0] + self._now)
 
     def arrived(self, key: bytes) -> None:
-        """One use, now. Its remembered worth is ignored: keys that orbit with the box would return again and again and
-        outrank all new ones.
+        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would return again and
+        again and outrank new keys.
         """
         if key in self._uses:
             self.noted(key)
@@ -284,7 +285,7 @@ class LeastRecentlyAndFrequentlyUsed:
                 self._worths.free(older)
 
     def _rescale(self) -> None:
-        """Move the reference time to now before a float overflows; keys a thousand half-lives old may become 0."""
+        """Move the reference time to now before a float overflows; very old keys may become 0."""
         scale = 1 / self._now
         self._now = 1.0
         for uses in (self._uses, self._departed):
@@ -312,10 +313,10 @@ class LeastRecentlyAndFrequentlyUsed:
             self._worths.free(key)
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        found = self._worths.first(but)
-        if found is None:  # only what is recent, or held
-            found = next((key for key in self._recent if key != but and key not in self._held), None)
-        return found
+        key = self._worths.first(but)
+        if key is None:  # only recent or held keys
+            key = next((key for key in self._recent if key != but and key not in self._held), None)
+        return key
 
     def order(self) -> list[bytes]:
         return [*(key for key in self._worths.order() if key not in self._recent), *self._recent]
@@ -329,24 +330,23 @@ _MAKERS: dict[str, Callable[[], Replacement]] = {
 
 
 def replacement_named(name: str) -> Replacement:
-    """A new policy by a name of ``REPLACEMENTS``."""
     return _MAKERS[name]()
 
 
 POLICIES = ("lru", "lfu", "lfuda", "length", "arc", "lrfu")
 DEFAULT_POLICY = "lrfu"
-"""Best on the trace: ``benchmarks/policies.py``."""
+"""Best policy on the trace: ``benchmarks/policies.py``."""
 
 
 class LeastFrequentlyUsed(LeastFrequentlyUsedAged):
-    """LFU without aging: evicts the least requested key, of equals the one noted longest ago."""
+    """LFU without aging: evicts the least requested key, of equals the key noted longest ago."""
 
     def gone(self, key: bytes, evicted: bool = False) -> None:
         super().gone(key)  # aging needs ``evicted``
 
 
 class LengthAware(LeastRecentlyUsed):
-    """Evicts the key with the longest prefix before it, of equals the one noted or used longest ago."""
+    """Policy by length: evicts the key with the longest prefix, of equals the least recent."""
 
     def __init__(self, depth_of: Callable[[bytes], int]) -> None:
         super().__init__()
@@ -359,11 +359,11 @@ class LengthAware(LeastRecentlyUsed):
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and one of keys seen again; keys that return after their
-    eviction shift the balance between the two.
+    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again. Keys that return after
+    eviction shift the balance.
 
-    ARC's capacity in keys is not given by a byte budget: here it is the largest number of keys present so far. The same
-    number of evicted keys is remembered.
+    A byte budget gives no capacity in keys: here it is the largest number of keys present so far. As many evicted keys
+    are remembered.
     """
 
     def __init__(self) -> None:
@@ -396,8 +396,8 @@ class AdaptiveReplacement:
         self._again.put(key, 0)
 
     def _came(self, key: bytes) -> None:
-        # A key that returns after its eviction shows which list was too short: that one's share grows, by more where
-        # few of the kind are remembered.
+        # A key that returns after its eviction shows which list was too short: that list's share grows, by more if
+        # few keys of that kind are remembered.
         once, again = len(self._once_gone), len(self._again_gone)
         if key in self._once_gone:
             del self._once_gone[key]
@@ -419,8 +419,8 @@ class AdaptiveReplacement:
             (self._once_gone if was_once else self._again_gone)[key] = None
         while self._once_gone and len(self._once) + len(self._once_gone) > self._capacity:
             self._once_gone.popitem(last=False)
-        here = len(self._once) + len(self._again)
-        while self._again_gone and here + len(self._once_gone) + len(self._again_gone) > 2 * self._capacity:
+        present = len(self._once) + len(self._again)
+        while self._again_gone and present + len(self._once_gone) + len(self._again_gone) > 2 * self._capacity:
             self._again_gone.popitem(last=False)
 
     def hold(self, key: bytes) -> None:
@@ -432,19 +432,19 @@ class AdaptiveReplacement:
 
     def victim(self, but: bytes | None = None) -> bytes | None:
         first, second = (self._once, self._again) if len(self._once) > self._target else (self._again, self._once)
-        found = first.first(but)
-        return second.first(but) if found is None else found
+        key = first.first(but)
+        return second.first(but) if key is None else key
 
     def order(self) -> list[bytes]:
         once, again = self._once.order()[::-1], self._again.order()[::-1]
-        going: list[bytes] = []
+        victims: list[bytes] = []
         while once or again:
-            going.append((once if once and (len(once) > self._target or not again) else again).pop())
-        return going
+            victims.append((once if once and (len(once) > self._target or not again) else again).pop())
+        return victims
 
 
 def policy_named(name: str, depth_of: Callable[[bytes], int] = lambda key: 0) -> Replacement:
-    """A new policy by a name of ``POLICIES``; ``depth_of``: number of blocks before a key.
+    """Return a new policy by a name of ``POLICIES``; ``depth_of``: number of blocks before a key.
 
     Raises:
         InvalidInput: no such policy.

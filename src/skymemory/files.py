@@ -1,6 +1,6 @@
-"""Files that users name: regular ones of bounded size, or an error that says what was wrong with them.
+"""User-named files: regular files of bounded size, or an error that says what is wrong with them.
 
-``Path.read_text`` of a pipe waits for a writer that may never come, and of ``/dev/zero`` it never ends.
+``Path.read_text`` blocks on a pipe without a writer, and never ends on ``/dev/zero``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from skymemory.units import format_size
 _PIECE_BYTES = 2**20
 
 MAX_SETTINGS_BYTES = 2**20
-"""No file of settings that people write is larger."""
+"""Limit of files of settings written by people."""
 MAX_TABLE_BYTES = 64 * 2**20
-"""For files with one line per thing: a waypoint, an endpoint."""
+"""Limit of files with a line per entry, such as a waypoint or an endpoint."""
 MAX_TOKENIZER_BYTES = 512 * 2**20
-"""The largest ``tokenizer.json`` of the models that are served today has 33 MB."""
+"""Limit of ``tokenizer.json``; the largest served today has 33 MB."""
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Names the file in an error of writing it, where the system does not: a full disk, a limit of size."""
+    """Name the file in a write error, if the system does not (a full disk, a size limit)."""
     try:
         yield
     except OSError as error:
@@ -41,13 +41,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
-    """Write a file that only its owner may read, whole or not at all: a reader sees the old one or the new one.
+    """Write a private file atomically: a reader sees the old or the new content.
 
-    Without ``replace`` there must be none yet. ``durable``: it is on the disk when this returns, and what it replaces
-    stays until then.
+    Without ``replace`` it must not exist yet. ``durable``: it is on the disk when this returns, and the old file stays
+    until then.
 
     Raises:
-        FileExistsError: there is one, and ``replace`` is False.
+        FileExistsError: it exists, and ``replace`` is False.
         OSError: it cannot be written.
     """
     fd, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -60,7 +60,7 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
         if replace:
             os.replace(scratch, path)
         else:
-            os.link(scratch, path)  # unlike a rename it fails where the name is taken
+            os.link(scratch, path)  # unlike a rename, a link fails if the name is taken
     finally:
         with suppress(OSError):
             os.unlink(scratch)
@@ -73,8 +73,8 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
 
 
 def write_output(path: Path, data: bytes | memoryview) -> None:
-    """Write what a user wants in this file: a regular one is replaced whole, or stays as it was; a link's target is,
-    not the link. Pipes and devices are written to.
+    """Write a user's output. A regular file, or a link's target, is replaced atomically or stays. Pipes and devices are
+    written to.
 
     Raises:
         OSError: it cannot be written.
@@ -98,7 +98,7 @@ def write_output(path: Path, data: bytes | memoryview) -> None:
 
 
 def check_readable(path: Path) -> None:
-    """Raises ``InvalidInput`` where ``path`` cannot be opened: before work that takes long."""
+    """Raise ``InvalidInput`` if ``path`` cannot be opened, before long work."""
     try:
         open_file(path).close()
     except OSError as error:
@@ -106,12 +106,12 @@ def check_readable(path: Path) -> None:
 
 
 def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
-    """Open a regular file for reading, or a pipe where ``pipes`` are welcome; symbolic links are followed.
+    """Open a regular file for reading, or with ``pipes`` also a pipe; symbolic links are followed.
 
     Raises:
-        OSError: it cannot be opened, or is something else: ``strerror`` says what.
+        OSError: it cannot be opened, or is something else; ``strerror`` gives the reason.
     """
-    # Without O_NONBLOCK the open of a pipe without a writer waits before we can see that it is one.
+    # Without O_NONBLOCK, opening a pipe without a writer would block before its type can be checked.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | (0 if pipes else os.O_NONBLOCK))
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or (pipes and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))):
@@ -123,10 +123,10 @@ def open_file(path: Path, *, pipes: bool = False) -> BinaryIO:
 
 
 def read_bounded(path: Path, most_bytes: int = MAX_SETTINGS_BYTES, *, pipes: bool = False) -> bytes:
-    """All of a file that ``open_file`` opens.
+    """Read all of a file that ``open_file`` opens.
 
     Raises:
-        OSError: as ``open_file``; and for more than ``most_bytes``.
+        OSError: as ``open_file``, and for more than ``most_bytes``.
     """
     data = bytearray()
     with open_file(path, pipes=pipes) as file:
@@ -144,7 +144,7 @@ _OTHER_MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  
 
 
 def decode_text(data: bytes) -> str:
-    """The text of a file, without the byte-order mark that some editors write.
+    """Decode the text of a file, without the byte-order mark that some editors write.
 
     Raises:
         InvalidInput: it is not UTF-8; with the byte, or the encoding that its mark names.
@@ -161,7 +161,7 @@ def decode_text(data: bytes) -> str:
 
 
 def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """The text of a file that ``read_bounded`` reads; all text that users name is read by this.
+    """Read a text file with ``read_bounded``, as for all user-named text.
 
     Raises:
         OSError: as ``read_bounded``.
@@ -175,25 +175,25 @@ def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_json(path: Path, expected: str, most_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """The object in a JSON file that ``read_text`` reads; ``expected`` says in errors what the file should have.
+    """Read the object in a JSON file. ``expected`` describes the expected content, for errors.
 
     Raises:
-        InvalidInput: it cannot be read, or is no JSON object.
+        InvalidInput: it cannot be read, or is not a JSON object.
     """
     try:
         content = decode_text(read_bounded(path, most_bytes))
-        found = parse_json(content)
+        document = parse_json(content)
     except OSError as error:
         raise InvalidInput(cannot_read(path, error)) from error
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}; expected {expected}") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{path}: {quoted(found)}; expected {expected}")
-    return found
+    if not isinstance(document, dict):
+        raise InvalidInput(f"{path}: {quoted(document)}; expected {expected}")
+    return document
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file that ``read_text`` reads.
+    """Read the tables of a TOML file.
 
     Raises:
         InvalidInput: it cannot be read, or is not TOML.

@@ -1,12 +1,12 @@
-"""What a fork must not carry over: sockets, locks on files, threads, and the memory between them.
+"""Fork safety of sockets, file locks, threads and the memory between them.
 
-A fork copies every descriptor and one thread. Two processes at one socket take each other's answers, two with one lock
-on a file both hold it, a lock that another thread held is never freed, and the threads that a tier works with are not
-there. So such a thing belongs to the process that opened it: in any other its calls raise ``WrongProcess``, and the
-child's copies of its descriptors are closed as soon as it begins. The parent notices nothing.
+A fork copies every descriptor and a single thread. Two processes at a socket take each other's answers; both hold a
+file lock; a lock of another thread is never freed; and a tier's threads do not exist. So such a resource belongs to the
+process that opened it: in any other its calls raise ``WrongProcess``, and a child closes its copies of the descriptors
+immediately. The parent is not affected.
 
-Nothing is checked by process id on the way of a read: the interpreter calls ``_mark_child`` in each forked child, which
-marks all owners and locks of the parent.
+No read checks the process id: the interpreter calls ``_mark_child`` in each forked child, which marks the parent's
+owners and locks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from skymemory.errors import WrongProcess
 
 
 class Owner:
-    """The process that opens ``what`` now. ``let_go`` is a method, called in a forked child at its very beginning: it
-    closes descriptors and does nothing else (no goodbye to a server, no unlocking: both would affect the parent).
+    """Owner of ``what``: the process that opens it now. ``let_go`` is a method called first in a forked child, which
+    only closes descriptors: messages to a server or unlocking would affect the parent.
     """
 
     __slots__ = ("__weakref__", "_let_go", "_process", "_what", "elsewhere")
 
     def __init__(self, what: str, let_go: Callable[[], object] | None = None) -> None:
         self.elsewhere = False
-        """Whether this is another process."""
+        """True in any other process."""
         self._what = what
         self._process = os.getpid()
         self._let_go = None if let_go is None else weakref.WeakMethod(let_go)
         _owners.add(self)
 
     def check(self) -> None:
-        """Raises WrongProcess in any other process."""
+        """Raise WrongProcess in any other process."""
         if self.elsewhere:
             raise WrongProcess(
                 f"{self._what} was opened by process {self._process}, and this is process {os.getpid()}, forked from "
@@ -54,8 +54,8 @@ _RLock: Any = type(RLock())
 
 
 class OwnLock(_RLock):  # type: ignore[misc]
-    """A reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it
-    raises WrongProcess.
+    """Reentrant lock of the process that opened ``what``. In any other, where it might never be freed, taking it raises
+    WrongProcess.
     """
 
     __slots__ = ("owner",)
@@ -66,7 +66,7 @@ class OwnLock(_RLock):  # type: ignore[misc]
 
 
 class _ParentsLock(OwnLock):
-    """What an ``OwnLock`` is in a forked child: so that taking one stays as cheap as any lock elsewhere."""
+    """Class of an ``OwnLock`` in a forked child, so that the owner needs no check."""
 
     __slots__ = ()
 
@@ -77,8 +77,8 @@ class _ParentsLock(OwnLock):
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds SIGINT back here, and from their start in processes that are started within: a terminal sends it to all,
-    and a child that is not yet prepared for it would print where it was, or lose it.
+    """Block SIGINT in this process and in processes started in the block, from their start. A terminal sends it to all,
+    and an unprepared child would print a traceback, or lose it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

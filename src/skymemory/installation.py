@@ -1,4 +1,4 @@
-"""How SkyMemory was installed, and the commands that add what is missing.
+"""Installation of SkyMemory: its origin, and the commands that add missing parts.
 
 SkyMemory is on no package index: a command with its bare name would install whatever a stranger registered there. So
 each command names the checkout or the file that this installation came from, and works from any directory.
@@ -19,7 +19,7 @@ _SMALL_MODEL = "skymemory-small-model"
 
 
 def find_checkout() -> Path | None:
-    """Returns the folder of the source tree that this code runs from; None if it is installed elsewhere."""
+    """Return the source tree that this code runs from; None if installed elsewhere."""
     folder = _PACKAGE.parents[1]
     try:
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
@@ -29,7 +29,6 @@ def find_checkout() -> Path | None:
 
 
 def install_command(*extras: str) -> str:
-    """Returns a shell command that adds the extras to this installation."""
     bracket = f"[{','.join(extras)}]"
     if (checkout := find_checkout()) is not None:
         return f"{_pip()} -e {shlex.quote(f'{checkout}{bracket}')}"
@@ -42,7 +41,6 @@ def install_command(*extras: str) -> str:
 
 
 def small_model_command() -> str:
-    """Returns a shell command that installs the small model."""
     if (checkout := find_checkout()) is not None:
         return f"{_pip()} {shlex.quote(str(checkout / 'models' / 'small'))}"
     kind, source = _origin()
@@ -53,27 +51,25 @@ def small_model_command() -> str:
         return f"{_pip()} {shlex.quote(str(Path(source) / 'models' / 'small'))}"
     if kind == "path" and source.endswith(".tar.gz") and Path(source).exists():
         return f"{_pip()} {shlex.quote(f'{_SMALL_MODEL} @ {Path(source).as_uri()}#subdirectory=models/small')}"
-    if kind == "path" and (beside := sorted(Path(source).parent.glob("skymemory_small_model-*.whl"))):
-        return f"{_pip()} {shlex.quote(str(beside[-1]))}"
+    if kind == "path" and (wheels := sorted(Path(source).parent.glob("skymemory_small_model-*.whl"))):
+        return f"{_pip()} {shlex.quote(str(wheels[-1]))}"
     return f"{_pip()} ./FILE, where FILE is the wheel skymemory_small_model-….whl, or models/small of a checkout"
 
 
 def make_command(target: str) -> str:
-    """Returns what to do where only ``make TARGET`` of a source tree helps: the command, for any directory, or which
-    tree is needed where this code runs from none.
-    """
+    """Return the advice to run ``make TARGET``: the command, for any directory, or which tree is needed."""
     checkout = find_checkout()
     if checkout is None:
         kind, source = _origin()
         checkout = Path(source) if kind == "path" and (Path(source) / "Makefile").is_file() else None
     if checkout is not None:
-        here = Path.cwd() == checkout
-        return f"`make {target}`" if here else f"`make -C {shlex.quote(str(checkout))} {target}`"
+        in_checkout = Path.cwd() == checkout
+        return f"`make {target}`" if in_checkout else f"`make -C {shlex.quote(str(checkout))} {target}`"
     return f"`make {target}` in a checkout of SkyMemory or its unpacked source distribution (skymemory-….tar.gz)"
 
 
 def _pip() -> str:
-    """The command that installs into this environment, also where the environment is not activated."""
+    """Return this environment's install command, also if not activated."""
     python = sys.executable or "python3"
     if find_spec("pip") is None:
         return f"uv pip install --python {shlex.quote(python)}"
@@ -82,19 +78,19 @@ def _pip() -> str:
 
 
 def _origin() -> tuple[str, str]:
-    """What the installer noted (PEP 610): ``("path", PATH)``, ``("url", URL)``, or ``("", "")`` if nothing."""
-    from importlib import metadata  # these three take 30 ms to import, which only an error is worth
+    """Return the installer's record (PEP 610): ``("path", PATH)``, ``("url", URL)``, or ``("", "")``."""
+    from importlib import metadata  # imported late: these three take 30 ms, and are needed only for errors
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
 
     try:
-        noted: Any = json.loads(metadata.distribution("skymemory").read_text("direct_url.json") or "null")
-        url = noted["url"]
+        record: Any = json.loads(metadata.distribution("skymemory").read_text("direct_url.json") or "null")
+        url = record["url"]
     except (metadata.PackageNotFoundError, ValueError, TypeError, KeyError):
         return "", ""
     parts = urlsplit(url)
-    if "vcs_info" in noted:
-        return "url", f"{noted['vcs_info']['vcs']}+{url}@{noted['vcs_info']['commit_id']}"
+    if "vcs_info" in record:
+        return "url", f"{record['vcs_info']['vcs']}+{url}@{record['vcs_info']['commit_id']}"
     return ("path", url2pathname(parts.path)) if parts.scheme == "file" else ("url", url)
 
 

@@ -1,6 +1,6 @@
-"""Figures: counters with a name and a unit (``hit_tokens_total``, ``packets_malformed``), means and percentiles.
+"""Metrics: counters with a name and a unit (``hit_tokens_total``, ``packets_malformed``), means and percentiles.
 
-Nothing here does I/O. Every reported percentile is computed here, by one definition.
+This module does no I/O. Every reported percentile is computed here, by the same definition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Counters:
-    """Named monotonic counters, optionally split by one label (``tier``, ``reason``, …)."""
+    """Named monotonic counters, optionally split by a label (``tier``, ``reason``, …)."""
 
     def __init__(self) -> None:
         self._values: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -27,21 +27,21 @@ class Counters:
         return self._values.get((name, label), 0)
 
     def forget(self, name: str, label: str) -> None:
-        """Drop the counts of a label whose object is gone, so that labels do not accumulate."""
+        """Drop the counts of a label whose object was removed, so that labels do not accumulate."""
         self._values.pop((name, label), None)
 
     def total(self, name: str) -> int:
-        """Sum over all labels of ``name``."""
+        """Return the sum over all labels of ``name``."""
         # A copy: another thread may add a name meanwhile.
         return sum(value for (key, _), value in list(self._values.items()) if key == name)
 
     def as_dict(self) -> dict[str, int]:
-        """``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
+        """Return ``{"name": n}`` or ``{"name{label}": n}``, sorted by name."""
         return {f"{name}{{{label}}}" if label else name: value for (name, label), value in sorted(self._values.items())}
 
 
 class SharedCounters(Counters):
-    """Counters that several threads add to: none of what they add is lost."""
+    """Counters that several threads may add to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class SharedCounters(Counters):
 
 
 def percentile(values: Collection[float], percent: float) -> float:
-    """Interpolated between the two nearest values (numpy's default, R's type 7); nan of none."""
+    """Return the percentile, interpolated as by numpy's default (R's type 7); nan if empty."""
     return float(np.percentile(list(values), percent)) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of ``count`` values; all nan where there are none."""
+    """Distribution of ``count`` values; all nan if there are none."""
 
     count: int
     mean: float
@@ -74,9 +74,9 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of the values that are numbers."""
-    found = [value for value in values if not math.isnan(value)]
-    if not found:
+    """Return the distribution of the values, without nan."""
+    numbers = [value for value in values if not math.isnan(value)]
+    if not numbers:
         return Spread(0, *[math.nan] * 5)
-    p50, p90, p99 = (float(each) for each in np.percentile(found, [50, 90, 99]))
-    return Spread(len(found), math.fsum(found) / len(found), p50, p90, p99, max(found))
+    p50, p90, p99 = (float(value_at) for value_at in np.percentile(numbers, [50, 90, 99]))
+    return Spread(len(numbers), math.fsum(numbers) / len(numbers), p50, p90, p99, max(numbers))

@@ -1,6 +1,6 @@
-"""Imports from pages of before the tree was rebuilt: they work for one more release and warn where the name lives now.
+"""Imports by old module names: they work for another release, with a warning that gives the new name.
 
-A finder behind all others, so it is asked only about modules that do not exist.
+The finder is the last, so it is asked only about modules that do not exist.
 """
 
 from __future__ import annotations
@@ -57,6 +57,5 @@ class _Forwarding(MetaPathFinder, Loader):
 
 
 def forward() -> None:
-    """Registers the finder, once in a process."""
     if not any(isinstance(finder, _Forwarding) for finder in sys.meta_path):
         sys.meta_path.append(_Forwarding())

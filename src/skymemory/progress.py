@@ -1,6 +1,6 @@
 """Progress of long waits: a bar on a terminal, elsewhere a line every few seconds.
 
-Torch need not be loaded, nor is rich before a bar is drawn: the first line of a command must not wait for either.
+Imports no torch, and rich only when a bar is drawn: the first line of a command must not wait for them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any, TextIO
 from skymemory.text import write
 
 LINE_EVERY_S = 3.5
-"""Silence after which a wait prints a line. A thread may wait a second for its turn while torch loads: below five."""
+"""Silence until a wait prints a line; below five, because a thread may wait a second while torch loads."""
 BAR_AFTER_S = 2.0
-"""Shorter waits draw no bar."""
+"""Least duration of a wait that draws a bar."""
 _LOOK_S = 0.25
 EVENT_INDENT = len("[  0.0 s] ")
-"""Of the further lines of an event that is wrapped."""
 
 
 class Wait:
-    """One wait in progress; all methods may be called from any thread."""
+    """Wait in progress; all methods may be called from any thread."""
 
     def __init__(self, what: str, expected_s: float | None) -> None:
         self.what = what
@@ -33,11 +32,10 @@ class Wait:
         self._words = ""
 
     def on_progress(self, share: float, words: str = "") -> None:
-        """Records that ``share`` (0 to 1) of the work is done; ``words`` say it in units of the work."""
+        """Record the ``share`` (0 to 1) of the work done, and ``words`` for it."""
         self._share, self._words = min(1.0, max(0.0, share)), words
 
     def on_words(self, words: str) -> None:
-        """Records what is done, if its share is not known."""
         self._words = words
 
     @property
@@ -46,14 +44,14 @@ class Wait:
 
     @property
     def share(self) -> float | None:
-        """The share that is done: as reported, else by the time expected (never full before its end)."""
+        """Return the share done: as reported, else by the expected time (never full before the end)."""
         if self._share is not None:
             return self._share
         return min(0.99, self.seconds / self._expected_s) if self._expected_s else None
 
     @property
     def expects(self) -> str:
-        """The words behind the elapsed time: the work that is done, and how long it takes in all."""
+        """Return words for the work done and the expected time."""
         known = f"{self._share:.0%}" if self._share is not None else ""
         expected = f"of about {self._expected_s:.0f} s" if self._expected_s else ""
         return ", ".join(words for words in (self._words or known, expected) if words)
@@ -64,14 +62,14 @@ class Wait:
 
 
 class Progress:
-    """Prints events, and what is under way, on ``stream``. Each line begins with the seconds since ``began_s``.
+    """Printer of events and waits on ``stream``. Each line begins with the seconds since ``began_s``.
 
-    On a terminal a wait of more than ``BAR_AFTER_S`` is a bar, which is erased at its end; elsewhere a line is printed
-    after each ``line_every_s`` in which nothing else was.
+    On a terminal a wait over ``BAR_AFTER_S`` is a bar, erased at its end; elsewhere a line is printed after each
+    ``line_every_s`` without output.
     """
 
     def __init__(self, stream: TextIO, began_s: float | None = None, *, line_every_s: float = LINE_EVERY_S) -> None:
-        """``began_s``: on ``time.monotonic``'s clock; by default now."""
+        """``began_s``: by ``time.monotonic``; default now."""
         self.stream = stream
         self.began_s = time.monotonic() if began_s is None else began_s
         self._line_every_s = line_every_s
@@ -81,15 +79,13 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since ``began_s``."""
         return time.monotonic() - self.began_s
 
     def say(self, words: str) -> None:
-        """Prints an event, above the bar if there is one."""
         self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
 
     def write(self, line: str, hanging: int = 0) -> None:
-        """Prints ``line`` as it is, such as a row of a table, above the bar if there is one."""
+        """Print ``line`` unchanged, above any bar."""
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
@@ -98,14 +94,14 @@ class Progress:
 
     @contextmanager
     def wait(self, what: str, expected_s: float | None = None) -> Iterator[Wait]:
-        """Shows that ``what`` is under way until the end of the block. Waits are not nested."""
-        wait, ended = Wait(what, expected_s), threading.Event()
-        thread = threading.Thread(target=self._show, args=(wait, ended), name="progress", daemon=True)
+        """Show ``what`` as in progress until the end of the block. Waits cannot be nested."""
+        wait, done = Wait(what, expected_s), threading.Event()
+        thread = threading.Thread(target=self._show, args=(wait, done), name="progress", daemon=True)
         thread.start()
         try:
             yield wait
         finally:
-            ended.set()
+            done.set()
             thread.join()
 
     def _show(self, wait: Wait, ended: threading.Event) -> None:
@@ -126,8 +122,6 @@ class Progress:
 
 
 class _Bar:
-    """One line that is drawn over itself, as wide as the terminal."""
-
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
 
@@ -158,8 +152,8 @@ class _Bar:
 
 
 Report = Callable[[float, str], None]
-"""Takes the share of some work that is done, and the same in words (``Wait.on_progress``)."""
+"""Callback for the share of work done, and words for it."""
 
 
 def ignore(share: float, words: str) -> None:
-    """Drops the report."""
+    """Drop the report."""

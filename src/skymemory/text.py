@@ -1,4 +1,4 @@
-"""Text that fits where it is printed: lines wrapped at words, tables cut into blocks, never wider than the terminal."""
+"""Text that fits its output: lines wrapped at words, tables cut into blocks, never wider than the terminal."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from dataclasses import dataclass
 from typing import TextIO
 
 PIPED_WIDTH = 100
-"""Columns of what is printed into a file or a pipe."""
 LEAST_WIDTH = 20
-"""No line is wrapped to fewer columns than these."""
+"""Least columns to wrap to."""
 _GAP = "  "
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that can move its cursor (not ``TERM=dumb``)."""
+    """Return True if the stream is a terminal that can move its cursor (not ``TERM=dumb``)."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether text to the stream may have colours: a terminal, and no ``NO_COLOR`` in the environment."""
+    """Return True if text may have colours: a terminal, no ``NO_COLOR``."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows of the terminal behind the stream, now; ``PIPED_WIDTH`` by 24 where there is none.
-
-    ``COLUMNS`` and ``LINES`` are obeyed on a terminal.
+    """Return columns and rows of the stream's terminal (``COLUMNS`` and ``LINES`` take precedence); ``PIPED_WIDTH`` by
+    24 without a terminal.
     """
     if not stream.isatty():
         return PIPED_WIDTH, 24
@@ -37,29 +35,31 @@ def size_of(stream: TextIO) -> tuple[int, int]:
         columns, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         columns, rows = 0, 0
-    given = [os.environ.get(name, "") for name in ("COLUMNS", "LINES")]
-    columns, rows = (int(text) if text.isdecimal() else now for text, now in zip(given, (columns, rows), strict=True))
+    environment = [os.environ.get(name, "") for name in ("COLUMNS", "LINES")]
+    columns, rows = (
+        int(text) if text.isdecimal() else actual for text, actual in zip(environment, (columns, rows), strict=True)
+    )
     return columns or 80, rows or 24
 
 
 def width_of(stream: TextIO | None = None) -> int:
-    """Columns for a line of the stream (default: standard output)."""
+    """Return the columns of the stream (default: standard output)."""
     return max(LEAST_WIDTH, size_of(sys.stdout if stream is None else stream)[0])
 
 
 def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
-    """The lines of ``words``, each at most ``width`` wide where its words are; those behind the first begin with
-    ``hanging``, or with that number of spaces. Line breaks and leading spaces stay.
+    """Wrap ``words`` at spaces to ``width``. Continuation lines begin with ``hanging``, or as many spaces. Line breaks
+    and leading spaces stay.
     """
     after = " " * hanging if isinstance(hanging, int) else hanging
-    found: list[str] = []
+    lines: list[str] = []
     for line in words.split("\n"):
         if len(line) <= width:
-            found.append(line)
+            lines.append(line)
             continue
         text = line.lstrip()
         lead = line[: len(line) - len(text)]
-        found += textwrap.wrap(
+        lines += textwrap.wrap(
             text,
             max(width, LEAST_WIDTH),
             initial_indent=lead,
@@ -67,40 +67,37 @@ def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    return found
+    return lines
 
 
 def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
-    """Lines filled with items, none of which is broken."""
-    found: list[str] = []
+    """Return lines filled with unbroken items."""
+    lines: list[str] = []
     for item in items:
-        if found and len(found[-1]) + len(gap) + len(item) <= width:
-            found[-1] += gap + item
+        if lines and len(lines[-1]) + len(gap) + len(item) <= width:
+            lines[-1] += gap + item
         else:
-            found.append(item)
-    return found
+            lines.append(item)
+    return lines
 
 
 def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
-    """Indented commands, each with its note beside it, or below it if not all fit ``width``.
-
-    Commands are not wrapped: one that is wider than a terminal can still be copied from it, one in two lines cannot.
+    """Return indented commands, each with its note on the same line, or below it if not all fit ``width``. Commands are
+    not wrapped: an overlong line can still be copied, two lines cannot.
     """
-    beside = max((len(command) for command, note in notes.items() if note), default=0)
-    lines = [f"  {command:<{beside}}   {note}".rstrip() for command, note in notes.items()]
+    note_at = max((len(command) for command, remark in notes.items() if remark), default=0)
+    lines = [f"  {command:<{note_at}}   {remark}".rstrip() for command, remark in notes.items()]
     if max(map(len, lines), default=0) <= width:
         return lines
     return [
         line
-        for command, note in notes.items()
-        for line in (f"  {command}", *(wrapped(f"      {note}", width) if note else ()))
+        for command, remark in notes.items()
+        for line in (f"  {command}", *(wrapped(f"      {remark}", width) if remark else ()))
     ]
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """``text`` as the stream will show it: characters that its encoding lacks in the form that its error handler gives,
-    which may be wider.
-    """
+    """Return ``text`` as the stream shows it: its error handler replaces missing characters, perhaps by wider text."""
     encoding, errors = getattr(stream, "encoding", None), getattr(stream, "errors", None)
     if not encoding or text.isascii():
         return text
@@ -111,53 +108,52 @@ def shown(text: str, stream: TextIO) -> str:
 
 
 def write(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
-    """Print ``words``, wrapped for the stream (default: standard output)."""
     out = sys.stdout if stream is None else stream
     out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging)) + "\n")
     out.flush()
 
 
 def write_line(words: str, stream: TextIO | None = None, hanging: str | int = "") -> None:
-    """Print ``words`` wrapped on a terminal, as one line elsewhere, for programs that read lines."""
+    """Print ``words``, wrapped on a terminal, else as a single line for programs."""
     out = sys.stdout if stream is None else stream
     out.write("\n".join(wrapped(shown(words, out), width_of(out), hanging) if out.isatty() else [words]) + "\n")
     out.flush()
 
 
-# A table that is too wide is cut between its columns: below the first block comes the next, beginning with the same
-# key columns. So every row stays one line, and figures stay below each other. Only a column of words that is too wide
-# even then is wrapped within its cells.
+# A table that is too wide is cut between its columns into blocks below each other, each beginning with the same key
+# columns. So every row stays a single line, and figures stay aligned. Only a column of words that is still too wide is
+# wrapped within its cells.
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A head and rows of cells. Columns of ``left`` (indices) are words, the others are aligned as numbers."""
+    """Head and rows of cells. Columns of ``left`` are words, the others numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Collection[int] = (0,)
     keys: int = 1
-    """Number of leading columns that name a row; each block repeats them."""
+    """Leading columns that name a row, repeated by each block."""
 
     def lines(self, width: int, indent: str = "") -> list[str]:
-        """The table in one block if it fits ``width``, else in several, with an empty line between them."""
+        """Return the table in blocks that fit ``width``, separated by empty lines."""
         room = width - len(indent)
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        # Keys of words give way to half of the width, and to no less than their longest words.
+        # Key columns of words shrink to half of the width, but not below their longest words.
         least = sum(self._longest_word(at) if at in self.left else widths[at] for at in range(self.keys))
         gaps = len(_GAP) * self.keys
         fixed = min(sum(widths[: self.keys]) + gaps, max(LEAST_WIDTH, room // 2, least + gaps))
-        found: list[str] = []
+        lines: list[str] = []
         for block in self._blocks(widths, room - fixed):
-            if found:
-                found.append("")
+            if lines:
+                lines.append("")
             limits = self._limits(widths, block, room)
-            # Below the first block, rows that have nothing in this one would be noise.
-            rows = [row for row in self.rows if not found or any(row[at] for at in block)]
+            # After the first block, rows without cells in this block are left out.
+            rows = [row for row in self.rows if not lines or any(row[at] for at in block)]
             for row in (self.head, *rows):
-                found += [f"{indent}{line}".rstrip() for line in self._row(row, block, limits)]
-        return found
+                lines += [f"{indent}{line}".rstrip() for line in self._row(row, block, limits)]
+        return lines
 
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
-        """Write it to the stream (default: standard output), as wide as that is."""
+        """Print the table at the stream's width (default: standard output)."""
         out = sys.stdout if stream is None else stream
         rows = [[shown(cell, out) for cell in row] for row in (self.head, *self.rows)]
         table = Table(rows[0], rows[1:], self.left, self.keys)
@@ -165,11 +161,10 @@ class Table:
         out.flush()
 
     def _blocks(self, widths: Sequence[int], room: int) -> list[list[int]]:
-        """The columns of each block, keys left out."""
         blocks: list[list[int]] = [[]]
         used = 0
         for at in range(self.keys, len(widths)):
-            # Words may be wrapped; a column of them stays in the block if some width is left for it.
+            # Words may be wrapped; a column of words stays in the block if some width is left for it.
             least = min(widths[at], LEAST_WIDTH) if at in self.left else widths[at]
             if blocks[-1] and used + least > room:
                 blocks.append([])
@@ -179,7 +174,7 @@ class Table:
         return blocks
 
     def _limits(self, widths: Sequence[int], block: Sequence[int], room: int) -> dict[int, int]:
-        """Width of each column of a block; the widest columns of words give way until all fit."""
+        """Return column widths of a block; the widest columns of words shrink until all fit."""
         limits = {at: widths[at] for at in (*range(self.keys), *block)}
         while (over := sum(limits.values()) + len(_GAP) * (len(limits) - 1) - room) > 0:
             shrinkable = [at for at in limits if at in self.left and limits[at] > self._longest_word(at)]

@@ -1,4 +1,4 @@
-"""Physical constants, and sizes and durations as people write them (``64MiB``, ``30s``)."""
+"""Physical constants; sizes and durations as people write them (``64MiB``, ``30s``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from skymemory.errors import InvalidInput, quoted
 SPEED_OF_LIGHT_M_S = 299_792_458.0
 EARTH_RADIUS_M = 6_371_000.0
 EARTH_MU_M3_S2 = 3.986004418e14
-"""Standard gravitational parameter of the Earth."""
 
 _SIZE_UNITS = {
     "": 1,
@@ -46,13 +45,13 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
 
 LARGEST_WHOLE = 2**64 - 1
-"""Of whole numbers in options and files: what 64 bits hold. Larger ones overflow in arithmetic with fractions."""
+"""Limit of whole numbers in options and files: 64 bits. Larger numbers overflow in arithmetic with fractions."""
 _LONGEST_WHOLE = 32
-"""Digits and more of a number that may be in the range; Python itself refuses to read 4,300."""
+"""Characters that suffice for any number in range; Python itself refuses to read 4,300 digits."""
 
 
 def parse_whole(text: str) -> int:
-    """A whole number, as ``-3`` or ``1_000``, of at most 64 bits."""
+    """Parse a whole number, such as ``-3`` or ``1_000``, of at most 64 bits."""
     word = text.strip()
     try:
         number = int(word[:_LONGEST_WHOLE])
@@ -64,7 +63,7 @@ def parse_whole(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """A finite number, as ``1.5`` or ``2e9``."""
+    """Parse a finite number, such as ``1.5`` or ``2e9``."""
     try:
         number = float(text)
     except ValueError:
@@ -80,28 +79,28 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
         known = ", ".join(unit for unit in units if unit)
         raise InvalidInput(f"{quoted(text)} is not a {what}: expected a number and one of {known}, such as {example}")
     value = float(match[1]) * units[match[2].lower()]
-    if value > _MOST:  # what C and files hold in 64 bits
+    if value > _MOST:  # the limit of 64 bits in C and in files
         raise InvalidInput(f"{quoted(text)} is not a {what}: expected at most 2^63, such as {example}")
     return value
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``"64MiB"``, ``"6KB"``, ``"1.5g"`` or ``"4096"``."""
+    """Parse ``"64MiB"``, ``"6KB"``, ``"1.5g"`` or ``"4096"`` to bytes."""
     return int(_parse(text, _SIZE_UNITS, "size", "64MiB"))
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second of ``"200Mbit"``, ``"1.2 Gbit/s"`` or ``"64000"``."""
+    """Parse ``"200Mbit"``, ``"1.2 Gbit/s"`` or ``"64000"`` to bits per second."""
     return _parse(text.strip().removesuffix("/s"), _RATE_UNITS, "rate", "200Mbit")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``"30s"``, ``"5ms"``, ``"2h"`` or ``"1.5"``."""
+    """Parse ``"30s"``, ``"5ms"``, ``"2h"`` or ``"1.5"`` to seconds."""
     return _parse(text, _DURATION_UNITS, "duration", "30s")
 
 
 def parse_fraction(text: str) -> float:
-    """A share between 0 and 1: ``"1%"`` or ``"0.01"``."""
+    """Parse a share between 0 and 1: ``"1%"`` or ``"0.01"``."""
     number = text.strip().removesuffix("%").strip()
     try:
         share = float(number) / (100.0 if text.strip().endswith("%") else 1.0)
@@ -113,7 +112,7 @@ def parse_fraction(text: str) -> float:
 
 
 def format_size(size_bytes: float) -> str:
-    """``2_883_584`` → ``"2.8 MiB"``."""
+    """Format ``2_883_584`` as ``"2.8 MiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -122,7 +121,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``0.00123`` → ``"1.23 ms"``."""
+    """Format ``0.00123`` as ``"1.23 ms"``."""
     magnitude = abs(seconds)
     if magnitude >= 1 or magnitude == 0:
         return f"{seconds:.2f} s"
@@ -135,7 +134,7 @@ _SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
 
 
 def parse_delay(text: str) -> float:
-    """Factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
+    """Parse a factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
     word = text.strip().lower()
     if word in ("real", "off"):
         return 1.0 if word == "real" else 0.0

@@ -1,14 +1,14 @@
-"""Loads and saves a prompt's blocks, for any engine and any store.
+"""Loads and saves of a prompt's blocks, for any engine and any store.
 
-It sees token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes sinks for loaded blocks
-and sources of blocks to save. Failures of the store become misses here.
+This module handles token ids, hashes, tiers and seconds; never tensors, never satellites. An engine passes sinks for
+loaded blocks and sources of blocks to save. Failures of the store become misses here.
 
 A load (``Parts.load``): hash the prompt's blocks, look up the longest stored prefix, lease it in batches, and for each
 batch fetch, then verify, decode and place block by block (``BlockCache.load_found``). The first block that fails ends
 the prefix.
 
-Below: results (``LoadResult``, ``StoreResult``), ``BlockCache`` (the blocks of one context), and ``Parts``: a model has
-one part, or one for each attention window.
+Classes: results (``LoadResult``, ``StoreResult``), ``BlockCache`` (the blocks of one context), and ``Parts`` (a model
+has a single part, or a part for each attention window).
 """
 
 from __future__ import annotations
@@ -56,44 +56,40 @@ from skymemory.units import format_duration, format_size
 _log = logging.getLogger(__name__)
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
-"""What a broken tier may raise; programming errors (TypeError, AttributeError …) are not caught."""
+"""Exceptions that a broken tier may raise; programming errors (TypeError, AttributeError …) are not caught."""
 FAILING_REASONS = frozenset({"unreachable", "timeout", "out of sight"})
 """Miss reasons that mean the store did not answer, rather than that the value is absent."""
 TOO_SHORT = "shorter than a block"
-"""Miss reason of a prompt without a full block."""
 _INVALID = ("corrupt", "foreign")
-"""Reasons that mean that the bytes are wrong for any reader; their block is deleted."""
+"""Failure reasons for bytes that are wrong for any reader; the block is deleted."""
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
-"""Bounds on the bytes in flight, loading and storing."""
+"""Limits of the bytes in flight, for loads and stores."""
 
 
 class BlockSink(Protocol):
-    """Where an engine wants loaded blocks."""
-
     def place(self, index: int, block: memoryview) -> None:
-        """Copy block ``index``'s raw bytes (``KVLayout.shape``, C order) out of ``block`` before returning. A sink
-        with an attribute ``threads`` is called by so many at a time.
+        """Copy the raw bytes of block ``index`` (``KVLayout.shape``, C order) out of ``block`` before returning.
+
+        A sink may set an attribute ``threads``: how many threads call ``place`` concurrently.
         """
 
 
 @runtime_checkable
 class RowSink(BlockSink, Protocol):
-    """A sink in memory, where a store may put raw blocks itself."""
+    """Sink in memory that lets a store write raw blocks directly."""
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """The places of block ``index``'s raw bytes, behind ``head``; None where ``place`` must put it there. Nothing
-        that is in use is in them: a block that fails leaves anything there.
+        """Return the places of block ``index``'s raw bytes, after ``head``; None if the block must go through
+        ``place``. The places must hold nothing in use: a block that fails leaves arbitrary bytes in them.
         """
 
     def came(self, index: int) -> None:
-        """Block ``index`` is in its rows."""
+        """Record that block ``index`` is in its rows."""
 
 
 class BlockSource(Protocol):
-    """Where an engine's blocks to be saved come from."""
-
     def read(self, index: int, out: memoryview) -> None:
         """Write block ``index``'s raw bytes (``KVLayout.shape``, C order) into ``out``."""
 
@@ -103,33 +99,31 @@ class BlockSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class TokenUsage:
-    """How many of the tokens that one load brought have saved computing, so far; the engine keeps it up to date.
+    """Use of the loaded tokens of one load; the engine updates it.
 
-    Loaded tokens are ``first`` to ``end`` of the prompt (with Cake those before were computed). Each counts once, as
-    used or as unused: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
+    Loaded tokens are ``first`` to ``end`` of the prompt (with Cake, the tokens before were computed). Each token counts
+    once, as used or as unused: ``end - first == used_tokens + sum(unused_tokens.values())`` when the cache is gone.
     """
 
     first: int = 0
     end: int = 0
     used_tokens: int = 0
-    """Loaded tokens that a forward pass skipped."""
     unused_tokens: dict[str, int] = field(default_factory=dict)
     """Loaded tokens that were computed all the same, or that no pass needed, by reason."""
     is_in_use: bool = False
-    """Whether a forward pass has been given the cache."""
     has_warned: bool = False
     _reached: int = 0
-    """End of the skipped tokens: a second use of the same cache counts none again."""
+    """End of the skipped tokens: a second use of the same cache does not count them again."""
     _holders: int = 1
-    """The cache and its copies."""
+    """Number of caches with this load: the original and its copies."""
 
     @property
     def open_tokens(self) -> int:
-        """Loaded tokens that count neither as used nor as unused yet."""
+        """Number of loaded tokens not yet counted as used or unused."""
         return self.end - self.first - self.used_tokens - sum(self.unused_tokens.values())
 
     def use(self, start: int, stop: int) -> int:
-        """A forward pass has skipped these tokens of the prompt; returns how many of them count as used now."""
+        """Count tokens of the prompt that a forward pass skipped; returns how many of them are newly used."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         self._reached = max(self._reached, stop)
         self.used_tokens += new
@@ -137,14 +131,14 @@ class TokenUsage:
         return new
 
     def refuse(self, start: int, stop: int, reason: str) -> int:
-        """These tokens of the prompt will not be used; returns how many of them count as unused now."""
+        """Count tokens of the prompt that will not be used; returns how many of them are newly unused."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         if new:
             self.unused_tokens[reason] = self.unused_tokens.get(reason, 0) + new
         return new
 
     def drop(self) -> bool:
-        """One of the caches is gone; returns whether it was the last."""
+        """Record that a cache of this load is gone; returns True if it was the last."""
         self._holders -= 1
         return self._holders <= 0
 
@@ -152,14 +146,14 @@ class TokenUsage:
         return max(0, min(stop, self.end) - max(start, self.first, self._reached))
 
     def __deepcopy__(self, memo: object) -> TokenUsage:
-        """A copy of a cache holds the same load."""
+        """Share the object: a copy of a cache holds the same load."""
         self._holders += 1
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """One prompt looked up. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
+    """Result of a prompt's lookup. ``prompt_tokens == computed_tokens + sum(hit_tokens.values())``, always."""
 
     prompt_tokens: int
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -169,57 +163,52 @@ class LoadResult:
     found_blocks: int = 0
     """Leading blocks that the lookup found."""
     loaded_blocks: int = 0
-    """Leading blocks that were loaded and valid; of layers with a window, those in sight of their end."""
+    """Leading blocks that were loaded and valid; for windowed layers, only those in the window of the prefix's end."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks found but not usable, by reason: "absent", "corrupt", "foreign", "behind a failed block" …"""
     not_found: str = ""
-    """Why the first block behind those found is missing: "absent", "unreachable", "uncertain" …; "shorter than a block"
-    for a prompt without a full block; empty if all were found.
+    """Miss reason of the first block after the found blocks: "absent", "unreachable", "uncertain" …; "shorter than a
+    block" for a prompt without a full block; empty if all were found.
     """
     size_bytes: int = 0
     """Bytes fetched and used, as stored."""
     retransmitted: int = 0
     """Packets that the tier had to request again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
+    """Seconds by phase, in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
-    """With Cake: what was computed meanwhile, and where both sides met."""
+    """Result of Cake: what was computed meanwhile, and where both sides met."""
     usage: TokenUsage = field(default_factory=TokenUsage, compare=False, repr=False)
-    """What became of the loaded tokens; changes as they are used."""
+    """Use of the loaded tokens; changes as they are used."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens loaded."""
         return sum(self.hit_tokens.values())
 
     @property
     def used_tokens(self) -> int:
-        """Loaded tokens that forward passes have skipped so far; 0 before the cache is used."""
         return self.usage.used_tokens
 
     @property
     def unused_tokens(self) -> Mapping[str, int]:
-        """Loaded tokens that have turned out to be of no use, by reason."""
         return self.usage.unused_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens not supplied, at least one unless the prompt is empty. With Cake some are computed already."""
+        """Tokens not supplied, at least 1 unless the prompt is empty. With Cake some are computed already."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def left_tokens(self) -> int:
-        """Tokens that the model still has to compute."""
         if self.loader is None:
             return self.computed_tokens
-        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last one, for its logits
+        return max(self.computed_tokens - self.loader.computed_tokens, 1)  # the last token, for its logits
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
     def describe(self) -> str:
-        """One line for people and logs."""
         tiers = ", ".join(f"{tokens} from {tier}" for tier, tokens in self.hit_tokens.items())
         failed = "".join(f", {count} blocks {reason}" for reason, count in self.failed_blocks.items())
         if self.not_found and not self.failed_blocks:
@@ -242,31 +231,28 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """One prompt's blocks stored. ``blocks == present + stored + refused``."""
+    """Result of storing a prompt's blocks. ``blocks == present + stored + refused``."""
 
     prompt_tokens: int
     blocks: int = 0
-    """Full blocks in the prompt."""
     present_blocks: int = 0
-    """Stored before (or being stored by another client)."""
+    """Blocks stored before (or being stored by another client)."""
     stored_blocks: int = 0
     refused_blocks: int = 0
-    """Not acknowledged: no room, no answer, or no source to store them from."""
+    """Blocks not acknowledged: no room, no answer, or no source to store them from."""
     prefilled_tokens: int = 0
     """Tokens computed only to be stored; 0 after a generate."""
     size_bytes: int = 0
     """Bytes stored, headers included."""
     raw_bytes: int = 0
-    """The same blocks before the codec."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, in order: tokenize, hash, lookup, prefill, encode, store."""
+    """Seconds by phase, in order: tokenize, hash, lookup, prefill, encode, store."""
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
     def describe(self) -> str:
-        """One line for people and logs."""
         if not self.blocks:
             return f"{self.prompt_tokens} tokens: shorter than a block, 0 blocks to store"
         refused = f", {self.refused_blocks} refused" if self.refused_blocks else ""
@@ -279,14 +265,14 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class LoaderResult:
-    """What Cake computed and loaded of one prompt."""
+    """Tokens and bytes of a prompt that Cake computed and loaded."""
 
     resident_tokens: int
     computed_tokens: int
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the chunk where both sides met; None if one side did all, or before the end."""
+    """First token of the chunk where both sides met; None if one side did all, or while unfinished."""
     wasted_bytes: int
     """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
@@ -297,7 +283,7 @@ class LoaderResult:
 
 
 class PhaseClock:
-    """Seconds by phase, summed, in order of first use."""
+    """Clock that sums seconds by phase, in order of first use."""
 
     def __init__(self, clock: Callable[[], float], seconds: dict[str, float]) -> None:
         self._clock = clock
@@ -319,17 +305,13 @@ class LeasedBatch:
     start: int
     hashes: list[BlockHash]
     ticket: LoadTicket | None
-    """None where the store failed to give a lease."""
+    """None if the store failed to give a lease."""
 
 
 @dataclass(slots=True)
 class LoadTally:
-    """Progress of a load."""
-
     tiers: list[str] = field(default_factory=list)
-    """The tier of each block placed, in order."""
     failed: Counter[str] = field(default_factory=Counter)
-    """Failed blocks, by reason."""
     size_bytes: int = 0
     retransmitted: int = 0
 
@@ -373,22 +355,21 @@ class BlockCache:
         }
         self.clock = clock
         self.compute = ComputeRate()
-        """The engine's speed, as far as it is reported: it bounds how long a tier is waited for."""
+        """Engine's speed, as far as it is reported; it limits the wait for a tier."""
         self.owner = Owner("this BlockCache")
         self._logged_answering = True
-        self._failures = Lock()  # loads of several threads may fail at once
+        self._failures = Lock()  # loads of several threads may fail concurrently
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
-        """Called with the full blocks of every prompt that is looked up (for ``PrefetchScheduler.saw``)."""
+        """Callback with the full blocks of every prompt that is looked up."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
-        """Chained hashes of the full blocks of ``tokens``."""
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
 
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these consecutively, from block 0 of ``sink`` on: batch after batch until a block fails, or
-        ``computing_s`` (the time to compute the whole prompt instead) is over.
+        """Place these blocks consecutively, from block 0 of ``sink`` on, batch after batch. Stops when a block fails or
+        after ``computing_s`` (the time to compute the whole prompt instead).
         """
         batches = self._lease(hashes)
         started_s = self.clock()
@@ -402,20 +383,19 @@ class BlockCache:
         finally:
             for batch in batches:
                 self.release(batch.ticket)
-        if tally.failed and (behind := len(hashes) - len(tally.tiers) - 1):
-            tally.failed["behind a failed block"] += behind
+        if tally.failed and (following := len(hashes) - len(tally.tiers) - 1):
+            tally.failed["behind a failed block"] += following
 
     def stored(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Of each block, whether the store has it."""
         try:
             presence = self.store.lookup(hashes)
         except TIER_FAILURES:
             self.tier_failed()
             return [False] * len(hashes)
-        return [one is Presence.HIT for one in presence]
+        return [state is Presence.HIT for state in presence]
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Positions of the blocks that are neither in the store nor being stored."""
+        """Return the positions of the blocks that are absent from the store and not being stored."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(len(hashes) * self.layout.block_tokens)):
@@ -435,9 +415,9 @@ class BlockCache:
     ) -> tuple[int, int]:
         """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
-        Stops at the first block that the codec refuses, so that what is stored of a prompt stays a prefix. Raises
+        Stops at the first block that the codec refuses, so that the stored blocks of a prompt stay a prefix. Raises
         ValueTooLarge for a block that can never fit the store; on any other failure of the tier nothing is stored.
-        ``account=False`` keeps the blocks out of the counters; their bytes count.
+        ``account=False`` leaves the blocks out of the counters, but not their bytes.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
@@ -467,7 +447,6 @@ class BlockCache:
         return stored, size_bytes
 
     def prefix(self, hashes: list[BlockHash]) -> int:
-        """Number of leading blocks that the store has."""
         if not hashes:
             return 0
         try:
@@ -477,7 +456,7 @@ class BlockCache:
             return 0
 
     def miss_reason(self, block_hash: BlockHash) -> str:
-        """Why a block that the lookup did not find is missing: the reason that a load reports."""
+        """Return the miss reason of a block that the lookup did not find, as a load reports it."""
         ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
@@ -494,7 +473,6 @@ class BlockCache:
         return reason
 
     def _log_state(self, answering: bool) -> None:
-        """One line each time that the store stops or resumes answering."""
         if answering is not self._logged_answering:
             self._logged_answering = answering
             if answering:
@@ -503,7 +481,6 @@ class BlockCache:
                 _log.warning("the %s store does not answer: prompts are computed meanwhile", self.store.name)
 
     def _lease(self, hashes: list[BlockHash]) -> list[LeasedBatch]:
-        """Leases on all of ``hashes``, in batches of bounded bytes."""
         size = max(1, LOAD_BATCH_BYTES // (PAYLOAD_AT + self.layout.block_bytes))
         batches = []
         for start in range(0, len(hashes), size):
@@ -560,12 +537,12 @@ class BlockCache:
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
     ) -> Iterator[list[Future[str]]]:
-        """``place`` of all values, under way in as many threads as the sink says; none where one is enough."""
+        """Run ``place`` of all values in ``sink.threads`` threads; yields no futures if a thread suffices."""
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
             return
-        with ThreadPoolExecutor(threads) as pool:  # of this call alone: a process that forks has no dead ones
+        with ThreadPoolExecutor(threads) as pool:  # for this call alone: a forked process inherits no dead threads
             yield [
                 pool.submit(self.place, sink, batch.start + at, batch.hashes[at], value)
                 if value is not None
@@ -574,7 +551,7 @@ class BlockCache:
             ]
 
     def fetch(self, block_hash: BlockHash, sink: BlockSink) -> str:
-        """Place one block in ``sink`` as block 0; returns the reason of a failure, or ""."""
+        """Place one block in ``sink`` as block 0; returns the failure reason, or ""."""
         self.owner.check()
         try:
             with recompute_cost(self.compute.seconds(self.layout.block_tokens)):
@@ -589,19 +566,19 @@ class BlockCache:
         return failure
 
     def _placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
-        """``place`` for one that the store has put into the sink's rows."""
+        """Verify a block that the store has put into the sink's rows; returns the failure reason, or ""."""
 
         def check() -> str:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
-                return "codec not readable"  # as large as a raw one, and so in the wrong places
+                return "codec not readable"  # as large as a raw block, and so in the wrong places
             sink.came(index)
             return ""
 
         return _failure_of(check)
 
     def place(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
-        """Verify and decode one stored block and hand it to ``sink``; returns the reason of a failure, or ""."""
+        """Verify and decode a stored block and pass it to ``sink``; returns the failure reason, or ""."""
         return _failure_of(lambda: self._decode(sink, index, block_hash, value))
 
     def _decode(self, sink: BlockSink, index: int, block_hash: BlockHash, value: memoryview) -> str:
@@ -621,7 +598,6 @@ class BlockCache:
         return ""
 
     def _encode(self, block_hash: BlockHash, index: int, source: BlockSource, buffer: bytearray) -> memoryview | None:
-        """Block ``index`` as a value, in ``buffer`` if it is stored raw. None if the codec refuses it."""
         value = memoryview(buffer)
         source.read(index, value[PAYLOAD_AT:])
         if self.codec is RAW or isinstance(self.layout, OpaqueLayout):
@@ -635,7 +611,6 @@ class BlockCache:
         return memoryview(block_header(block_hash, self.layout, self.codec.codec_id, payload) + payload)
 
     def put(self, items: list[tuple[bytes, memoryview]], places: Places) -> list[bool]:
-        """Store values that are encoded already; per item, whether it was acknowledged."""
         try:
             with recompute_cost(self.compute.seconds(len(items) * self.layout.block_tokens)):
                 return self.store.put_many(items, places) if items else []
@@ -652,22 +627,19 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block whose bytes were wrong, so that it is stored again; one that only this reader cannot read
-        stays.
-        """
+        """Delete a block whose bytes are wrong, so that it is stored again; other failures delete nothing."""
         if failure in _INVALID:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Delete blocks that no key of ours opens (retired keys, another owner): they would be permanent misses, as
-        blocks that are present are not stored again. Those of a key not distributed yet stay (``UNKNOWN_KEY``).
+        """Delete blocks that none of the keys opens (retired keys, another owner): present blocks are not stored again,
+        so they would be permanent misses. Blocks of a key that is not distributed yet stay (``UNKNOWN_KEY``).
         """
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:
                 self._delete(block_hash)
 
     def release(self, ticket: LoadTicket | None) -> None:
-        """Release a lease, if there is one, and its values."""
         try:
             if ticket is not None:
                 self.store.release(ticket)
@@ -675,12 +647,10 @@ class BlockCache:
             self.tier_failed()
 
     def tier_failed(self) -> None:
-        """Count a call that failed."""
         with self._failures:
             self.counters.add("tier_failures_total", label=self.store.name)
 
     def count_load(self, result: LoadResult, account: bool) -> None:
-        """Add a load to the counters, with ``account`` including its tokens."""
         for reason, blocks in result.failed_blocks.items():
             self.counters.add("failed_blocks_total", blocks, reason)
         self.counters.add("loaded_bytes_total", result.size_bytes, self.store.name)
@@ -688,7 +658,6 @@ class BlockCache:
             self.count_tokens(result)
 
     def count_tokens(self, result: LoadResult) -> None:
-        """Add the tokens of a prompt to the counters, by tier."""
         self.counters.add("lookup_tokens_total", result.prompt_tokens)
         self.counters.add("computed_tokens_total", result.computed_tokens)
         for tier, tokens in result.hit_tokens.items():
@@ -696,7 +665,6 @@ class BlockCache:
 
 
 def _failure_of(place: Callable[[], str]) -> str:
-    """The reason that it returns, or that of its exception."""
     try:
         return place()
     except CodecUnavailable:
@@ -712,8 +680,8 @@ def _failure_of(place: Callable[[], str]) -> str:
 # --- parts: the blocks of a model with sliding-window layers, stored separately for each attention span ---
 #
 # A part is a group of layers with the same window; a block holds its tokens' keys and values of one part. To continue
-# behind a prefix the model needs all blocks of a part without a window, and of a windowed part only those in the window
-# of the next token. So the prefix found is the longest at whose end every part has what it needs.
+# after a prefix the model needs all blocks of a part without a window, but of a windowed part only the blocks in the
+# window of the next token. So the prefix found is the longest at whose end every part has what it needs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -725,7 +693,7 @@ class Part:
     """Tokens that a token attends to, itself included; None: all before it."""
 
     def seen(self, tokens: int) -> range:
-        """The blocks that the token behind the first ``tokens`` attends to, even in part."""
+        """Return the blocks that the token after the first ``tokens`` attends to, even in part."""
         block = self.blocks.layout.block_tokens
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
         return range(first // block, -(-tokens // block))
@@ -733,20 +701,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Result of ``Parts.save``."""
-
     blocks: int = 0
-    """Blocks of the first part."""
     size_bytes: int = 0
     raw_bytes: int = 0
-    """The same blocks before the codec."""
+    """Bytes of the same blocks before the codec."""
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(self.blocks + other.blocks, self.size_bytes + other.size_bytes, self.raw_bytes + other.raw_bytes)
 
 
 class Parts:
-    """All parts of one model in one store; the one without a window, if any, is the first.
+    """All parts of a model in one store; the part without a window, if any, is the first.
 
     Blocks and tokens are counted for the first part, bytes for all.
     """
@@ -760,15 +725,12 @@ class Parts:
 
     @property
     def value_bytes(self) -> int:
-        """Stored bytes of all parts of a block, before any codec."""
         return sum(PAYLOAD_AT + part.blocks.layout.block_bytes for part in self.parts)
 
     def hashes(self, tokens: Tokens) -> list[list[BlockHash]]:
-        """For each part, the hashes of the full blocks of ``tokens``."""
         return [part.blocks.hashes(tokens) for part in self.parts]
 
     def missing(self, hashes: Sequence[Sequence[BlockHash]]) -> list[list[int]]:
-        """``BlockCache.missing`` for each part."""
         return [part.blocks.missing(chain) if chain else [] for part, chain in zip(self.parts, hashes, strict=True)]
 
     def load(
@@ -781,10 +743,10 @@ class Parts:
         account: bool = True,
     ) -> LoadResult:
         """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the blocks in
-        sight of the prefix's end.
+        the window of the prefix's end.
 
-        ``limit_tokens`` bounds the tokens counted as supplied (default: all but the last). ``account=False`` keeps this
-        load out of the token counters.
+        ``limit_tokens`` limits the tokens counted as supplied (default: all but the last). ``account=False`` leaves
+        this load out of the token counters.
         """
         first = self.first
         if first.owner.elsewhere:
@@ -801,17 +763,19 @@ class Parts:
         with recompute_cost(loading.computing_s):
             with phase("lookup"):
                 wanted = min(count // block, -(-limit_tokens // block))
-                found = loading.found(wanted)
-                not_found = loading.miss_reason(found) if found < wanted else "" if hashes[0] else TOO_SHORT
-            loaded = loading.load(found)
+                found_blocks = loading.found(wanted)
+                not_found = (
+                    loading.miss_reason(found_blocks) if found_blocks < wanted else "" if hashes[0] else TOO_SHORT
+                )
+            loaded = loading.load(found_blocks)
         result = LoadResult(
             prompt_tokens=count,
             hit_tokens=loading.tokens_by_tier(loaded),
             blocks=len(hashes[0]),
-            found_blocks=found,
+            found_blocks=found_blocks,
             not_found=not_found,
             loaded_blocks=loaded,
-            failed_blocks=loading.failures(found - loaded),
+            failed_blocks=loading.failures(found_blocks - loaded),
             size_bytes=loading.size_bytes,
             retransmitted=loading.retransmitted,
             seconds=phase.seconds,
@@ -820,27 +784,25 @@ class Parts:
         return result
 
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place the ``wanted`` blocks (ascending) of each part, as far as they can be loaded; none in a forked child,
-        which does not own the store.
-        """
+        """Place the ``wanted`` blocks (ascending) of each part that can be loaded; none in a forked child."""
         if self.first.owner.elsewhere:
             return
         computing_s = self.first.compute.seconds(len(tokens))
         for part, chain, sink, indices in zip(self.parts, self.hashes(tokens), sinks, wanted, strict=True):
-            if asked := chain[indices[0] : indices[-1] + 1] if indices else []:
+            if span := chain[indices[0] : indices[-1] + 1] if indices else []:
                 tally = LoadTally()
                 with recompute_cost(computing_s):
                     part.blocks.load_found(
-                        asked, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
+                        span, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
                     )
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
     def __deepcopy__(self, memo: object) -> Parts:
-        """A copied cache uses the same store."""
+        """Return the same parts: a copied cache uses the same store."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A cache from another process has no store here."""
+        """Reduce to None: a cache from another process has no store."""
         return type(None), ()
 
     def save(
@@ -862,12 +824,14 @@ class Parts:
 
 
 class PrefixSearch:
-    """Which blocks of one prompt the store has, by part; each is looked up once."""
+    """Lookup of a prompt's blocks, by part; each block is looked up once."""
 
     def __init__(
         self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
     ) -> None:
-        """``hashes`` of each part; ``limit_tokens`` of the longest prefix; the engine has those before ``first``."""
+        """``hashes`` of each part; ``limit_tokens`` of the longest prefix; the engine has the blocks before
+        ``first``.
+        """
         self._parts = parts
         self._hashes = hashes
         self._limit_tokens = limit_tokens
@@ -879,7 +843,7 @@ class PrefixSearch:
         return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
 
     def found(self, wanted: int) -> int:
-        """The longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
+        """Return the longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
         for number, part in enumerate(self._parts):
             if part.window is None:
                 wanted = self._first + part.blocks.prefix(self._hashes[number][self._first : wanted])
@@ -887,43 +851,42 @@ class PrefixSearch:
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
-        """The longest prefix, up to ``most`` blocks, at whose end all windowed parts have what is in sight."""
+        """Return the longest prefix, up to ``most`` blocks, at whose end all windowed parts have their blocks."""
         if most and all(self._stored(number, self._seen(number, most)).all() for number in self._windows):
             return most
         # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
         good = np.ones(most + 1, bool)
         for number in self._windows if most else ():
-            lacking = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
+            missing = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
             for blocks in range(1, most + 1):
-                seen = self._seen(number, blocks)
-                good[blocks] &= bool(lacking[seen.stop] == lacking[seen.start])
+                visible = self._seen(number, blocks)
+                good[blocks] &= bool(missing[visible.stop] == missing[visible.start])
         return int(np.flatnonzero(good)[-1])
 
     def _seen(self, number: int, blocks: int) -> range:
         return self._parts[number].seen(self._end(blocks))
 
     def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
-        """Of these blocks of a part, whether the store has them; each is looked up once."""
         known = self._known[number]
         if unknown := [index for index in indices if index not in known]:
-            asked = range(unknown[0], unknown[-1] + 1)
-            presence = self._parts[number].blocks.stored(self._hashes[number][asked.start : asked.stop])
-            for index, present in zip(asked, presence, strict=True):
+            span = range(unknown[0], unknown[-1] + 1)
+            presence = self._parts[number].blocks.stored(self._hashes[number][span.start : span.stop])
+            for index, present in zip(span, presence, strict=True):
                 known.setdefault(index, present)  # a failed load outweighs the lookup
         return np.array([known[index] for index in indices], bool)
 
     def miss_reason(self, found: int) -> str:
-        """Why no more than ``found`` blocks were found: the reason of the first missing block behind them."""
+        """Return the reason of the first missing block after ``found`` blocks."""
         for number, part in enumerate(self._parts):
-            seen = self._seen(number, found + 1) if part.window is not None else range(found, found + 1)
-            for index in seen:
+            visible = self._seen(number, found + 1) if part.window is not None else range(found, found + 1)
+            for index in visible:
                 if not self._known[number].get(index, True):
                     return part.blocks.miss_reason(self._hashes[number][index])
         return ""
 
 
 class _Loading(PrefixSearch):
-    """One prompt's load: what the store has of it, and what is in place."""
+    """Load of one prompt: what the store has of it, and what is in place."""
 
     def __init__(
         self,
@@ -939,7 +902,7 @@ class _Loading(PrefixSearch):
         self._phase = phase
         self.computing_s = computing_s
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """For each part, the tier of each block that is in place."""
+        """Tier of each block that is in place, by part."""
         self._failed: Counter[str] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
@@ -950,8 +913,8 @@ class _Loading(PrefixSearch):
         if found and self._parts[0].window is None:
             self._place(0, range(found))
             loaded = len(self._placed[0])
-        # A block that fails shortens the prefix, and the windows of a shorter prefix see other blocks: those are loaded
-        # then, until all that is in sight is in place.
+        # A block that fails shortens the prefix, and the windows of a shorter prefix include other blocks: these are
+        # loaded then, until all blocks in the windows are in place.
         while loaded := self._longest(loaded):
             if all(self._place(number, self._seen(number, loaded)) for number in self._windows):
                 break
@@ -960,16 +923,15 @@ class _Loading(PrefixSearch):
         return loaded
 
     def _place(self, number: int, indices: range) -> bool:
-        """Place the blocks of a part that are not in place yet; whether all succeeded."""
-        placed, blocks = self._placed[number], self._parts[number].blocks
-        rest = [index for index in indices if index not in placed]
-        if not rest:
+        tiers, blocks = self._placed[number], self._parts[number].blocks
+        remaining = [index for index in indices if index not in tiers]
+        if not remaining:
             return True
-        start, stop = rest[0], rest[-1] + 1
+        start, stop = remaining[0], remaining[-1] + 1
         tally = LoadTally()
         sink = _From(self._sinks[number], start)
         blocks.load_found(self._hashes[number][start:stop], sink, tally, self._phase, self.computing_s)
-        placed.update(enumerate(tally.tiers, start))
+        tiers.update(enumerate(tally.tiers, start))
         self.size_bytes += tally.size_bytes
         self.retransmitted += tally.retransmitted
         if tally.failed:
@@ -978,18 +940,17 @@ class _Loading(PrefixSearch):
         return not tally.failed
 
     def tokens_by_tier(self, loaded: int) -> dict[str, int]:
-        """Tokens that each tier supplied in the first ``loaded`` blocks, up to the limit; those of blocks out of every
-        window, which were not loaded, count for the tier of the first that was.
+        """Count the tokens that each tier supplied in the first ``loaded`` blocks, up to the limit. Blocks outside all
+        windows were not loaded; their tokens count for the tier of the first block that was.
         """
-        placed = next((there for there in self._placed if there), {})
-        nearest = next(iter(placed.values()), "")
+        tiers = next((part_tiers for part_tiers in self._placed if part_tiers), {})
+        nearest = next(iter(tiers.values()), "")
         tokens: Counter[str] = Counter()
         for index in range(loaded):
-            tokens[placed.get(index, nearest)] += self._end(index + 1) - self._end(index)
+            tokens[tiers.get(index, nearest)] += self._end(index + 1) - self._end(index)
         return dict(tokens)
 
     def failures(self, blocks: int) -> dict[str, int]:
-        """Reasons for ``blocks`` blocks that were found and are not used."""
         if not blocks:
             return {}
         reason = next(iter(self._failed))
@@ -997,7 +958,7 @@ class _Loading(PrefixSearch):
 
 
 class _From:
-    """A sink whose block 0 is block ``first`` of ``sink``."""
+    """Sink whose block 0 is block ``first`` of ``sink``."""
 
     def __init__(self, sink: BlockSink, first: int) -> None:
         self._sink = sink

@@ -1,6 +1,6 @@
-"""How long a prompt waits for a store: a share of the time that computing its blocks takes, or twice the store's p99.
+"""Limits of a prompt's wait for a store: a share of the time to compute its blocks, or twice the store's p99.
 
-Inputs: what computing takes (``ComputeRate``, measured), what the store's calls usually take (``Latencies``, measured).
+Both are measured: compute time by ``ComputeRate``, latencies of the store's calls by ``Latencies``.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_SHARE = 0.1
-"""Of what computing would take, the part that may be lost by waiting for a store that does not answer."""
+"""Share of the compute time that may be lost by waiting for a store that does not answer."""
 TIMES_P99 = 2.0
 MIN_PATIENCE_S = 0.02
-"""A call is handed to a thread, from there to the tier, and back twice; and each time another thread may hold the
-interpreter for a switch interval (5 ms). Less would measure the computer, not the tier.
+"""Least wait. A call passes to a thread, from there to the tier, and back, and each time another thread may hold the
+interpreter for a switch interval (5 ms). A shorter wait would measure the computer, not the tier.
 """
 
 _KEPT_CALLS = 128
 _ALIKE = 4
-"""Calls that move up to four times as many bytes, or as few, are alike."""
+"""Calls are alike if their bytes differ by at most this factor."""
 _ENOUGH_ALIKE = 8
 _MIN_PASS_TOKENS = 8
 _KEPT_SHARE = 0.75
-"""Weight of all earlier passes when one is added."""
+"""Weight of all earlier passes when a pass is added."""
 
-# The time that computing would take is a property of the calling thread's context, not an argument: it holds for a
-# call whatever stores (wrappers, tiers) pass it on.
+# The compute time belongs to the calling thread's context and is not an argument: it applies to a call through any
+# number of wrappers and tiers.
 _RECOMPUTE_COST_S: ContextVar[float | None] = ContextVar("recompute_cost_s", default=None)
 
 
 def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float:
-    """How long the calling thread waits for a call that moves ``size_bytes``; infinite without a ``recompute_cost``."""
+    """Return how long the calling thread waits for a call of ``size_bytes``; infinite without a ``recompute_cost``."""
     cost_s = _RECOMPUTE_COST_S.get()
     if cost_s is None:
         return math.inf
@@ -42,14 +42,14 @@ def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float
 
 
 def patience_while_computing_s(computing_s: float, latencies: Latencies, size_bytes: int) -> float:
-    """How long a load may take that runs while its prompt is computed: waiting costs nothing until that is done."""
+    """Return how long a load may take while its prompt is computed: until that is done, waiting costs nothing."""
     p99_s = latencies.p99_s(size_bytes) or 0.0
     return max((1 + PATIENCE_SHARE) * computing_s, TIMES_P99 * p99_s, MIN_PATIENCE_S)
 
 
 @contextmanager
 def recompute_cost(seconds: float | None) -> Iterator[None]:
-    """While entered: computing the requested blocks instead would take ``seconds`` (None: unknown)."""
+    """Set the time to compute the requested blocks instead of loading them (None: unknown) for the context."""
     token = _RECOMPUTE_COST_S.set(seconds)
     try:
         yield
@@ -58,9 +58,9 @@ def recompute_cost(seconds: float | None) -> Iterator[None]:
 
 
 class ComputeRate:
-    """Seconds that a prompt's tokens take to compute, from the forward passes seen; later ones count more.
+    """Compute time of a prompt's tokens, from measured forward passes; later passes weigh more.
 
-    It ignores that attention grows with the prompt: for a long prompt it errs on the low side.
+    It ignores that attention grows with the prompt: for a long prompt the result is too low.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ComputeRate:
         self._assumed_token_s = token_s
 
     def took(self, tokens: int, seconds: float) -> None:
-        """Add a measured pass. One over a few tokens (a decoding step) says nothing about prompts and is ignored."""
+        """Add a measured pass. A pass over a few tokens (a decoding step) does not measure prompts and is ignored."""
         if tokens >= _MIN_PASS_TOKENS:
             self._tokens = self._tokens * _KEPT_SHARE + tokens
             self._seconds = self._seconds * _KEPT_SHARE + seconds
@@ -83,27 +83,26 @@ class ComputeRate:
         return self._tokens > 0
 
     def seconds(self, tokens: int) -> float | None:
-        """Expected seconds for ``tokens``; None where nothing was measured or assumed."""
+        """Return the expected seconds for ``tokens``; None if nothing was measured or assumed."""
         if self._tokens:
             return tokens * self._seconds / self._tokens
         return None if self._assumed_token_s is None else tokens * self._assumed_token_s
 
 
 class Latencies:
-    """Latencies of the last calls of one kind. Adding one while another thread reads a percentile is harmless."""
+    """Latencies of the last calls of a kind. Adding a call while another thread reads a percentile is harmless."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=_KEPT_CALLS)
 
     def took(self, seconds: float, size_bytes: int = 0) -> None:
-        """Add an answered call that moved ``size_bytes``."""
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:
-        """99th percentile for calls that move ``size_bytes``; None before the first call.
+        """Return the 99th percentile for calls that move ``size_bytes``; None before the first call.
 
-        Of fewer than a hundred calls it is the longest, so a single slow call is enough for later ones to be waited
-        for. Where few calls moved about as many bytes, all count, smaller ones scaled up at their rate.
+        For fewer than a hundred calls it is the longest, so a single slow call extends the wait for later calls. If few
+        calls moved about as many bytes, all count, smaller calls scaled up at their rate.
         """
         calls = list(self._calls)
         if not calls:

@@ -1,9 +1,9 @@
-"""Predicts which prompts recur and when, from the times at which they were seen. Has no clock.
+"""Prediction of recurring prompts and their times, from the times of their sightings. Has no clock.
 
-A *habit* is a prompt (the blocks that its sightings share) with a local time of day and the days on which it was seen,
-from which follows whether it recurs daily, on working days or weekly. A single sighting, or several on one day, predict
+A *habit* is a prompt (the blocks that its sightings share) with a local time of day and the days of its sightings.
+These determine if it recurs daily, on working days or weekly. A single sighting, or several on one day, predict
 nothing. Habits with the same first block are separate if they share less than half of their blocks, so a common system
-prompt does not merge documents. Memory is bounded by the number of blocks; prompts seen on one day only are evicted
+prompt does not merge documents. Memory is limited by the number of blocks; prompts seen on one day only are evicted
 first, so it must hold the prompts of a day (for weekly habits, of a week).
 """
 
@@ -33,8 +33,8 @@ class Expectation:
 
 
 class Predictor:
-    """Learns from ``saw``, predicts with ``expected``. Times are seconds of one clock; days begin at multiples of
-    ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
+    """Predictor that learns by ``saw`` and predicts by ``expected``. All times are seconds of one clock. Days begin at
+    multiples of ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Predictor:
         day_s: float = DAY_S,
         zone: str | None = None,
     ) -> None:
-        """``decay``: factor of a weight per day; less than ``least_weight``, the threshold of an expectation, so that
-        one sighting is never enough. Sightings within ``tolerance_s`` of a habit's time belong to it.
+        """``decay``: factor of a weight per day. It is below ``least_weight``, the threshold of an expectation, so that
+        a single sighting never suffices. Sightings within ``tolerance_s`` of a habit's time belong to it.
         """
         if not 0 < decay < least_weight:
             raise InvalidInput(f"decay {decay} and least weight {least_weight}: expected 0 < decay < least weight")
@@ -73,11 +73,10 @@ class Predictor:
 
     @property
     def blocks(self) -> int:
-        """Block keys remembered, never more than ``capacity_blocks``."""
         return self._once_blocks + self._recurring_blocks
 
     def saw(self, keys: Sequence[bytes], at_s: float) -> None:
-        """A prompt with these blocks, from its first on, was requested."""
+        """Record a request of a prompt with these blocks, from its first block on."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return
@@ -93,12 +92,11 @@ class Predictor:
         self._make_room()
 
     def expected(self, now_s: float, horizon_s: float) -> list[Expectation]:
-        """Prompts expected within ``horizon_s``, each once, soonest first."""
-        found = [self._next(habit, now_s, now_s + horizon_s) for habit in self._recurring]
-        return sorted((next_one for next_one in found if next_one), key=lambda expectation: expectation.at_s)
+        """Return the prompts expected within ``horizon_s``, each once, soonest first."""
+        expectations = [self._next(habit, now_s, now_s + horizon_s) for habit in self._recurring]
+        return sorted((next_one for next_one in expectations if next_one), key=lambda expectation: expectation.at_s)
 
     def _next(self, habit: Habit, now_s: float, until_s: float) -> Expectation | None:
-        """Its next occurrence before ``until_s``, at most a week ahead."""
         local_now_s = self._local.to_local(now_s)
         today = math.floor(local_now_s / self._day_s)
         first = max(math.ceil((local_now_s - habit.time_s) / self._day_s), habit.day + 1)
@@ -113,7 +111,6 @@ class Predictor:
 
     @property
     def zone(self) -> str | None:
-        """Time zone of days and times; None: the clock's own."""
         return self._local.zone
 
     @property
@@ -122,13 +119,11 @@ class Predictor:
         return [*self._once, *self._recurring]
 
     def restore(self, habits: Iterable[Habit]) -> None:
-        """Add habits from another predictor's ``habits``."""
         for habit in habits:
             self._put_in(habit)
         self._make_room()
 
     def _habit_of(self, chain: tuple[bytes, ...], at_s: float) -> Habit | None:
-        """The habit of this sighting: at about this time, sharing at least half of the shorter chain."""
         best, longest = None, 0
         for habit in self._by_root.get(chain[0], ()):
             shared = _shared(habit.keys, chain)
@@ -138,7 +133,7 @@ class Predictor:
         return best
 
     def _day_of(self, habit: Habit, at_s: float) -> int:
-        """The day on which the habit's time is nearest to ``at_s``; before midnight may be the next day."""
+        """Return the day on which the habit's time is nearest to ``at_s``; before midnight this may be the next day."""
         return round((at_s - habit.time_s) / self._day_s)
 
     def _refresh(self, habit: Habit, chain: tuple[bytes, ...], at_s: float) -> None:
@@ -168,7 +163,7 @@ class Predictor:
             self._once_blocks -= len(habit.keys)
 
     def _make_room(self) -> None:
-        """Evict the oldest; recurring habits may use three quarters, the rest is for new ones."""
+        """Evict the oldest habits; recurring habits may use three quarters, the remainder is for new habits."""
         while self._recurring_blocks > max(1, self._capacity_blocks * 3 // 4) and len(self._recurring) > 1:
             self._forget(next(iter(self._recurring)))
         while self.blocks > self._capacity_blocks:
@@ -184,7 +179,7 @@ class Predictor:
 
 
 def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Length of the common prefix; binary search, as equal chained hashes imply equal prefixes."""
+    """Return the length of the common prefix, by binary search: equal chained hashes imply equal prefixes."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -197,36 +192,34 @@ def _shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
 
 # --- one habit: is it expected on a given day? ---
 #
-# For each habit, the rule that would have been right more often in the last three weeks decides:
+# The rule that would have been right more often in the last three weeks decides for each habit:
 # - daily: expected while the decayed number of its days is high enough;
-# - weekly: expected if it occurred on most of the last three days of this weekday, and on two at least.
+# - weekly: expected if it occurred on most of the last three days of this weekday, and on at least two.
 
 
 WEEK_DAYS = 7
 _WEEKS = 3
 _JUDGED_DAYS = 3 * WEEK_DAYS
 KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
-"""How far back sightings are kept: the judged days, and the weeks before each."""
+"""Number of days for which sightings are kept: the judged days, and the weeks before each."""
 
 
 @dataclass(slots=True, eq=False)
 class Habit:
-    """A recurring prompt. Days are day numbers; ``time_s`` is in seconds of the local day."""
+    """Recurring prompt. Days are day numbers; ``time_s`` is in seconds of the local day."""
 
     keys: tuple[bytes, ...]
     time_s: float
     day: int
-    """Day of the last sighting."""
     first_day: int
     seen: int = 1
-    """Bit n: seen on day - n."""
+    """Bit field: bit n is set if it was seen on day - n."""
 
     @property
     def recurs(self) -> bool:
         return self.seen != 1
 
     def saw(self, day: int) -> None:
-        """Seen on this day, later than the last."""
         self.seen = (self.seen << min(day - self.day, KEPT_DAYS) | 1) & (1 << KEPT_DAYS) - 1
         self.day = day
 
@@ -234,8 +227,8 @@ class Habit:
         return day <= self.day and bool(self.seen >> (self.day - day) & 1)
 
     def weight_on(self, day: int, *, today: int, decay: float, least_weight: float) -> float | None:
-        """Weight of the expectation on ``day`` (after the last sighting, not before ``today``); None if below the
-        threshold. Decayed days by the daily rule, weeks by the weekly one.
+        """Return the weight of the expectation on ``day`` (after the last sighting, not before ``today``); None if
+        below the threshold. It is in decayed days by the daily rule, in weeks by the weekly rule.
         """
         if day - self.day > KEPT_DAYS:
             return None
@@ -246,25 +239,23 @@ class Habit:
         return weight if weight >= least_weight else None
 
     def _weekly_is_better(self, today: int, decay: float, least_weight: float) -> bool:
-        """Whether the weekly rule was wrong less often, over the days before ``today`` with an earlier week."""
         daily_wrong = weekly_wrong = 0
         for day, weight in self._weights(today - 1, decay):
             weeks = self._weeks(day)
             if day >= today - _JUDGED_DAYS and weeks:
-                came = self.was_seen(day)
-                daily_wrong += (weight >= least_weight) != came
-                weekly_wrong += _most(weeks) != came
+                occurred = self.was_seen(day)
+                daily_wrong += (weight >= least_weight) != occurred
+                weekly_wrong += _most(weeks) != occurred
         return weekly_wrong < daily_wrong
 
     def _weights(self, last_day: int, decay: float) -> Iterator[tuple[int, float]]:
-        """Each day until ``last_day``, with the decayed weight of the days before it."""
+        """Yield each day until ``last_day`` with the decayed weight of the days before it."""
         weight = 0.0
         for day in range(max(self.first_day, self.day - KEPT_DAYS + 1), last_day + 1):
             yield day, weight
             weight = (weight + self.was_seen(day)) * decay
 
     def _weeks(self, day: int) -> list[bool]:
-        """Whether it occurred one, two and three weeks before ``day``, as far as it is known."""
         oldest = max(self.first_day, self.day - KEPT_DAYS + 1)
         before = (day - WEEK_DAYS * number for number in range(1, _WEEKS + 1))
         return [self.was_seen(at) for at in before if at >= oldest]
@@ -278,7 +269,8 @@ _EPOCH = datetime(1970, 1, 1)
 
 
 class LocalTime:
-    """Converts Unix seconds to local seconds (since 1970-01-01 00:00 local time) and back; identity without a zone.
+    """Conversion of Unix seconds to local seconds (since 1970-01-01 00:00 local time) and back; identity without a
+    zone.
 
     In the hour that occurs twice when clocks go back, the first is used; a time in the hour skipped when clocks go
     forward maps to an hour later.

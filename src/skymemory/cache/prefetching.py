@@ -1,4 +1,4 @@
-"""Prefetches the prompts that the predictor expects, and keeps its habits in a file."""
+"""Prefetch of the prompts that the predictor expects, and the file with its habits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _log = logging.getLogger(__name__)
 
 
 class PrefetchScheduler:
-    """Call ``saw`` for every prompt, and ``tick`` more often than every ``lead_s`` (``running`` does so in a thread).
+    """Scheduler of prefetches. Call ``saw`` for every prompt, and ``tick`` more often than every ``lead_s``
+    (``running`` does so in a thread).
 
     Prompts expected within ``lead_s`` are prefetched, with up to three attempts. Use a separate store: a prefetch may
     take seconds, and reads of the same client would wait. ``saw`` is cheap and thread-safe. ``clock``: the store's,
     Unix time.
 
-    With ``habits_file`` habits survive the process: read at construction, written by ``tick`` a minute after a
-    sighting, at the end of ``running``, and by ``save``. For one process at a time: the last to write wins. An unusable
-    file is renamed to ``<name>.bad`` with a warning, and learning starts from scratch. A file of a later release is
-    left alone, and nothing is written.
+    With ``habits_file`` habits survive the process. The file is read at construction and written by ``tick`` a minute
+    after a sighting, at the end of ``running``, and by ``save``. Use it in one process at a time: the last writer wins.
+    An unusable file is renamed to ``<name>.bad`` with a warning, and learning starts from scratch. A file of a later
+    release is left alone, and nothing is written.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PrefetchScheduler:
         self._lead_s = lead_s
         self._clock = clock
         self._attempts: dict[tuple[bytes, int, float], int] = {}
-        """By first block, number of blocks and time of an expectation, so that it is not prefetched twice."""
+        """Attempts by first block, number of blocks and time of an expectation, so that none is prefetched twice."""
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -91,7 +92,6 @@ class PrefetchScheduler:
                 _log.warning("habits cannot be written to %s: %s", self._habits_file, error.strerror)
 
     def saw(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks, from its first on, is requested now."""
         with self._lock:
             now_s = self._clock()
             self._predictor.saw(keys, now_s)
@@ -105,15 +105,17 @@ class PrefetchScheduler:
             self.save()
         with self._lock:
             expected = self._predictor.expected(now_s, self._lead_s)
-        self._attempts = {due: count for due, count in self._attempts.items() if due[2] >= now_s}
+        self._attempts = {
+            expectation_id: count for expectation_id, count in self._attempts.items() if expectation_id[2] >= now_s
+        }
         brought = 0
         for expectation in expected:
-            due = (expectation.keys[0], len(expectation.keys), expectation.at_s)
-            attempts = self._attempts.get(due, 0)
+            expectation_id = (expectation.keys[0], len(expectation.keys), expectation.at_s)
+            attempts = self._attempts.get(expectation_id, 0)
             if attempts < _MOST_ATTEMPTS:
                 near = self._prefetch(expectation)
                 brought += sum(near)
-                self._attempts[due] = _MOST_ATTEMPTS if all(near) else attempts + 1
+                self._attempts[expectation_id] = _MOST_ATTEMPTS if all(near) else attempts + 1
         return brought
 
     @contextmanager
@@ -151,13 +153,13 @@ class PrefetchScheduler:
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
-"""Four times the size of 100,000 blocks."""
+"""Size limit: four times the size of 100,000 blocks."""
 _MOST_KEY_DIGITS = 128
 
 
 def save_habits(predictor: Predictor, path: Path) -> None:
     """Replace the file atomically. Raises OSError."""
-    found = {
+    content = {
         "version": FORMAT_VERSION,
         "zone": predictor.zone,
         "habits": [
@@ -171,7 +173,7 @@ def save_habits(predictor: Predictor, path: Path) -> None:
             for habit in predictor.habits
         ],
     }
-    write_private(path, json.dumps(found), durable=True)
+    write_private(path, json.dumps(content), durable=True)
 
 
 def load_habits(predictor: Predictor, path: Path) -> None:
@@ -188,17 +190,17 @@ def load_habits(predictor: Predictor, path: Path) -> None:
 
 
 def read_habits(path: Path) -> tuple[str | None, list[Habit]]:
-    """Time zone and habits of the file. Raises InvalidInput."""
+    """Return time zone and habits of the file. Raises InvalidInput."""
     try:
         with open_file(path) as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidInput(cannot_read(path, error)) from error
     try:
-        found = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
+        content = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
     except (ValueError, RecursionError):
-        found = None
-    match found:
+        content = None
+    match content:
         case {"version": int(version)} if version > FORMAT_VERSION:
             raise LaterFile(f"{path}: a habits file of version {version}, which a later release wrote")
         case {"version": 1, "zone": None | str() as zone, "habits": list(entries)}:
@@ -215,8 +217,8 @@ def _habit(entry: Any, where: str) -> Habit:
             "seen": int(seen),
             "keys": [_, *_] as texts,
         }:
-            sound = math.isfinite(time_s) and abs(day) < 1 << 40 and first_day <= day
-            if sound and seen & 1 and 0 < seen < 1 << KEPT_DAYS and all(map(_is_key, texts)):
+            is_valid = math.isfinite(time_s) and abs(day) < 1 << 40 and first_day <= day
+            if is_valid and seen & 1 and 0 < seen < 1 << KEPT_DAYS and all(map(_is_key, texts)):
                 return Habit(tuple(bytes.fromhex(text) for text in texts), float(time_s), day, first_day, seen)
     raise InvalidInput(f"{where}: expected time_s, day, first_day, seen and keys as this version writes them")
 

@@ -1,13 +1,13 @@
-"""Ctrl-C while libraries are imported ends the command as soon as at any other time.
+"""Ctrl-C during imports of libraries ends the command as quickly as at any other time.
 
-Large libraries catch what is raised in the middle of an import, or fail by another error later: numpy's lazy names
-recurse, transformers names a class that it cannot import. So the first Ctrl-C within an import raises
-``KeyboardInterrupt`` as ever, and until control is back in the line that began the import:
+Large libraries catch exceptions raised within an import, or fail with another error later: numpy's lazy names recurse,
+transformers names a class that it cannot import. So the first Ctrl-C within an import raises ``KeyboardInterrupt`` as
+usual. Until control returns to the line that started the import:
 
-1. every other import fails by ``KeyboardInterrupt`` too, so that no library goes on loading for seconds;
-2. whatever that line then sees, an end of the import or another error, becomes ``KeyboardInterrupt``.
+1. Every other import raises ``KeyboardInterrupt`` too, so that no library goes on loading for seconds.
+2. When control returns to that line, by the end of the import or by another error, ``KeyboardInterrupt`` is raised.
 
-So the stack unwinds, and what the verb has started before is ended.
+The stack then unwinds, and everything that the command has started is ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IMPORT_SYSTEM = "<frozen importlib"
 
 
 class _Refusal(MetaPathFinder):
-    """Lets no module be imported in the main thread until ``importer`` runs again."""
+    """Import hook that refuses all imports in the main thread until ``importer`` runs again."""
 
     def __init__(self, importer: FrameType) -> None:
         sys.meta_path.insert(0, self)
@@ -44,13 +44,13 @@ class _Refusal(MetaPathFinder):
 
 
 def _importer(frame: FrameType | None) -> FrameType | None:
-    """The frame that began the outermost import below ``frame``; None if nothing is being imported."""
-    found = None
+    """Return the frame that started the outermost import below ``frame``; None if nothing is being imported."""
+    importer = None
     while frame is not None:
         if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM):
-            found = frame.f_back
+            importer = frame.f_back
         frame = frame.f_back
-    return found
+    return importer
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -62,7 +62,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Treats SIGINT in this way, unless the process ignores it or has a handler of its own."""
+    """Handle SIGINT as this module describes, unless the process ignores it or has its own handler."""
     ours = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and parsers of what people type: sizes, shares, durations."""
+"""Options that several commands share, and parsers of user input: sizes, shares, durations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as an argparse ``type=`` that keeps the message of its error, and cuts what is quoted in it."""
+    """Wrap ``parse`` as an argparse ``type=`` that keeps the message of its error and shortens the quoted text."""
 
     def parse_argument(text: str) -> T:
         try:
@@ -58,7 +58,7 @@ rate = argument(_parse_rate)
 
 
 def add_links(parser: argparse.ArgumentParser) -> None:
-    """A constellation, the host's place and the rates of links."""
+    """Add a constellation, the host's place and the rates of links."""
     add = parser.add_argument
     add("--preset", default="starlink-a", metavar="NAME", help="constellation (default: %(default)s)")
     add("--lat", type=float, metavar="DEG", help="latitude of the host (default: the preset's)")
@@ -71,7 +71,7 @@ def add_links(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_dir(parser: argparse.ArgumentParser) -> None:
-    """``--run-dir``: where the running constellation's plan, pid files, logs and index are."""
+    """Add ``--run-dir``: the folder of the constellation's plan, pid files, logs and index."""
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -82,12 +82,11 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``: the same answer for programs."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
-    """``--satellite``: what a constellation's satellites are written in."""
+    """Add ``--satellite``: the satellites' implementation."""
     parser.add_argument(
         "--satellite",
         choices=("python", "c", "mixed"),
@@ -97,15 +96,21 @@ def add_satellite_kind(parser: argparse.ArgumentParser) -> None:
 
 
 def check_serving_installed(model: str | None = None) -> None:
-    """Raises ``MissingExtra`` where an engine cannot serve ``model``; imports nothing of it."""
+    """Check without imports that an engine can serve ``model``.
+
+    Raises:
+        MissingExtra: a package is missing.
+    """
     from skymemory.engine.inputs import check_engine_installed
 
     check_engine_installed(model, "serving", {"router": ("aiohttp", "msgspec", "prometheus_client", "zmq")})
 
 
 def check_router_installed(*more: str, extras: str = "router") -> None:
-    """Raises ``MissingExtra`` where the extra 'router', or one of the packages ``more``, is not installed; imports
-    nothing of it.
+    """Check without imports that the extra 'router' and the packages ``more`` are installed.
+
+    Raises:
+        MissingExtra: a package is missing.
     """
     _check_installed("this verb", "aiohttp", "msgspec", "prometheus_client", *more, extras=extras)
 
@@ -124,18 +129,19 @@ _ADVICE = {
 
 
 def os_error(error: OSError) -> str:
-    """An error of the system as users read it: the file, the reason and what to do, no number."""
+    """Return a system error for users: the file, the reason and advice, without a number."""
     reason = os_reason(error)
-    if error.errno in _ADVICE and reason == os.strerror(error.errno):  # not of a file that we refuse to read
+    # Not for a file that this program refuses to read.
+    if error.errno in _ADVICE and reason == os.strerror(error.errno):
         reason += f": {_ADVICE[error.errno]}"
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
 
 def token_ids(text: str) -> tuple[int, int]:
-    """``300-1000`` → 300, 1000."""
+    """Parse ``300-1000`` to 300, 1000."""
     first, dash, last = text.partition("-")
     if not dash or not first.isdecimal() or not last.isdecimal() or parse_whole(last) - parse_whole(first) < 15:
-        # At least 16 ids: with fewer, random prompts share prefixes by chance and hits would be measured that no
-        # trace has.
+        # At least 16 ids: with fewer ids, random prompts would share prefixes by chance, and hits would be measured
+        # that the trace does not have.
         raise InvalidInput(f"--ids {text!r}: expected a range of at least 16, such as 300-1000")
     return parse_whole(first), parse_whole(last)

@@ -1,7 +1,7 @@
-"""Standard output and standard error of the command: no character, closed pipe or full disk ends it in a trace.
+"""Standard output and standard error of the command: no character, closed pipe or full disk ends it with a traceback.
 
-Text is written in the encoding of the stream: UTF-8 in most locales, and by Python's own rule in the locale C, or what
-PYTHONIOENCODING names. Where that encoding lacks a character, ``plain`` is written in its place.
+Text is written in the encoding of the stream: UTF-8 in most locales, Python's own rule in the locale C, or the encoding
+in PYTHONIOENCODING. Characters that the encoding lacks are replaced by ``plain``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _plain_form(character: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` in ASCII: arrows, signs, boxes and letters in their plain forms, all else as ``?``."""
+    """Return ``text`` in ASCII: plain forms of arrows, signs, boxes and letters, all else as ``?``."""
     return "".join(character if character.isascii() else _plain_form(character) for character in text)
 
 
@@ -63,15 +63,15 @@ codecs.register_error(PLAIN, _write_plain)
 
 
 def prepare_streams(*, read_by_ours: bool = False) -> None:
-    """Let both streams write any text. Where a program of this project reads them (``read_by_ours``), in UTF-8."""
-    # A stream that was closed (``>&-``) is None, which few callers expect; its text goes nowhere.
+    """Let both streams write any text; in UTF-8 if a program of this project reads them (``read_by_ours``)."""
+    # A stream that was closed (``>&-``) is None, which few callers expect; its text is discarded.
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    chosen = ":" in os.environ.get("PYTHONIOENCODING", "")  # as in latin-1:replace
+    chosen = ":" in os.environ.get("PYTHONIOENCODING", "")  # an error handler is named, as in latin-1:replace
     for stream in (sys.stdout, sys.stderr):
-        if not isinstance(stream, io.TextIOWrapper):  # a notebook's, which takes any text
+        if not isinstance(stream, io.TextIOWrapper):  # a notebook's stream, which takes any text
             continue
         if read_by_ours:
             stream.reconfigure(encoding="utf-8", errors=PLAIN)
@@ -80,18 +80,18 @@ def prepare_streams(*, read_by_ours: bool = False) -> None:
 
 
 class OutputLost(SkyMemoryError):
-    """Standard output cannot be written: a full disk, or a device that fails."""
+    """Failure of standard output: a full disk, or a device error."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write to standard output: {os_reason(error)}")
 
 
 def flush_output() -> None:
-    """Write out what is buffered.
+    """Write out the buffer of standard output.
 
     Raises:
         BrokenPipeError: the reader has closed the pipe.
-        OutputLost: it cannot be written.
+        OutputLost: the output cannot be written.
     """
     try:
         sys.stdout.flush()
@@ -102,19 +102,19 @@ def flush_output() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop output that cannot be written, which the interpreter would otherwise complain about when it exits."""
+    """Drop output that cannot be written; the interpreter would report it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            # The buffer keeps what failed: it goes where it can be written.
+            # The buffer keeps the failed text: redirect the stream to the null device, where it can be written.
             null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             os.dup2(null, stream.fileno())
             os.close(null)
 
 
 def is_output_lost(error: OSError) -> bool:
-    """Whether ``error``, which names no file, is one of writing to standard output: writing there fails again."""
+    """Return True if ``error``, which names no file, came from standard output: a test write there fails too."""
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return False
     try:
@@ -126,7 +126,7 @@ def is_output_lost(error: OSError) -> bool:
 
 
 def print_error(message: object) -> None:
-    """One line on standard error, wrapped at words on a terminal; lost where that cannot be written."""
+    """Print one line on standard error, wrapped at words on a terminal; discard it if it cannot be written."""
     try:
         write_line(f"skymemory: {message}", sys.stderr)
     except OSError:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from skymemory.testbed.run_directory import RunDirectory
 
 
-# Reported by every satellite, but worst cases or capabilities: not amounts.
+# Reported by every satellite, but extreme values or capabilities, not amounts.
 _NO_SUMS = {"late_us", *OURS.figures()}
 
 
@@ -42,57 +42,57 @@ class StatusReport:
     answers: dict[SatelliteId, Housekeeping | None]
     where: str
     index: tuple[JournalState, int] | None = None
-    """State of the local index and its number of values; None without one."""
+    """State of the local index and its number of values."""
 
     @property
     def healthy(self) -> bool:
         return all(answer is not None for answer in self.answers.values())
 
     def answering(self, host: str) -> tuple[int, int]:
-        """How many satellites of ``host`` answer, and how many it has."""
+        """Return how many satellites of ``host`` answer, and how many it has."""
         mine = [satellite for satellite, _ in self.plan.addresses_of(self.plan.host_named(host))]
         return sum(self.answers[satellite] is not None for satellite in mine), len(mine)
 
     def total(self, field: str) -> int:
-        """Sum of a housekeeping field over all satellites that answer."""
         return sum(answer.get(field, 0) for answer in self.answers.values() if answer)
 
     def worst(self, field: str) -> int:
-        """The largest of a housekeeping field over all satellites that answer."""
         return max((answer.get(field, 0) for answer in self.answers.values() if answer), default=0)
 
     @property
     def wrong_clocks(self) -> list[SatelliteId]:
-        """Satellites whose clock differs from ours by more than the plan tolerates."""
+        """Satellites whose clock differs from this computer's by more than the plan tolerates."""
         bound_us = tolerated_skew_s(self.plan) * 1e6
-        return [here for here, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
+        return [satellite for satellite, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
 
     @property
     def of_older_releases(self) -> int:
-        """How many satellites report no capabilities, or lack operations of this release."""
+        """Number of satellites that report no capabilities, or lack operations of this release."""
         known = [Capabilities.of_figures(answer) for answer in self.answers.values() if answer]
-        return sum(not one.stated or bool(OURS.operations & ~one.operations) for one in known)
+        return sum(
+            not capabilities.stated or bool(OURS.operations & ~capabilities.operations) for capabilities in known
+        )
 
     def per_host(self, field: str) -> int:
-        """Sum over hosts of a field that all satellites of a host report alike."""
+        """Return the sum over hosts of a field that all satellites of a host report alike."""
         total = 0
         for host in self.plan.hosts:
-            # Satellites of one process share one socket and count its faults together: the largest is the host's, a sum
-            # would count them once for each satellite.
+            # Satellites of a process share a socket and count its faults together: the largest value is the host's. A
+            # sum would count the faults once for each satellite.
             answers = (self.answers.get(satellite) for satellite, _ in self.plan.addresses_of(host))
             total += max((answer.get(field, 0) for answer in answers if answer), default=0)
         return total
 
 
 def collect(directory: RunDirectory, plan_path: Path | None, patience_s: float) -> StatusReport:
-    """Inspect the processes of the run directory (none, with a plan file) and ping every satellite."""
+    """Inspect the run directory's processes (none, if a plan file is given) and ping every satellite."""
     if plan_path is not None:
         plan = load_plan(plan_path)
         hosts = [HostState(host.name, "elsewhere", None, None, "") for host in plan.hosts]
         return StatusReport(plan, hosts, ping_all(plan, patience_s), str(plan_path))
     plan = directory.read_plan()
     hosts = inspect(directory)
-    # A host that computes may answer late: its satellites get more time than those of an idle or dead process.
+    # A busy host may answer late: its satellites get more time than those of an idle or dead process.
     demand = Demand({host.name: host.pid for host in hosts if host.pid is not None and host.state == "running"})
     silence = Silence(patience_s, busy=demand.busy, off=_disabled(directory))
     if all(host.state == "dead" for host in hosts):
@@ -108,7 +108,7 @@ def _disabled(directory: RunDirectory) -> frozenset[SatelliteId]:
     try:
         return read_outages(directory)
     except InvalidInput:
-        return frozenset()  # the hosts log it; here a satellite that is off only costs its timeout
+        return frozenset()  # the hosts log it; here a disabled satellite only costs its timeout
 
 
 def _as_object(report: StatusReport) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
                 "answering": answering,
             }
         )
-    # Every counter a satellite reports is summed, so that a new one appears here without a change; not those that
-    # are states (moves, clocks, delays), for which a sum means nothing.
+    # Every counter of a satellite is summed, so that new counters appear without a change. States (moves, clocks,
+    # delays) are left out, because their sum means nothing.
     fields = sorted({field for answer in report.answers.values() if answer for field in answer})
     moves = pushed_moves(report.answers.values()) if any(report.answers.values()) else (0, 0)
     return {
@@ -168,7 +168,7 @@ def _as_object(report: StatusReport) -> dict[str, Any]:
 
 
 def _links(report: StatusReport) -> dict[str, dict[str, float | int | None]] | None:
-    """By class: the rate left beside other traffic, packets lost and bytes that wait; None where all is carried."""
+    """Return the available rate, lost packets and queued bytes of each link class; None without links."""
     links = report.plan.links
     if links is None:
         return None
@@ -217,10 +217,10 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
             write_line(
                 f"link delays of the last minute: 99 % late by less than {format_duration(error_s)} (worst host)"
             )
-        for kind, its in (_links(report) or {}).items():
-            rate = "unlimited" if its["bit_s"] is None else f"{its['bit_s'] / 1e6:g} Mbit/s"
+        for kind, link in (_links(report) or {}).items():
+            rate = "unlimited" if link["bit_s"] is None else f"{link['bit_s'] / 1e6:g} Mbit/s"
             write_line(
-                f"links {kind}: {rate}; {its['lost']} packets lost, {format_size(its['queued_bytes'] or 0)} waiting"
+                f"links {kind}: {rate}; {link['lost']} packets lost, {format_size(link['queued_bytes'] or 0)} waiting"
             )
         if full := report.total("pools_full"):
             write_line(f"fixed pools of satellites were full {full} times; each time a value was refused or put off")

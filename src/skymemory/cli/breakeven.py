@@ -1,4 +1,4 @@
-"""``skymemory breakeven``: compute a prompt's KV, load it from the sky, or both: a map over speed, rate and length."""
+"""``skymemory breakeven``: compute a prompt's KV, load it from the sky, or both; a map over speed, rate and length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RATES = tuple(float(f"{10 ** (exponent / 2):.2g}") for exponent in range(14, 23
 _LETTERS = {"compute": "C", "load": "L", "both": "B"}
 _TIMES = 12
 _GROUND_SPEEDS = (300.0, 3000.0, 30_000.0)
-"""Prefill of a processor, a small and a large accelerator, with a model of eight billion parameters."""
+"""Prefill tokens per second of a processor, a small and a large accelerator, for a model of 8 billion parameters."""
 Row = dict[str, Any]
 
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     cells = even.grid(lengths, _SPEEDS, rates, kv_bytes)
     engines = [
         *read_measured(),
-        *(each for path in args.measured or () for each in read_measured(path)),
+        *(engine for path in args.measured or () for engine in read_measured(path)),
         *fitted_gpus(),
     ]
     rows = _engine_rows(even, engines, args.down or max(rates))
@@ -149,14 +149,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) -> list[dict[str, object]]:
-    """Each engine with its own KV, at each length it was measured at, over the beam as it is."""
+    """Return rows of each engine with its own KV size, at each measured length."""
     rows = []
     for engine in engines:
         for tokens, seconds in engine.prefill:
-            speed, each = tokens / seconds, engine.kv_bytes_per_token
-            even_bit_s = even.even_bit_s(tokens, speed, each)
+            speed, bytes_per_token = tokens / seconds, engine.kv_bytes_per_token
+            even_bit_s = even.even_bit_s(tokens, speed, bytes_per_token)
             row: dict[str, object] = {"engine": engine.name, "device": engine.device, "source": engine.source}
-            row |= asdict(even.cell(tokens, speed, rate_bit_s, each))
+            row |= asdict(even.cell(tokens, speed, rate_bit_s, bytes_per_token))
             rows.append({**row, "even_bit_s": even_bit_s if math.isfinite(even_bit_s) else None})
     return rows
 
@@ -192,11 +192,13 @@ def _print_boards(rows: list[Row], board_tokens_per_s: float) -> None:
     cells = []
     for row in rows:
         places = [
-            [row[where]["way"], format_duration(row[where]["ttft_s"]), f"{row[where]['joules']:.0f} J"]
-            for where in ("ground", "board")
+            [row[place]["way"], format_duration(row[place]["ttft_s"]), f"{row[place]['joules']:.0f} J"]
+            for place in ("ground", "board")
         ]
-        held = f"{row['held_j_per_hour']:.0f} J"
-        cells.append([str(row["tokens"]), _si(row["ground_tokens_per_s"]), *places[0], *places[1], held, row["sooner"]])
+        energy = f"{row['held_j_per_hour']:.0f} J"
+        cells.append(
+            [str(row["tokens"]), _si(row["ground_tokens_per_s"]), *places[0], *places[1], energy, row["sooner"]]
+        )
     Table(heads, cells, left=(2, 5, 9), keys=2).print()
 
 
@@ -211,13 +213,13 @@ def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None
     write(f"{title}\nC compute, L load, B both; the share of the compute time that is saved, in percent")
     lengths = list(dict.fromkeys(cell.tokens for cell in cells))
     rates = list(dict.fromkeys(cell.rate_bit_s for cell in cells))
-    found = {(cell.tokens, cell.tokens_per_s, cell.rate_bit_s): cell for cell in cells}
+    by_setting = {(cell.tokens, cell.tokens_per_s, cell.rate_bit_s): cell for cell in cells}
     for tokens in lengths:
         write_line(f"\n{tokens} tokens: tokens/s down, bit/s across")
         map_rows = []
         for speed in _SPEEDS:
-            shown = (found[tokens, speed, each] for each in rates)
-            marks = [f"{_LETTERS[one.best]}{max(0, one.saved) * 100:>3.0f}" for one in shown]
+            row_cells = (by_setting[tokens, speed, link_rate] for link_rate in rates)
+            marks = [f"{_LETTERS[cell.best]}{max(0, cell.saved) * 100:>3.0f}" for cell in row_cells]
             map_rows.append([_si(speed), *marks])
         Table(["", *map(_si, rates)], map_rows, left=()).print()
     write_line("\nengines, each with its own KV, over the beam down as given")
@@ -231,7 +233,7 @@ def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None
 
 
 def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path) -> None:
-    """A panel for each length: the best way as colour; engines where their KV comes as fast as this model's would."""
+    """Draw a panel for each length: the best way as colour, and engines by the rate at which they make KV bytes."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -247,7 +249,7 @@ def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path)
     names: dict[str, int] = {}
     for ax, tokens in zip(axes, lengths, strict=False):
         best = {(cell.tokens_per_s, cell.rate_bit_s): cell.best for cell in cells if cell.tokens == tokens}
-        table = [[list(colours).index(best[speed, each]) for each in rates] for speed in _SPEEDS]
+        table = [[list(colours).index(best[speed, link_rate]) for link_rate in rates] for speed in _SPEEDS]
         ax.pcolormesh(
             _edges(rates), _edges(_SPEEDS), table, cmap=ListedColormap(list(colours.values())), vmin=0, vmax=2
         )
@@ -264,7 +266,7 @@ def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path)
             if max(length / tokens, tokens / length) <= 2 and low <= equal <= high:
                 number = names.setdefault(engine.name, len(names) + 1)
                 ax.axhline(equal, color=INK, linewidth=0.8, linestyle=":")
-                # Each name at a rate of its own: engines that are equally fast do not cover each other's.
+                # Each name at its own rate, so that names of equally fast engines do not overlap.
                 at = rates[(number - 1) % len(rates)]
                 ax.text(at, equal, f"{number}", va="bottom", ha="center", fontsize=8, color=INK)
     for ax in axes[len(lengths) :]:
@@ -281,7 +283,6 @@ def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path)
 
 
 def _edges(values: tuple[float, ...] | list[float]) -> list[float]:
-    """Edges of cells around these values on a logarithmic axis."""
     if len(values) == 1:
         return [values[0] / 2, values[0] * 2]
     middles = [math.sqrt(a * b) for a, b in pairwise(values)]

@@ -1,5 +1,6 @@
-"""``skymemory cluster``: a store, prefill and decode instances and a router from one description, on this computer or
-on the nodes of a Ray cluster.
+"""``skymemory cluster``: a store, prefill and decode instances and a router from one description.
+
+It runs on this computer or on the nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _END_S = 60.0
 _RAY_START_S = 300.0
 _ASK_S = 2.0
 _SKY = "sky"
-"""A constellation's run directory, in the cluster's."""
+"""Subfolder for a constellation's run directory."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -81,9 +82,9 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_run_dir(actions.add_parser("down", help="end all of it"))
     manifests = actions.add_parser("manifests", help="print Kubernetes manifests of the same cluster")
     manifests.add_argument("file", type=Path, metavar="FILE", help="the description, with [kubernetes] for images")
-    supervise = actions.add_parser("supervise")  # what `up` starts; not in the help
+    supervise = actions.add_parser("supervise")  # started by `up`; not in the help
     _add_run_dir(supervise)
-    actions._choices_actions = [one for one in actions._choices_actions if one.dest != "supervise"]
+    actions._choices_actions = [action for action in actions._choices_actions if action.dest != "supervise"]
 
 
 def _manifests(file: Path) -> int:
@@ -187,7 +188,11 @@ def _refuse_if_running(directory: Path) -> None:
     state = read_state(directory)
     if state is None:
         return
-    alive = [one for one in state.services if one.pid is not None and ProcessRecord(one.pid, one.start).alive]
+    alive = [
+        service
+        for service in state.services
+        if service.pid is not None and ProcessRecord(service.pid, service.start).alive
+    ]
     if state.supervised or alive:
         raise SkyMemoryError(
             f"the cluster {state.name!r} runs already in {directory}: see `skymemory cluster status`, end it with "
@@ -196,7 +201,7 @@ def _refuse_if_running(directory: Path) -> None:
 
 
 def _planned(description: ClusterDescription, directory: Path) -> tuple[list[Service], str]:
-    """The services, and the constellation's run directory (empty: none). Writes the router's settings."""
+    """Return the services and the constellation's run directory (empty: none). Write the router's settings."""
     from skymemory.files import write_private
     from skymemory.serving.cluster.services import ports_wanted, router_settings, services
     from skymemory.serving.cluster.supervisor import ROUTER_FILE, SOCKET, free_ports
@@ -209,11 +214,11 @@ def _planned(description: ClusterDescription, directory: Path) -> tuple[list[Ser
             store = f"constellation://{sky}"
     router_file = directory / ROUTER_FILE
     ports = free_ports(ports_wanted(description))
-    found = services(description, store, str(directory / SOCKET), str(router_file), ports)
-    _check_ports(found)
-    backends = [(one.name, one.address, one.role) for one in found if one.kind == "instance"]
+    planned = services(description, store, str(directory / SOCKET), str(router_file), ports)
+    _check_ports(planned)
+    backends = [(service.name, service.address, service.role) for service in planned if service.kind == "instance"]
     write_private(router_file, router_settings(description, backends))
-    return found, sky
+    return planned, sky
 
 
 def _check_ports(services: Sequence[Service]) -> None:
@@ -225,10 +230,10 @@ def _check_ports(services: Sequence[Service]) -> None:
         if not service.health:
             continue
         parts = urlsplit(service.address)
-        with socket.socket(address_family(parts.hostname or "")) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(address_family(parts.hostname or "")) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                one.bind((parts.hostname or "", parts.port or 0))
+                probe.bind((parts.hostname or "", parts.port or 0))
             except OSError as error:
                 raise InvalidInput(
                     f"{service.name} cannot listen at {service.address}: {os_reason(error)}: give another port"
@@ -236,18 +241,18 @@ def _check_ports(services: Sequence[Service]) -> None:
 
 
 _CONSTELLATION_S = 600.0
-"""For `constellation up` and `down`, which have shorter deadlines of their own."""
+"""Time limit of `constellation up` and `down`, which have shorter limits themselves."""
 
 
 def _constellation(*words: str) -> None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "skymemory.cli.main", "constellation", *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-            start_new_session=True,  # Ctrl-C ends us, and we end it
+            start_new_session=True,  # Ctrl-C ends this process, which ends the child
             check=False,
             timeout=_CONSTELLATION_S,
         )
@@ -255,9 +260,11 @@ def _constellation(*words: str) -> None:
         raise SkyMemoryError(
             f"`skymemory constellation {words[0]}` has not ended within {_CONSTELLATION_S:g} s, and was killed"
         ) from None
-    if done.returncode:
-        last = done.stderr.strip().removeprefix("skymemory: ")
-        raise SkyMemoryError(f"`skymemory constellation {words[0]}` failed: {last or f'exit code {done.returncode}'}")
+    if process.returncode:
+        last = process.stderr.strip().removeprefix("skymemory: ")
+        raise SkyMemoryError(
+            f"`skymemory constellation {words[0]}` failed: {last or f'exit code {process.returncode}'}"
+        )
 
 
 def _spawn_supervisor(directory: Path) -> subprocess.Popen[bytes]:
@@ -278,33 +285,37 @@ def _await_ready(
     from skymemory.serving.cluster.supervisor import log_tail, read_state
     from skymemory.testbed.liveness import MOST_S, StartWait
 
-    # What runs on other nodes of a Ray cluster cannot be looked at from here.
+    # Processes on other nodes of a Ray cluster cannot be inspected from here.
     follows = timeout_s is None and not on_ray
     if timeout_s is None:
         timeout_s = _RAY_START_S if on_ray else MOST_S
-    until_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     waits: dict[int, StartWait] = {supervisor.pid: StartWait("the supervisor", supervisor.pid)}
     while True:
         gate.check()
-        ended = supervisor.poll() is not None
+        has_ended = supervisor.poll() is not None
         state = read_state(directory)
-        if state is not None and state.ready and not ended:
+        if state is not None and state.ready and not has_ended:
             return state
-        if ended:
-            why = (state.failure if state is not None else "") or log_tail(directory, "supervisor")
-            raise SkyMemoryError(f"{why or 'the supervisor ended'}\nall processes were ended")
-        starting = {one.pid: one.name for one in state.services if one.pid and one.state != "healthy"} if state else {}
+        if has_ended:
+            reason = (state.failure if state is not None else "") or log_tail(directory, "supervisor")
+            raise SkyMemoryError(f"{reason or 'the supervisor ended'}\nall processes were ended")
+        starting = (
+            {service.pid: service.name for service in state.services if service.pid and service.state != "healthy"}
+            if state
+            else {}
+        )
         for pid, name in starting.items():
             if pid not in waits and not on_ray:
                 waits[pid] = StartWait(name, pid, partial(log_tail, directory, name))
         late = [waits[pid] for pid in starting if pid in waits] or [waits[supervisor.pid]]
-        # A service that waits for another one is idle itself: as long as any makes progress, all are waited for.
+        # A service that waits for another is idle itself: wait for all as long as any makes progress.
         over = [wait.is_over() for wait in late]
         if follows and all(over):
             raise SkyMemoryError(f"{late[0].error()}; all processes were ended; their logs are in {directory}")
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             room = "; `ray status` says what is free on its nodes" if on_ray else ""
-            states = [f"{one.name} is {one.state}" for one in (state.services if state is not None else [])]
+            states = [f"{service.name} is {service.state}" for service in (state.services if state is not None else [])]
             raise SkyMemoryError(
                 f"not healthy after {timeout_s:g} s: {', '.join(states) or 'none'}; all processes were ended; their "
                 f"logs are in {directory}{room}"
@@ -313,7 +324,7 @@ def _await_ready(
 
 
 def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
-    """Ends a supervisor that was not left running, and with it all services."""
+    """End a supervisor that is not left running, and with it all services."""
     if supervisor.stdin is not None:
         with suppress(OSError):
             supervisor.stdin.close()
@@ -325,7 +336,7 @@ def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what only a running cluster has; logs stay."""
+    """Remove the files that exist only while a cluster runs; logs stay."""
     from skymemory.serving.cluster.supervisor import RUN_FILES
 
     for name in RUN_FILES:
@@ -343,7 +354,7 @@ def _supervise(directory: Path) -> int:
     supervisor: Supervisor | None = None
 
     def follow() -> None:
-        if sys.stdin.buffer.readline() != _STAY:  # `up` has ended without a word
+        if sys.stdin.buffer.readline() != _STAY:  # `up` has ended without the message
             if supervisor is None:  # nothing was started, and connecting to Ray cannot be interrupted
                 os._exit(1)
             supervisor.stop()
@@ -353,15 +364,15 @@ def _supervise(directory: Path) -> int:
         from skymemory.serving.cluster.on_ray import supervisor_on_ray
 
         try:
-            supervisor = made = supervisor_on_ray(directory, plan.ray)
+            supervisor = runner = supervisor_on_ray(directory, plan.ray)
         except SkyMemoryError as error:
             write_failure(directory, plan.name, str(error))
-            os._exit(1)  # what still tries to connect would end in a crash
+            os._exit(1)  # a thread that still tries to connect would crash at exit
     else:
-        supervisor = made = Supervisor(directory, plan)
+        supervisor = runner = Supervisor(directory, plan)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: made.stop())
-    return 0 if made.run() else 1
+        signal.signal(number, lambda *_: runner.stop())
+    return 0 if runner.run() else 1
 
 
 def _state(directory: Path) -> ClusterState:
@@ -384,38 +395,40 @@ def _status(directory: Path, *, as_json: bool) -> int:
         _print_table(state)
         if not state.supervised:
             write_line("its supervisor is gone: nothing is started again; `skymemory cluster down` ends what is left")
-    return 0 if state.supervised and all(one.state == "healthy" for one in state.services) else 1
+    return 0 if state.supervised and all(service.state == "healthy" for service in state.services) else 1
 
 
 def _ask_roles(state: ClusterState) -> None:
-    """The roles that instances have now, by the router; without its answer, those that they began with."""
+    """Update the instances' roles from the router; without its answer, they keep their first roles."""
     import urllib.error
     import urllib.request
 
-    for router in (one for one in state.services if one.kind == "router" and one.pid is not None):
+    for router in (service for service in state.services if service.kind == "router" and service.pid is not None):
         answer: Any
         try:
             try:
                 answer = urllib.request.urlopen(f"{router.address}/ready", timeout=_ASK_S)
-            except urllib.error.HTTPError as error:  # 503: no server is ready, and their roles are there all the same
+            except urllib.error.HTTPError as error:  # 503: no server is ready, but the answer has their roles
                 answer = error
             with answer:
                 page = json.load(answer)
         except (OSError, ValueError):
             continue
-        roles = {one["name"]: one["role"] for one in page.get("servers", ())}
-        for one in state.services:
-            one.role = roles.get(one.name, one.role)
+        roles = {service["name"]: service["role"] for service in page.get("servers", ())}
+        for service in state.services:
+            service.role = roles.get(service.name, service.role)
 
 
 def _print_table(state: ClusterState) -> None:
     head = ("name", "role", "engine", "state", "pid", "restarts", "address", "")
     rows = []
-    for one in state.services:
-        pid = "" if one.pid is None else str(one.pid)
-        last = f"last: {one.last_end}" if one.last_end else ""
-        role = one.role or one.kind
-        rows.append((one.name, role, one.engine, one.state, pid, str(one.restarts), one.address, last))
+    for service in state.services:
+        pid = "" if service.pid is None else str(service.pid)
+        last = f"last: {service.last_end}" if service.last_end else ""
+        role = service.role or service.kind
+        rows.append(
+            (service.name, role, service.engine, service.state, pid, str(service.restarts), service.address, last)
+        )
     Table(head, rows, left=(0, 1, 2, 3, 6, 7)).print()
 
 
@@ -425,9 +438,9 @@ def _logs(directory: Path, name: str, lines: int) -> int:
 
     if lines < 1:
         raise InvalidInput(f"--lines {lines}: expected 1 or more")
-    known = sorted(path.stem for path in directory.glob("*.log"))
-    if name not in known:
-        raise InvalidInput(f"no log of {name!r} in {directory}; {suggestion(name, known)}")
+    names = sorted(path.stem for path in directory.glob("*.log"))
+    if name not in names:
+        raise InvalidInput(f"no log of {name!r} in {directory}; {suggestion(name, names)}")
     for line in log_tail(directory, name, 1 << 20).splitlines()[-lines:]:
         print(line)
     return 0

@@ -1,6 +1,4 @@
-"""``skymemory constellation``, to start, watch, change and stop a constellation of processes, and ``satellite``, to run
-one host's part of it.
-"""
+"""``skymemory constellation``: operate a constellation of processes; ``skymemory satellite``: run a host."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ if TYPE_CHECKING:
 
 
 ACCESS_CHOICES = ("ideal", "gateway", "onboard", "hybrid", "los")
-"""``protocol.client.gateway.ACCESS_MODES``, spelled out so that the help needs no import of it, and ``los``, which is
-``ideal``.
-"""
+"""Copy of ``protocol.client.gateway.ACCESS_MODES``, without its import, and ``los``, an alias of ``ideal``."""
 _DEFAULT_PLACE = (40.0, -75.0)
 
 
@@ -138,7 +134,7 @@ def _add_satellite(subparsers: Subparsers) -> None:
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Geometry, memory, authentication and faults; options left out have the preset's defaults."""
+    """Add geometry, memory, authentication and faults; omitted options have the preset's defaults."""
     add = parser.add_argument
     add("--preset", metavar="NAME", help="geometry of the constellation (default: testbed-19x5)")
     add("--tle", type=Path, metavar="FILE", help="fly real satellites: element sets, two-line or OMM; with --shell")
@@ -216,7 +212,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ground_options(parser: argparse.ArgumentParser) -> None:
-    """How the host reaches satellites, and where it is."""
+    """Add the options for the host's place and its access to satellites."""
     parser.add_argument(
         "--access",
         choices=ACCESS_CHOICES,
@@ -283,10 +279,10 @@ def _place(text: str) -> tuple[float, float]:
 def _satellite(text: str) -> SatelliteId:
     from skymemory.constellation.torus import SatelliteId
 
-    found = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,4}),(\d{1,4})", text)
+    if match is None:
         raise InvalidInput(f"{text!r}: expected a satellite as PLANE,SLOT, such as 2,9")
-    return SatelliteId(parse_whole(found[1]), parse_whole(found[2]))
+    return SatelliteId(parse_whole(match[1]), parse_whole(match[2]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -322,7 +318,7 @@ def _up(args: argparse.Namespace) -> int:
 
     directory = _directory(args)
     if not args.foreground:
-        with directory.locked():  # from the first: a `down` meanwhile waits, and stops what was started
+        with directory.locked():  # from the beginning: a concurrent `down` waits, and stops what was started
             _start(args, directory, None)
         write_line("next: skymemory constellation status | skymemory kv put FILE | skymemory constellation down")
         return 0
@@ -334,7 +330,6 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate | None) -> Started:
-    """Start the constellation of the options and print that it is up."""
     from skymemory.testbed.carrying import check_time_scale
     from skymemory.testbed.control import confirm_all_answer
     from skymemory.testbed.flight import kinds_for
@@ -366,7 +361,6 @@ def _start(args: argparse.Namespace, directory: RunDirectory, gate: SignalGate |
 
 
 def _memory_words(plan: ConstellationPlan, directory: RunDirectory) -> str:
-    """What its processes use now, and what their values may grow to."""
     from skymemory.testbed.supervisor import inspect
 
     used_bytes = sum(host.memory_bytes or 0 for host in inspect(directory))
@@ -401,23 +395,24 @@ def _rotate(args: argparse.Namespace) -> int:
 
     directory = _directory(args)
     path = args.plan or directory.plan_path
-    # The plan is read twice: the lock lies beside it, and taking it would create a folder for a wrong --run-dir. What
-    # is used is read under the lock, since another rotate may have moved the constellation meanwhile.
-    load_plan(path) if args.plan else directory.running_plan()  # raises before a lock is made where there is none
+    # The plan is read twice. The lock file lies next to it, and taking the lock would create a folder for a wrong
+    # --run-dir. The plan read under the lock is used, because another rotate may have moved the constellation
+    # meanwhile.
+    load_plan(path) if args.plan else directory.running_plan()  # raises before a lock is created if there is no plan
     with one_at_a_time(path):
-        plan = load_plan(path) if args.plan else directory.running_plan()  # another rotate may have run meanwhile
+        plan = load_plan(path) if args.plan else directory.running_plan()
         slots = args.slots if args.slots is not None else int(args.planes == 0)
         report = rotate(plan, slots, args.planes)
-        # The moves are written back only into the plan that was rotated: a client that starts later must compute the
-        # same positions as the satellites, and a constellation that was stopped or replaced must not get our moves.
-        if path.exists() and load_plan(path) == plan:  # neither stopped nor restarted while we rotated
+        # The moves are written back only into the plan that was rotated. A client that starts later must compute the
+        # same positions as the satellites, and a constellation that was stopped or replaced must not get these moves.
+        if path.exists() and load_plan(path) == plan:  # neither stopped nor restarted meanwhile
             slot_moves, plane_moves = report.moves_after
             save_plan(replace(plan, pushed_slot_moves=slot_moves, pushed_plane_moves=plane_moves), path)
     print_rotation(report, as_json=args.json)
     return 0 if report.complete else 1
 
 
-# Satellites that fail, and come back.
+# Failing satellites, and their return.
 
 
 def _add_failures(verbs: Subparsers) -> None:
@@ -456,7 +451,7 @@ def _chosen(args: argparse.Namespace, plan: ConstellationPlan) -> list[Satellite
             raise InvalidInput(f"no plane {plane}: expected 0 to {plan.planes - 1}")
     return [
         *args.satellites,
-        *(each for each in plan.torus.satellites() if each.plane in args.plane),
+        *(satellite for satellite in plan.torus.satellites() if satellite.plane in args.plane),
     ]
 
 
@@ -529,7 +524,7 @@ def _write_plan(args: argparse.Namespace) -> int:
 
 
 def _check_plan(plan: ConstellationPlan, insecure: bool) -> None:
-    """Refuse a plan that accepts other computers without keys; make its keys if there are none."""
+    """Refuse a plan that accepts other computers without keys; create its keys if there are none."""
     from skymemory.testbed.key_file import new_keys, read_keys
     from skymemory.testbed.plan import check_exposure
 
@@ -571,23 +566,23 @@ def _attach(args: argparse.Namespace) -> int:
 
 
 def _fragments(plan: ConstellationPlan) -> str:
-    """A sentence where packets with a chunk do not leave whole; else empty."""
+    """Return a sentence if packets with a chunk are fragmented; otherwise an empty string."""
     from skymemory.protocol.auth import MAC_BYTES
     from skymemory.protocol.client.transfer import CHUNK_OVERHEAD_BYTES
     from skymemory.transport.udp_socket import largest_whole_bytes
 
     needed_bytes = plan.chunk_bytes + CHUNK_OVERHEAD_BYTES + MAC_BYTES
-    whole = [found for host in plan.hosts if (found := largest_whole_bytes(host.ip)) is not None]
-    if min(whole, default=needed_bytes) >= needed_bytes:
+    sizes = [found for host in plan.hosts if (found := largest_whole_bytes(host.ip)) is not None]
+    if min(sizes, default=needed_bytes) >= needed_bytes:
         return ""
     return (
-        f"a chunk takes a datagram of {needed_bytes} bytes, and the network carries {min(whole)} whole: of several "
+        f"a chunk takes a datagram of {needed_bytes} bytes, and the network carries {min(sizes)} whole: of several "
         "fragments one that is lost or late costs all; set its MTU higher, or make a plan with `--chunk 1280`"
     )
 
 
 def _hosts_heard(plan: ConstellationPlan) -> str:
-    """Which hosts of the plan answer, and whether by our time, as text."""
+    """Describe which hosts of the plan answer, and whether their clocks agree with this computer's."""
     from skymemory.protocol.auth import MAX_SKEW_S
     from skymemory.testbed.control import host_clocks_s
 
@@ -636,7 +631,7 @@ def _run_satellite(args: argparse.Namespace) -> int:
 
 
 def _preset_of(args: argparse.Namespace) -> Preset:
-    """The preset of the options, or the shell of real satellites; a file is read once."""
+    """Return the preset of the options, or the shell of real satellites; a file is read only once."""
     from skymemory.cli.passes import flown_shell
     from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 
@@ -648,14 +643,14 @@ def _preset_of(args: argparse.Namespace) -> Preset:
         raise InvalidInput("--tle: expected --shell N with it (`skymemory shells FILE` lists them), and no --preset")
     if not hasattr(args, "flown"):
         args.flown = flown_shell(args.tle, args.shell, args.skip_bad)
-    found: Preset = args.flown
-    return found
+    preset: Preset = args.flown
+    return preset
 
 
 def _plan_of(args: argparse.Namespace, hosts: tuple[HostShare, ...]) -> ConstellationPlan:
     from skymemory.testbed.plan import Faults, MemoryPolicy, make_plan
 
-    # The sweep has two users: periodic eviction, and the repair of lost replicas.
+    # The sweep has two uses: periodic eviction, and the repair of lost replicas.
     if args.sweep is not None and "periodic" not in args.eviction and args.replicas == 1:
         raise InvalidInput(
             f"--sweep has no effect with --eviction {args.eviction} and --replicas 1: add periodic, or leave it out"
@@ -688,7 +683,6 @@ def _links_of(path: Path | None) -> Links | None:
 
 
 def _ground_of(args: argparse.Namespace) -> Ground:
-    """``Ground`` from the options of ``_add_ground_options``."""
     from skymemory.constellation.ground_track import parse_waypoints
     from skymemory.testbed.plan import Ground
 
@@ -724,7 +718,10 @@ def _check_has_an_orbit(args: argparse.Namespace) -> None:
 
 
 def _auth_of(args: argparse.Namespace) -> dict[str, str]:
-    """Fields ``auth`` and ``keys_file`` of a plan. New keys go into the run directory, or beside a written plan."""
+    """Return the fields ``auth`` and ``keys_file`` of a plan.
+
+    New keys go into the run directory, or next to a written plan.
+    """
     from skymemory.testbed.key_file import read_keys
     from skymemory.testbed.plan import DEFAULT_AUTH
 
@@ -738,7 +735,7 @@ def _auth_of(args: argparse.Namespace) -> dict[str, str]:
     if args.keys is not None:
         read_keys(args.keys)
         return {"auth": auth, "keys_file": str(args.keys.absolute())}
-    # Beside the plan: both are copied to the other computers together.
+    # Next to the plan: both are copied to the other computers together.
     if args.action == "plan":
         keys_path = args.out.absolute().with_suffix(".keys")
         if keys_path == args.out.absolute():

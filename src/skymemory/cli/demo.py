@@ -44,18 +44,18 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add("--seed", type=int, metavar="N", default=0, help="seed of the random weights (default: 0)")
     add("--json", action="store_true", help="print the results as one JSON object")
-    others = parser.add_subparsers(
+    demos = parser.add_subparsers(
         dest="what",
         metavar="motion|cells|cake|route|conductor|vllm|disagg",
         help="another demo: see `skymemory demo motion --help`",
     )
-    _add_motion(others)
-    _add_cells(others)
-    _add_cake(others)
-    _add_route(others)
-    _add_conductor(others)
-    _add_vllm(others)
-    _add_disagg(others)
+    _add_motion(demos)
+    _add_cells(demos)
+    _add_cake(demos)
+    _add_route(demos)
+    _add_conductor(demos)
+    _add_vllm(demos)
+    _add_disagg(demos)
 
 
 def _add_motion(others: Subparsers) -> None:
@@ -262,7 +262,8 @@ def _add_disagg(others: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # as Ctrl-C: the stack unwinds, and what a demo started is ended
+        # As for Ctrl-C: the stack unwinds, and everything that a demo started is ended.
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     if args.what == "vllm":
         from skymemory.demo.vllm import run_vllm

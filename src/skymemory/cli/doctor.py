@@ -1,4 +1,4 @@
-"""``skymemory doctor``: diagnoses a hit rate of 0."""
+"""``skymemory doctor``: diagnosis of a hit rate of 0."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.engine.inputs import check_engine_installed, check_model, shipped_document
 
     check_model(args.model)
-    # Before the model is loaded and measured.
+    # Checked before the model is loaded and measured.
     if args.save is not None and not args.save.parent.is_dir():
         raise InvalidInput(f"--save {args.save}: no folder {str(args.save.parent)!r}")
     check_engine_installed(args.model)
@@ -97,13 +97,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _printed(args: argparse.Namespace, result: Examination) -> int:
-    """Prints the findings; the exit code."""
     if args.json:
-        findings = [{"what": one.what, "well": one.well, "words": one.words} for one in result.findings]
+        findings = [{"what": finding.what, "well": finding.well, "words": finding.words} for finding in result.findings]
         print(json.dumps({"well": result.well, "findings": findings, "context": result.context}))
     else:
-        for one in result.findings:
-            write_line(f"{'ok   ' if one.well else 'WRONG'}  {one.what}: {one.words}", hanging=7)
+        for finding in result.findings:
+            write_line(f"{'ok   ' if finding.well else 'WRONG'}  {finding.what}: {finding.words}", hanging=7)
     return 0 if result.well else 1
 
 

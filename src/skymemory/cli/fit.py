@@ -136,7 +136,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InvalidInput for options that exclude or need each other."""
+    """Check options that exclude or need each other.
+
+    Raises:
+        InvalidInput: an invalid combination.
+    """
     if (args.engine is None) == (args.url is None):
         raise InvalidInput("fit: expected either --engine small or --url, an endpoint")
     if args.clock == "processor" and (args.engine is None or args.threads != 1):
@@ -161,15 +165,15 @@ def _range(text: str) -> tuple[int, int]:
 
 def _shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(sorted({parse_number(one) for one in text.split(",")}))
+        return tuple(sorted({parse_number(word) for word in text.split(",")}))
     except ValueError:
         raise InvalidInput(f"{text!r}: expected shares such as 0,0.5,0.9") from None
 
 
 def _wholes(text: str) -> tuple[int, ...]:
-    if not all(one.isdecimal() for one in text.split(",")):
+    if not all(word.isdecimal() for word in text.split(",")):
         raise InvalidInput(f"{text!r}: expected whole numbers such as 64,256,1024")
-    return tuple(sorted({parse_whole(one) for one in text.split(",")}))
+    return tuple(sorted({parse_whole(word) for word in text.split(",")}))
 
 
 @dataclass
@@ -185,11 +189,11 @@ class _Measured:
 class _Fitted:
     cost: CostModel
     errors: dict[str, Errors]
-    """By name: prefills and decoding steps, each fitted on and held out."""
+    """Errors by name: prefills and decoding steps, each fitted on and held out."""
 
 
 def _fit(args: argparse.Namespace, key: str | None) -> int:
-    """Exit code 1 where ``--within`` is missed."""
+    """Measure, fit and print. Exit code 1 if ``--within`` is missed."""
     import asyncio
 
     from skymemory.conductor.cost_fit import dump
@@ -198,15 +202,15 @@ def _fit(args: argparse.Namespace, key: str | None) -> int:
 
     shape = _shape(args)
     least, most = args.lengths
-    # Refused before an engine is started, which takes seconds.
-    prefill_cells(least, most, args.shares)  # refuses what cannot be measured before an engine is started
+    # Checked before an engine is started, which takes seconds.
+    prefill_cells(least, most, args.shares)
     measured = asyncio.run(_measure(args, key))
     fitted = _fitted(args, shape, measured)
     notes = {
         "model": measured.model,
         "measured": "engine small, started for it" if args.engine else base_url(args.url),
         "statistic": f"{args.statistic} of {args.repeats}, {args.clock} time",
-        "errors": {name: asdict(one) for name, one in fitted.errors.items()},
+        "errors": {name: asdict(error) for name, error in fitted.errors.items()},
     }
     if args.out is not None:
         args.out.write_text(dump(fitted.cost, notes), encoding="utf-8")
@@ -237,26 +241,26 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
     from skymemory.serving.replay.client import Client, Target, base_url
     from skymemory.serving.replay.play import find_model
 
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     async with AsyncExitStack() as stack:
         url = args.url
         if args.engine is not None:
             words = ("serve", "--model", args.engine, "--listen", "127.0.0.1:0", "--threads", str(args.threads))
-            # Room for all cached shares at once, and for batches twice as large as those measured.
-            more = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
-            (url,) = await stack.enter_async_context(service("the engine", 1, *words, *more))
+            # Room for all cached shares at once, and for batches twice as large as the measured batches.
+            options = ("--cache", "256MiB", "--running", str(max(8, 2 * args.batch)))
+            (url,) = await stack.enter_async_context(service("the engine", 1, *words, *options))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, connector=connector))
         client = Client(session, Target(base_url(url), args.model or ""))
-        known = await find_model(client, args.model)
+        endpoint = await find_model(client, args.model)
         least, most = args.lengths
-        # A measured prompt needs room for a few tokens of its answer, and for what a server puts before it.
-        if known.context_tokens is not None and most + 8 > known.context_tokens:
+        # A measured prompt needs room for a few tokens of its answer, and for tokens that a server prepends.
+        if endpoint.context_tokens is not None and most + 8 > endpoint.context_tokens:
             raise InvalidInput(
-                f"--lengths {least}-{most}: expected at most {known.context_tokens - 8} for {known.model}"
+                f"--lengths {least}-{most}: expected at most {endpoint.context_tokens - 8} for {endpoint.model}"
             )
-        make = await _prompts(args, client, known.context_tokens)
+        make = await _prompts(args, client, endpoint.context_tokens)
         spent = _spent(session, base_url(url)) if args.clock == "processor" else None
         measuring = Measurement(client, make, time.perf_counter, args.seed, _progress, spent)
         try:
@@ -269,7 +273,7 @@ async def _measure(args: argparse.Namespace, key: str | None) -> _Measured:
                 decodes, never = await measuring.decodes(batches, args.repeats, args.statistic)
         finally:
             _progress("", 1.0)
-    return _Measured(known.model, prefills, decodes, never, time.perf_counter() - began_s)
+    return _Measured(endpoint.model, prefills, decodes, never, time.perf_counter() - started_s)
 
 
 def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
@@ -278,7 +282,7 @@ def _spent(session: aiohttp.ClientSession, url: str) -> Spent:
     async def spent() -> tuple[float, float]:
         async with session.get(f"{url}/metrics") as answer:
             samples = samples_of(await answer.text())
-        prefill_s, decode_s = (samples[f"skymemory:{one}_processor_seconds_total"] for one in ("prefill", "decode"))
+        prefill_s, decode_s = (samples[f"skymemory:{phase}_processor_seconds_total"] for phase in ("prefill", "decode"))
         return prefill_s, decode_s
 
     return spent
@@ -311,24 +315,29 @@ def _fitted(args: argparse.Namespace, shape: ModelShape, measured: _Measured) ->
     machine = None
     if args.flops is not None:
         machine = Machine("as named", args.flops, float(args.memory), float(args.network))
-    # A fit is judged at lengths it has not seen: the errors of fitted points only say how flexible the model is.
-    on, held = _apart(measured.prefills)
-    cost = fit_prefill(on, shape, machine)
-    found = {"prefills fitted on": prefill_errors(cost, on), "prefills held out": prefill_errors(cost, held)}
+    # A fit is judged at held-out lengths: errors of fitted points only show how flexible the model is.
+    fitted_on, held_out = _apart(measured.prefills)
+    cost = fit_prefill(fitted_on, shape, machine)
+    errors = {
+        "prefills fitted on": prefill_errors(cost, fitted_on),
+        "prefills held out": prefill_errors(cost, held_out),
+    }
     if measured.decodes:
         steps_on, steps_held = _apart(measured.decodes)
         cost = fit_decode(steps_on, cost)
-        found["decoding steps fitted on"] = decode_errors(cost, steps_on)
+        errors["decoding steps fitted on"] = decode_errors(cost, steps_on)
         if steps_held:
-            found["decoding steps held out"] = decode_errors(cost, steps_held)
-    # Without --flops the machine is what was reached, but a network cannot be seen from one endpoint.
+            errors["decoding steps held out"] = decode_errors(cost, steps_held)
+    # Without --flops, the machine is the measured machine, but a network cannot be measured at one endpoint.
     if machine is None:
         cost = replace(cost, machine=replace(cost.machine, network_bytes_per_s=float(args.network)))
-    return _Fitted(cost, found)
+    return _Fitted(cost, errors)
 
 
 def _apart(pairs: Sequence[tuple[Any, bool]]) -> tuple[list[Any], list[Any]]:
-    return [one for one, held in pairs if not held], [one for one, held in pairs if held]
+    return [point for point, is_held_out in pairs if not is_held_out], [
+        point for point, is_held_out in pairs if is_held_out
+    ]
 
 
 def _lines(args: argparse.Namespace, measured: _Measured, fitted: _Fitted) -> list[str]:
@@ -339,21 +348,25 @@ def _lines(args: argparse.Namespace, measured: _Measured, fitted: _Fitted) -> li
         "",
     ]
     lines.append(f"  {'tokens':>8}{'cached':>8}{'measured':>12}{'fitted':>12}{'off':>9}")
-    for point, held in measured.prefills:
-        lines.append(_row(held, point.tokens, point.cached, point.seconds, cost.prefill_s(point.tokens, point.cached)))
+    for point, is_held_out in measured.prefills:
+        lines.append(
+            _row(is_held_out, point.tokens, point.cached, point.seconds, cost.prefill_s(point.tokens, point.cached))
+        )
     if measured.decodes:
         lines += ["", f"  {'batch':>8}{'context':>8}{'measured':>12}{'fitted':>12}{'off':>9}"]
-        for step, held in measured.decodes:
+        for step, is_held_out in measured.decodes:
             context = round(step.kv_tokens / step.batch)
-            lines.append(_row(held, step.batch, context, step.seconds, cost.decode_step_s(step.batch, step.kv_tokens)))
+            lines.append(
+                _row(is_held_out, step.batch, context, step.seconds, cost.decode_step_s(step.batch, step.kv_tokens))
+            )
     for cell in measured.never:
         lines.append(
             f"  {cell.batch} answers with {cell.context} tokens of context never ran in one batch: not measured"
         )
     lines.append("")
-    for name, one in fitted.errors.items():
+    for name, error in fitted.errors.items():
         lines.append(
-            f"{name + ':':<26} off by {one.mean:.1%} on average, {one.worst:.1%} at worst, bias {one.bias:+.1%}"
+            f"{name + ':':<26} off by {error.mean:.1%} on average, {error.worst:.1%} at worst, bias {error.bias:+.1%}"
         )
     lines += ["", _law(cost)]
     if args.out is not None:
@@ -368,15 +381,14 @@ def _row(held: bool, first: int, second: int, measured_s: float, fitted_s: float
 
 
 def _law(cost: CostModel) -> str:
-    """The fitted model in one or two lines."""
     per_token_s = (
         cost.shape.layers * cost.shape.weight_flops * cost.shape.width**2 / (cost.machine.flops_per_s * cost.mfu)
     )
-    # The quadratic part of a prefill: attention per token attended to, relative to the weights' work per token.
-    again = cost.shape.attention_flops / (cost.shape.weight_flops * cost.shape.width)
+    # The quadratic part of a prefill: attention per attended token, relative to the weights' work per token.
+    share = cost.shape.attention_flops / (cost.shape.weight_flops * cost.shape.width)
     words = (
         f"prefill: {cost.fixed_s * 1e3:.2f} ms + {per_token_s * 1e6:.2f} µs per computed token "
-        f"({again * 1000:.2%} more per 1,000 tokens attended to) + {cost.cached_token_s * 1e6:.2f} µs per cached "
+        f"({share * 1000:.2%} more per 1,000 tokens attended to) + {cost.cached_token_s * 1e6:.2f} µs per cached "
         f"token; {cost.machine.flops_per_s * cost.mfu:.3g} operations/s"
     )
     if cost.decode_fixed_s or cost.decode_request_s:
@@ -396,19 +408,18 @@ def _object(measured: _Measured, fitted: _Fitted, notes: dict[str, Any]) -> dict
         "seconds": round(measured.seconds, 3),
         "cost": json.loads(dump(cost)),
         "prefills": [
-            {**asdict(point), "fitted_s": cost.prefill_s(point.tokens, point.cached), "held_out": held}
-            for point, held in measured.prefills
+            {**asdict(point), "fitted_s": cost.prefill_s(point.tokens, point.cached), "held_out": is_held_out}
+            for point, is_held_out in measured.prefills
         ],
         "decodes": [
-            {**asdict(step), "fitted_s": cost.decode_step_s(step.batch, step.kv_tokens), "held_out": held}
-            for step, held in measured.decodes
+            {**asdict(step), "fitted_s": cost.decode_step_s(step.batch, step.kv_tokens), "held_out": is_held_out}
+            for step, is_held_out in measured.decodes
         ],
         "never": [asdict(cell) for cell in measured.never],
     }
 
 
 def _progress(what: str, share: float) -> None:
-    """Progress in one line that is overwritten; only on a terminal."""
     if sys.stderr.isatty():
         line = f"measuring {what}: {share:.0%}" if what else ""
         print(f"\r\x1b[K{line[: width_of(sys.stderr) - 1]}", end="", file=sys.stderr, flush=True)

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "rotate":
         ring = ring.with_key(new_secret(), time.time() + args.after)
         write_keys(ring, path)
-    # Keys of the future stay: a rotation that is under way on other computers must not lose its key.
+    # Future keys stay: a rotation in progress on other computers must not lose its key.
     elif args.action == "retire":
         now_s = time.time()
         active = ring.active(now_s)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class NotStored(SkyMemoryError):
-    """A key that the store does not hold (or no longer holds whole)."""
+    """Key that the store does not hold, or no longer holds completely."""
 
 
 _MAX_VALUE_BYTES = 2**32 - 1
-"""A value's size is a 32-bit number on the wire."""
+"""Largest value: its size is a 32-bit number on the wire."""
 
 
 def _lifetime(text: str) -> float:
@@ -40,7 +40,7 @@ def _lifetime(text: str) -> float:
 
 
 def _printable(name: str) -> str:
-    """The name with control characters escaped: a stored name must not control the terminal."""
+    """Escape control characters: a stored name must not control the terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         if args.kv_verb == "put":
             return _put(args, store, edge)
         return {"pin": _pin, "delete": _delete, "list": _list}[args.kv_verb](args, store)
-    # A refused command looks like a miss or a timeout from the store. Where satellites refused this client, its keys or
+    # A refused command looks like a miss or a timeout from the store. If satellites refused this client, its keys or
     # its clock are the cause, and the error should say so.
     except (InvalidInput, CommandsRefused):
         raise
@@ -128,12 +128,12 @@ def _open(args: argparse.Namespace) -> Store:
             "--run-dir, --access and --no-index do not go with --store: write them in its address, as in constellation:///run/dir?index=no&access=gateway"
         )
     store = open_store(args.store)
-    # Asked of the innermost store: wrappers (quota, rate limit) pass these calls on, whether or not it has them.
+    # Checked at the innermost store: wrappers (quota, rate limit) have these methods even if it lacks them.
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
     if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
         store.close()
-        others = "a constellation and disk do" if only_there == "list" else "a single tier does"
-        raise InvalidInput(f"{only_there}: {store.name} does not support it; {others}")
+        supported = "a constellation and disk do" if only_there == "list" else "a single tier does"
+        raise InvalidInput(f"{only_there}: {store.name} does not support it; {supported}")
     return store
 
 
@@ -162,22 +162,22 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
             "--store memory:// is this command's own memory, and ends with it: expected a store that stays, such as "
             "disk://FOLDER, redis://HOST or a constellation"
         )
-    done = NamedValues(edge).put(key, data, ttl_s=args.ttl)
-    if done.reason == NOT_PROMISED:
+    result = NamedValues(edge).put(key, data, ttl_s=args.ttl)
+    if result.reason == NOT_PROMISED:
         raise SkyMemoryError(f"{quoted(key)}: {NOT_PROMISED}: try again")
-    if not done.ok:
+    if not result.ok:
         raise SkyMemoryError(
-            f"{quoted(key)} was not stored in {_called(store)}: {done.reason}"
+            f"{quoted(key)} was not stored in {_called(store)}: {result.reason}"
             + ("; see `skymemory constellation status`" if args.store is None else "")
         )
     facts: dict[str, object] = {
         "key": key,
         "bytes": len(data),
-        "seconds": done.seconds,
-        "retransmitted_chunks": done.retransmitted,
+        "seconds": result.seconds,
+        "retransmitted_chunks": result.retransmitted,
         **_probing(store),
     }
-    text = f"stored {key}: {format_size(len(data))} in {format_duration(done.seconds)}, {done.retransmitted} resent"
+    text = f"stored {key}: {format_size(len(data))} in {format_duration(result.seconds)}, {result.retransmitted} resent"
     if args.ttl is not None:
         facts["ttl_s"] = args.ttl
         text += f", expires in {format_duration(args.ttl)}"
@@ -188,7 +188,7 @@ def _pin(args: argparse.Namespace, store: Store) -> int:
     from skymemory.store.named import NamedValues
 
     values = NamedValues(store)
-    # Asked first: ``pin`` fails alike for a value that is absent and for one that a satellite will not pin.
+    # Checked first: ``pin`` fails in the same way for an absent value and for a value that a satellite will not pin.
     if args.key not in values:
         raise NotStored(f"{quoted(args.key)} is not in {_called(store)}")
     ttl_s = 0.0 if args.off else args.ttl
@@ -207,7 +207,6 @@ def _called(store: Store) -> str:
 
 
 def _probing(store: Store) -> dict[str, int | float]:
-    """How many keys were looked up at the satellites and adopted by the index."""
     stats = store.stats()
     return {name: stats.get(f"index_{name}", 0) for name in ("keys_probed", "values_adopted")}
 
@@ -216,47 +215,47 @@ def _get(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.named import SEALED, get_named
     from skymemory.store.sealed import NOT_AUTHENTIC, UNKNOWN_KEY
 
-    done = get_named(edge, args.key)
-    if done.value is None:
-        if done.reason == SEALED:
+    result = get_named(edge, args.key)
+    if result.value is None:
+        if result.reason == SEALED:
             raise NotStored(f"{quoted(args.key)} is sealed: read it with --seal FILE, the keys that it was sealed with")
-        if done.reason == NOT_AUTHENTIC:
+        if result.reason == NOT_AUTHENTIC:
             raise NotStored(
                 f"{quoted(args.key)} does not open with {args.seal}: it was sealed with other keys, or not at all"
             )
-        if done.reason == UNKNOWN_KEY:
+        if result.reason == UNKNOWN_KEY:
             raise NotStored(
                 f"{quoted(args.key)} was sealed with a later key than {args.seal} has: copy the newer key file here"
             )
-        raise NotStored(f"{quoted(args.key)} is not in {_called(store)} ({done.reason}){_key_hint(args.key)}")
+        raise NotStored(f"{quoted(args.key)} is not in {_called(store)} ({result.reason}){_key_hint(args.key)}")
     facts: dict[str, object] = {
         "key": args.key,
-        "bytes": len(done.value),
-        "seconds": done.seconds,
-        "retransmitted_chunks": done.retransmitted,
+        "bytes": len(result.value),
+        "seconds": result.seconds,
+        "retransmitted_chunks": result.retransmitted,
         **_probing(store),
     }
     text = (
-        f"read {args.key}: {format_size(len(done.value))} in {format_duration(done.seconds)}, "
-        f"{done.retransmitted} chunks requested again"
+        f"read {args.key}: {format_size(len(result.value))} in {format_duration(result.seconds)}, "
+        f"{result.retransmitted} chunks requested again"
     )
     if facts["keys_probed"]:
         text += ", located by asking the satellites"
-    # Only the value on standard output, so that it can be piped; the report goes beside it.
+    # Only the value goes to standard output, so that it can be piped; the report goes to standard error.
     if args.out == "-":
-        sys.stdout.buffer.write(done.value)
+        sys.stdout.buffer.write(result.value)
         return _say(args, facts, text, to_stderr=True)
-    # The last part of the key alone: a stored name such as ../../.bashrc must not choose where we write.
+    # Only the last part of the key: a stored name such as ../../.bashrc must not choose the target.
     out = Path(args.out or Path(args.key).name)
     try:
-        write_output(out, done.value)
+        write_output(out, result.value)
     except OSError as error:
         raise InvalidInput(f"cannot write {out}: {error.strerror}; choose another file with --out") from error
     return _say(args, {**facts, "file": str(out)}, f"{text}, written to {out}")
 
 
 def _key_hint(key: str) -> str:
-    """Says what the key of a file is, where the user typed a path."""
+    """Return a hint for users who typed a path."""
     name = Path(key).name
     return f"; keys are names, not paths: did you mean {name!r}?" if name and name != key else ""
 
@@ -313,7 +312,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     from skymemory.cache.prefetching import read_habits
 
     zone, habits = read_habits(args.habits)
-    # Twice what the file holds: restoring must not evict one habit for another.
+    # Twice the size of the file: restoring must not evict habits.
     predictor = Predictor(zone=zone, capacity_blocks=max(1, 2 * sum(len(habit.keys) for habit in habits)))
     predictor.restore(habits)
     now_s = time.time()
@@ -324,22 +323,23 @@ def _prefetch(args: argparse.Namespace) -> int:
         return 0
     recurring = sum(habit.recurs for habit in habits)
     write_line(f"{len(habits):,} prompts, {recurring:,} of them seen on more than one day; times in {zone or 'UTC'}")
-    for number, one in enumerate(expected):
-        brought = "" if near is None else f"  near {near[number]}"
-        write_line(f"{_wall(one, zone):%a %Y-%m-%d %H:%M}  {len(one.keys):>6,} blocks  {_label(one)}{brought}")
+    for number, prompt in enumerate(expected):
+        near_text = "" if near is None else f"  near {near[number]}"
+        write_line(
+            f"{_wall(prompt, zone):%a %Y-%m-%d %H:%M}  {len(prompt.keys):>6,} blocks  {_label(prompt)}{near_text}"
+        )
     if not expected:
         write_line(f"nothing is expected within {format_duration(args.within)}")
     return 0
 
 
 def _bring(expected: list[Expectation], run_dir: Path | None) -> list[int]:
-    """How many blocks of each expectation were brought near."""
     from skymemory.store.base import bring_near
     from skymemory.testbed.connect import open_constellation
 
     store = open_constellation(run_dir)
     try:
-        return [sum(bring_near(store, one.keys, one.at_s)) for one in expected]
+        return [sum(bring_near(store, expectation.keys, expectation.at_s)) for expectation in expected]
     finally:
         store.close()
 
@@ -352,15 +352,15 @@ def _prefetch_facts(predictor: Predictor, expected: list[Expectation], near: lis
         "recurring": sum(habit.recurs for habit in habits),
         "expected": [
             {
-                "at_s": one.at_s,
-                "at": _wall(one, predictor.zone).isoformat(timespec="seconds"),
-                "blocks": len(one.keys),
-                "first": one.keys[0].hex(),
-                "last": one.keys[-1].hex(),
-                "weight": one.weight,
+                "at_s": expectation.at_s,
+                "at": _wall(expectation, predictor.zone).isoformat(timespec="seconds"),
+                "blocks": len(expectation.keys),
+                "first": expectation.keys[0].hex(),
+                "last": expectation.keys[-1].hex(),
+                "weight": expectation.weight,
                 **({} if near is None else {"near": near[number]}),
             }
-            for number, one in enumerate(expected)
+            for number, expectation in enumerate(expected)
         ],
     }
 

@@ -1,4 +1,4 @@
-"""``skymemory layout``: which satellite is which server, as a map in the terminal, as JSON or as an image."""
+"""``skymemory layout``: the server number of each satellite, as a map in the terminal, as JSON or as an image."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.text import has_colour, width_of
     from skymemory.view.layout_map import render
 
-    shown = _shown(args)
+    layout = _shown(args)
     if args.out is not None:
         from skymemory.view.drawing import drawing_path, save
         from skymemory.view.figures import draw_layout, draw_paper_map
 
         path = drawing_path(args.out)
-        print(save(draw_layout(shown) if args.figure is None else draw_paper_map(args.figure), path))
+        print(save(draw_layout(layout) if args.figure is None else draw_paper_map(args.figure), path))
     elif args.json:
-        print(json.dumps(_as_json(shown), indent=2))
+        print(json.dumps(_as_json(layout), indent=2))
     else:
-        print(render(shown, has_colour(sys.stdout), width_of()))
+        print(render(layout, has_colour(sys.stdout), width_of()))
     return 0
 
 
@@ -60,7 +60,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
     from skymemory.view.layout_map import layout_map, paper_map
 
     if args.figure is not None:
-        # A figure of the paper is a whole setting; mixed with others it would no longer be the figure.
+        # A figure of the paper is a complete setting; other options would change it.
         if any((args.preset, args.strategy, args.servers, args.rotations, args.planes)):
             raise InvalidInput(f"--figure {args.figure} sets the layout: leave its other options out")
         return paper_map(args.figure)
@@ -72,7 +72,7 @@ def _shown(args: argparse.Namespace) -> LayoutMap:
 
 def _as_json(shown: LayoutMap) -> dict[str, object]:
     placement, box = shown.placement, shown.placement.box
-    now = placement.locate_all((0, 0), shown.now_moves)
+    satellites = placement.locate_all((0, 0), shown.now_moves)
     return {
         "indices": "0-based",
         "strategy": placement.strategy,
@@ -83,7 +83,8 @@ def _as_json(shown: LayoutMap) -> dict[str, object]:
         "moves": {"slot": shown.now_moves[0], "plane": shown.now_moves[1]},
         "overhead": {"plane": shown.centre.plane, "slot": shown.centre.slot},
         "map": [
-            {"server": server, "plane": satellite.plane, "slot": satellite.slot} for server, satellite in enumerate(now)
+            {"server": server, "plane": satellite.plane, "slot": satellite.slot}
+            for server, satellite in enumerate(satellites)
         ],
         "handovers": [
             {

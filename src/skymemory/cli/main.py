@@ -1,8 +1,8 @@
-"""The ``skymemory`` command: loads one verb, runs it, prints its errors in one line.
+"""The ``skymemory`` command: loads a verb, runs it, and prints its errors in one line.
 
 A verb is a module of this folder with ``add_parser(subparsers)`` and ``run(args) -> int``; ``_IN_FILE_OF`` lists the
-verbs that share one. Only the module of the verb that was typed is imported, and verbs import what is heavy inside
-``run``: a map is drawn without numpy, a satellite starts without torch.
+verbs that share a module. Only the module of the typed verb is imported, and verbs import heavy modules inside ``run``:
+a map is drawn without numpy, a satellite starts without torch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
-"""Before a verb, for programs that start one: it ends when its standard input does, so when its parent is gone."""
+"""Option before a verb, for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
-"""From the end of standard input until the process ends without waiting for its verb."""
+"""Time from the end of standard input until the process exits, even if its verb still runs."""
 
 _IN_FILE_OF = {
     "epp": "route",
@@ -59,9 +59,10 @@ _OPTIONS_BEFORE_VERB = {"-h", "--help", "--version"}
 
 
 def verb_names() -> list[str]:
-    """All verbs, sorted."""
-    here = [os.path.dirname(__file__)]
-    files = (module.name.replace("_", "-") for module in pkgutil.iter_modules(here) if not module.name.startswith("_"))
+    folders = [os.path.dirname(__file__)]
+    files = (
+        module.name.replace("_", "-") for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")
+    )
     return sorted({*files, *_IN_FILE_OF} - {"main"})
 
 
@@ -70,9 +71,7 @@ def _load(verb: str) -> ModuleType:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help that fits a narrow terminal: where the usage line of all options does not, it is ``[options]``, and a long
-    list of choices goes on in the next line.
-    """
+    """Help formatter for narrow terminals: shortens a long usage line to ``[options]`` and wraps lists of choices."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -97,11 +96,11 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line with a suggestion, and no list of all options."""
+    """argparse parser whose errors are one line with a suggestion, without a list of all options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
-        # argparse reports a failed ``int`` as "invalid int value"; these say what was expected.
+        # argparse reports a failed ``int`` as "invalid int value"; these parsers say what was expected.
         self.register("type", int, argument(parse_whole))
         self.register("type", float, argument(parse_number))
 
@@ -112,19 +111,18 @@ class Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{verb + ': ' if verb else ''}{message}; see `{self.prog} --help`")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuses unknown options here, where the parser of the verb knows which there are."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]
             options = [option for action in self._actions for option in action.option_strings]
             guess = suggestion(word, options) if word.startswith("--") else ""
-            words = " ".join(each if len(each) <= 60 else quoted(each) for each in unknown[:5])
+            words = " ".join(text if len(text) <= 60 else quoted(text) for text in unknown[:5])
             more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             self.error(f"unrecognized arguments: {words}{more}{f'; {guess}' if guess.startswith('did') else ''}")
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Unlike argparse's it does not hide that the text could not be written."""
+        """Write the message. Unlike argparse's method, it does not hide a failure to write."""
         if message and file is not None:
             file.write(message)
 
@@ -135,7 +133,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command, or of only the ``verbs`` named (what one call needs)."""
+    """Return the parser of the complete command, or only of ``verbs``."""
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",
@@ -157,7 +155,7 @@ def _check_verb(word: str, names: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit code: 0 done, 1 failed, 2 the input was wrong, 130 interrupted."""
+    """Run a verb. Exit code: 0 done, 1 failed, 2 invalid input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     started_by_ours = arguments[:1] == [END_WITH_STDIN]
     prepare_streams(read_by_ours=started_by_ours)
@@ -169,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(arguments)
         flush_output()
         return status
-    # InvalidInput first: it is a SkyMemoryError too, and for scripts 2 (mend the command) differs from 1 (try again).
+    # InvalidInput first: it is a SkyMemoryError too, and scripts must distinguish 2 (fix the command) from 1 (try
+    # again).
     except InvalidInput as error:
         print_error(error)
         return EXIT_INVALID_INPUT
@@ -179,10 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has ended (``| head``)
+    except BrokenPipeError:  # the reader of the output has ended (``| head``)
         return EXIT_OK
     except OSError as error:
-        # A full disk, a folder that is not there, a socket the system refuses: a trace would explain no more.
+        # A full disk, a missing folder, a refused socket: a traceback would explain no more.
         print_error(OutputLost(error) if is_output_lost(error) else os_error(error))
         return EXIT_FAILED
     finally:
@@ -191,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     names = verb_names()
-    # Only the typed verb's module is loaded: a help page or an error should not wait for the imports of all.
+    # Only the typed verb's module is loaded: a help page or an error should not wait for all imports.
     if arguments:
         _check_verb(arguments[0], names)
     only = [arguments[0]] if arguments and arguments[0] in names else None
@@ -220,7 +219,7 @@ def _end_with_stdin() -> None:
         time.sleep(_GRACE_S)
         os._exit(1)
 
-    # A daemon thread: it must not keep a verb alive that has ended by itself.
+    # A daemon thread: it must not keep a verb alive that has ended on its own.
     threading.Thread(target=follow, name="follow", daemon=True).start()
 
 

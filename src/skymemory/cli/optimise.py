@@ -1,4 +1,4 @@
-"""``skymemory optimise``: number of servers, placement, chunk, window and access for a load, and the curves behind."""
+"""``skymemory optimise``: servers, placement, chunk, window and access for a load, with curves of each parameter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     preset = at_place(preset_named(args.preset), args.lat, args.lon)
     rates = LinkRates(args.up, args.down, args.isl)
     load = Load(args.value, args.server_time, args.puts, args.requests)
-    found = optimise(
+    optimum = optimise(
         preset,
         rates,
         load,
@@ -80,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
     )
     _progress("")
     if args.csv is not None:
-        rows = [{"parameter": name, **one.row()} for name, curve in found.curves.items() for one in curve]
+        rows = [{"parameter": name, **outcome.row()} for name, curve in optimum.curves.items() for outcome in curve]
         save_csv(args.csv, list(rows[0]), [list(row.values()) for row in rows])
     if args.figure is not None:
-        _draw(found, args.figure)
+        _draw(optimum, args.figure)
     if args.json:
-        print(json.dumps(_as_json(found, preset.name), indent=1))
+        print(json.dumps(_as_json(optimum, preset.name), indent=1))
     else:
-        _print(found, args.value, preset.name)
+        _print(optimum, args.value, preset.name)
     return 0
 
 
@@ -106,7 +106,7 @@ def _as_json(found: Optimum, preset: str) -> dict[str, object]:
         "settings": found.settings,
         "overloaded": found.overloaded,
         "in_sight_share": found.seen_share,
-        "curves": {name: [one.row() for one in curve] for name, curve in found.curves.items()},
+        "curves": {name: [outcome.row() for outcome in curve] for name, curve in found.curves.items()},
     }
 
 
@@ -136,10 +136,10 @@ def _print(found: Optimum, value_bytes: int, preset: str) -> None:
     rows: list[tuple[str, ...]] = []
     for name, curve in found.curves.items():
         rows.append((_SHOWN[name], *(_HEADER if not rows else ("",) * len(_HEADER))))
-        for one in curve:
-            mark = "→ " if one.choice == found.chosen.choice else "  "
-            other = f" ({one.choice.strategy})" if name == "access" else ""
-            rows.append((f"{mark}{getattr(one.choice, name)}{other}", *_cells(one)))
+        for outcome in curve:
+            mark = "→ " if outcome.choice == found.chosen.choice else "  "
+            other = f" ({outcome.choice.strategy})" if name == "access" else ""
+            rows.append((f"{mark}{getattr(outcome.choice, name)}{other}", *_cells(outcome)))
     best = found.chosen
     write(f"{preset}, values of {format_size(value_bytes)}: {found.settings} settings, {found.overloaded} overloaded")
     write(
@@ -165,26 +165,25 @@ def _setting(one: Outcome) -> str:
 
 
 def _draw(found: Optimum, path: Path) -> None:
-    """One panel a parameter: get and set, each over its lower bound."""
     from skymemory.view.drawing import ORANGES, SERIES, new_figure, save
 
     figure = new_figure(12.0, 6.4)
     figure.suptitle(f"chosen: {_setting(found.chosen)}", fontsize=11)
     axes = figure.subplots(2, 3).ravel()
     for ax, (name, curve) in zip(axes, found.curves.items(), strict=False):
-        able = [one for one in curve if one.carries]
-        places = list(range(len(able)))
+        feasible = [outcome for outcome in curve if outcome.carries]
+        places = list(range(len(feasible)))
         for part, colour, marker in (("get", SERIES["hop"][0], "o"), ("set", SERIES["rotation"][0], "s")):
             for which, line in ((f"{part}_s", "-"), (f"{part}_bound_s", ":")):
-                values = [getattr(one, which) * 1e3 for one in able]
+                values = [getattr(outcome, which) * 1e3 for outcome in feasible]
                 label = part if line == "-" else f"{part}, lower bound"
                 ax.plot(
                     places, values, line, color=colour, marker=marker, markersize=4 if line == "-" else 0, label=label
                 )
-        chosen = [at for at, one in enumerate(able) if one.choice == found.chosen.choice]
+        chosen = [at for at, outcome in enumerate(feasible) if outcome.choice == found.chosen.choice]
         for at in chosen:
             ax.axvspan(at - 0.3, at + 0.3, color=ORANGES[-1], zorder=0)
-        ax.set_xticks(places, [_tick(name, getattr(one.choice, name)) for one in able], fontsize=8)
+        ax.set_xticks(places, [_tick(name, getattr(outcome.choice, name)) for outcome in feasible], fontsize=8)
         ax.set_title(_SHOWN[name].partition(",")[0])
         ax.set_ylabel("ms")
         ax.set_ylim(bottom=0)

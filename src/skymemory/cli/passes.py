@@ -1,4 +1,4 @@
-"""``skymemory passes``: when satellites rise over a place. ``skymemory shells``: what a file of element sets holds."""
+"""``skymemory passes``: satellites rising over a place. ``skymemory shells``: contents of a file of element sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DEFAULT_PRESET = "starlink-a"
 _SHOWN = 20
 """Passes that are printed; JSON has all."""
-# With thrust and drag a low satellite is minutes away from its elements in a week, anywhere in its orbit in a month.
+# With thrust and drag, a low satellite is minutes away from its elements in a week, anywhere in its orbit in a month.
 _STALE_DAYS, _MOST_DAYS = 7.0, 30.0
 _DAY_S = 86_400.0
 _MEANING = {
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _moment(text: str) -> float:
-    """Unix seconds."""
+    """Return Unix seconds."""
     if text == "now":
         return datetime.now(UTC).timestamp()
     try:
@@ -85,10 +85,10 @@ def _moment(text: str) -> float:
 
 
 def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
-    """Shell ``number`` of a file of element sets, as ``skymemory shells`` numbers them, as a constellation.
+    """Return a shell of a file of element sets as a constellation; ``skymemory shells`` shows its ``number``.
 
     Raises:
-        InvalidInput: a bad file, no such shell, or one that carries no box.
+        InvalidInput: a bad file, no such shell, or a shell that carries no box.
     """
     from skymemory.constellation.clustering import cluster
 
@@ -100,7 +100,11 @@ def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
 
 
 def read(path: Path, skip_bad: bool) -> ElementFile:
-    """The element sets in a file. Raises ``InvalidInput`` with its name and what was wrong."""
+    """Read the element sets in a file.
+
+    Raises:
+        InvalidInput: the file is bad; the message has its name.
+    """
     from skymemory.constellation.tle import read_elements
     from skymemory.files import MAX_TABLE_BYTES, read_text
 
@@ -129,7 +133,7 @@ def _passes(args: argparse.Namespace) -> int:
         file = read(args.tle, args.skip_bad)
         skipped = file.skipped
         sky = ElementSky(file.elements)
-        source, epoch_unix_s = args.tle.name, max(one.epoch_unix_s for one in file.elements)
+        source, epoch_unix_s = args.tle.name, max(element_set.epoch_unix_s for element_set in file.elements)
     else:
         if args.skip_bad:
             raise InvalidInput("--skip-bad without --tle: a preset has no records")
@@ -147,10 +151,10 @@ def _passes(args: argparse.Namespace) -> int:
                 f"{stale}: expected at most {_MOST_DAYS:g}, beyond which SGP4 is no answer; use newer ones"
             )
         write_line(f"skymemory: {stale}: times may be off by minutes", sys.stderr)
-    found = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
-    left_out = {sky.name(at): why for at, why in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
-    where = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
-    asked = f"{sky.satellites} satellites of {source} above {mask_deg:g}° over {where}"
+    passes = find_passes(sky, place, start_unix_s, args.hours * 3600, mask_deg, _progress)
+    left_out = {sky.name(at): reason for at, reason in sky.left_out.items()} if isinstance(sky, ElementSky) else {}
+    position = f"{abs(args.lat):g}° {'N' if args.lat >= 0 else 'S'} {abs(args.lon):g}° {'E' if args.lon >= 0 else 'W'}"
+    subject = f"{sky.satellites} satellites of {source} above {mask_deg:g}° over {position}"
     if args.json:
         print(
             json.dumps(
@@ -161,26 +165,26 @@ def _passes(args: argparse.Namespace) -> int:
                     "start": _utc(start_unix_s),
                     "hours": args.hours,
                     "mask_deg": mask_deg,
-                    "in_sight": asdict(found.in_sight),
-                    "highest_deg": found.highest_deg,
-                    "passes": [_as_json(one, sky) for one in found.passes],
-                    "left_out": [{"satellite": name, "reason": why} for name, why in left_out.items()],
+                    "in_sight": asdict(passes.in_sight),
+                    "highest_deg": passes.highest_deg,
+                    "passes": [_as_json(element_set, sky) for element_set in passes.passes],
+                    "left_out": [{"satellite": name, "reason": reason} for name, reason in left_out.items()],
                     "skipped": list(skipped),
                 },
                 indent=2,
             )
         )
-    elif found.passes:
-        write_line(f"{asked}, {args.hours:g} h from {_utc(start_unix_s)}")
-        _print_passes(found, sky)
+    elif passes.passes:
+        write_line(f"{subject}, {args.hours:g} h from {_utc(start_unix_s)}")
+        _print_passes(passes, sky)
         _print_missing(left_out, skipped)
-    if not found.passes:
+    if not passes.passes:
         best = ""
-        if found.highest is not None:
-            best = f": the highest, {sky.name(found.highest)}, reaches {found.highest_deg:.1f}°"
-        write_line(f"skymemory: none of {asked} in {args.hours:g} h{best}", sys.stderr)
-        for why, count in Counter(left_out.values()).most_common():
-            write_line(f"skymemory: {count} left out: {why}", sys.stderr)
+        if passes.highest is not None:
+            best = f": the highest, {sky.name(passes.highest)}, reaches {passes.highest_deg:.1f}°"
+        write_line(f"skymemory: none of {subject} in {args.hours:g} h{best}", sys.stderr)
+        for reason, count in Counter(left_out.values()).most_common():
+            write_line(f"skymemory: {count} left out: {reason}", sys.stderr)
         return 1
     return 0
 
@@ -208,25 +212,25 @@ def _as_json(one: Pass, sky: Sky) -> dict[str, Any]:
 
 
 def _print_passes(found: Passes, sky: Sky) -> None:
-    seen = found.in_sight
-    write_line(f"in sight      at least {seen.fewest}, on average {seen.mean:.1f}, at most {seen.most}", hanging=14)
-    if seen.longest_gap_s:
-        longest = _span(seen.longest_gap_s)
-        write_line(f"none in sight {1 - seen.covered:.1%} of the time, for {longest} at the longest", hanging=14)
-    if seen.highest_for_s is not None:
-        write_line(f"the highest   changes every {_span(seen.highest_for_s)} on average", hanging=14)
+    sight = found.in_sight
+    write_line(f"in sight      at least {sight.fewest}, on average {sight.mean:.1f}, at most {sight.most}", hanging=14)
+    if sight.longest_gap_s:
+        longest = _span(sight.longest_gap_s)
+        write_line(f"none in sight {1 - sight.covered:.1%} of the time, for {longest} at the longest", hanging=14)
+    if sight.highest_for_s is not None:
+        write_line(f"the highest   changes every {_span(sight.highest_for_s)} on average", hanging=14)
     more = f", the first {_SHOWN}" if len(found.passes) > _SHOWN else ""
     write_line(f"passes        {len(found.passes)}{more}:")
     rows = [
         [
-            _clock(one.rise_unix_s, "before"),
-            _clock(one.culmination_unix_s, ""),
-            _clock(one.set_unix_s, "after"),
-            f"{one.elevation_deg:.1f}°",
-            f"{one.azimuth_deg:.0f}°",
-            sky.name(one.satellite),
+            _clock(satellite_pass.rise_unix_s, "before"),
+            _clock(satellite_pass.culmination_unix_s, ""),
+            _clock(satellite_pass.set_unix_s, "after"),
+            f"{satellite_pass.elevation_deg:.1f}°",
+            f"{satellite_pass.azimuth_deg:.0f}°",
+            sky.name(satellite_pass.satellite),
         ]
-        for one in found.passes[:_SHOWN]
+        for satellite_pass in found.passes[:_SHOWN]
     ]
     Table(("rises", "culminates", "sets", "elevation", "azimuth", "satellite"), rows, left=(0, 1, 2, 5)).print()
 
@@ -242,8 +246,8 @@ def _span(seconds: float) -> str:
 
 
 def _print_missing(left_out: dict[str, str], skipped: tuple[str, ...]) -> None:
-    for why, count in Counter(left_out.values()).most_common():
-        write_line(f"left out      {count}: {why}")
+    for reason, count in Counter(left_out.values()).most_common():
+        write_line(f"left out      {count}: {reason}")
     if skipped:
         write_line(f"skipped       {len(skipped)} bad records, the first: {skipped[0]}")
 
@@ -252,13 +256,13 @@ def _shells(args: argparse.Namespace) -> int:
     from skymemory.constellation.clustering import cluster, drift
 
     file = read(args.file, args.skip_bad)
-    found = cluster(file.elements)
-    drifts = [[drift(shell, days * _DAY_S) for days in (1, 7)] for shell in found.shells]
+    clustering = cluster(file.elements)
+    drifts = [[drift(shell, days * _DAY_S) for days in (1, 7)] for shell in clustering.shells]
     if args.json:
-        print(json.dumps(_clustering_as_json(found, drifts, file), indent=2))
+        print(json.dumps(_clustering_as_json(clustering, drifts, file), indent=2))
     else:
-        _print_shells(found, drifts, file)
-    if not found.shells:
+        _print_shells(clustering, drifts, file)
+    if not clustering.shells:
         write_line(f"skymemory: no shell in {args.file}: {len(file.elements)} satellites are in no planes", sys.stderr)
         return 1
     return 0
@@ -273,9 +277,9 @@ def _kind(shell: ClusteredShell) -> str:
 
 
 def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFile) -> None:
-    placed = sum(shell.satellites for shell in found.shells)
+    placed_count = sum(shell.satellites for shell in found.shells)
     write_line(
-        f"{len(file.elements)} satellites: {placed} in {len(found.shells)} shells, {len(found.left_out)} left out"
+        f"{len(file.elements)} satellites: {placed_count} in {len(found.shells)} shells, {len(found.left_out)} left out"
     )
     if found.shells:
         write_line(f"epoch {_utc(found.shells[0].epoch_unix_s)}; drift along track in slots, median and p99")
@@ -293,8 +297,8 @@ def _print_shells(found: Clustering, drifts: list[list[Drift]], file: ElementFil
         ]
         head = ("shell", "inclination", "altitude", "planes", "slots", "filled", "gaps", "empty planes", "nodes")
         Table((*head, "after 1 day", "7 days"), rows, left=(8,)).print()
-    for why, count in Counter(one.why for one in found.left_out).most_common():
-        write_line(f"left out      {count} {_MEANING[why]}", hanging=14)
+    for reason, count in Counter(satellite.why for satellite in found.left_out).most_common():
+        write_line(f"left out      {count} {_MEANING[reason]}", hanging=14)
     _print_missing({}, file.skipped)
 
 
@@ -315,16 +319,23 @@ def _clustering_as_json(found: Clustering, drifts: list[list[Drift]], file: Elem
                 "satellites": shell.satellites,
                 "gaps": shell.gaps,
                 "empty_planes": list(shell.empty_planes),
-                "drift": [asdict(one) for one in drifted],
+                "drift": [asdict(satellite) for satellite in drifted],
                 "nodes_rad": list(shell.nodes_rad),
                 "offsets_slots": list(shell.offsets_slots),
-                "placed": [[None if one is None else one.number for one in plane] for plane in shell.placed],
+                "placed": [
+                    [None if satellite is None else satellite.number for satellite in plane] for plane in shell.placed
+                ],
             }
             for number, (shell, drifted) in enumerate(zip(found.shells, drifts, strict=True), 1)
         ],
         "left_out": [
-            {"satellite": one.elements.number, "name": one.elements.name, "why": one.why, "reason": one.reason}
-            for one in found.left_out
+            {
+                "satellite": satellite.elements.number,
+                "name": satellite.elements.name,
+                "why": satellite.why,
+                "reason": satellite.reason,
+            }
+            for satellite in found.left_out
         ],
         "skipped": list(file.skipped),
     }

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 UNITS = ("tokens", "characters", "ids")
 _MARGIN = 0.03
-"""Share of the context left free where lengths of prompts are approximate."""
+"""Fraction of the context left free if lengths of prompts are approximate."""
 _EVERY_S = 0.5
 _LATEST = 500
-"""Latest answers whose percentiles are shown."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -108,7 +107,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InvalidInput for options that exclude or need each other; reads no file."""
+    """Check options that exclude or need each other; read no file.
+
+    Raises:
+        InvalidInput: an invalid combination.
+    """
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -129,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Replay:
-    """State of one replay: enough for a report whenever it ends."""
+    """State of a replay, enough for a report whenever it ends."""
 
     args: argparse.Namespace
     plan: LoadPlan
@@ -140,7 +143,6 @@ class _Replay:
     before: EngineCounts | None = None
     after: EngineCounts | None = None
     cut_at_s: float | None = None
-    """Seconds into the replay at which it was interrupted."""
 
     def report(self) -> Report:
         from skymemory.serving.replay.prompts import reusable_share
@@ -149,9 +151,9 @@ class _Replay:
 
         args = self.args
         stalls = self.player.stalls_s if self.player is not None else ()
-        ended = {outcome.number for outcome in self.outcomes}
-        sent = [request for request in self.plan.requests if request.number in ended]
-        # Over what was sent, not what was planned: an interrupted replay has reused less.
+        answered = {outcome.number for outcome in self.outcomes}
+        sent = [request for request in self.plan.requests if request.number in answered]
+        # Over the requests sent, not planned: an interrupted replay has reused less.
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
         slo = Slo(args.ttft_slo, args.tbt_slo)
@@ -159,7 +161,7 @@ class _Replay:
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
-    """Exit code 0 if an answer came, 1 if none did, 130 if it was interrupted; each prints the report."""
+    """Run the replay and print the report. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
     import asyncio
 
     from skymemory.serving.replay.client import base_url
@@ -167,26 +169,25 @@ def _replay(args: argparse.Namespace, key: str | None) -> int:
 
     requests = shapes(args)
     url = base_url(args.url)
-    # Opened before the replay: an hour of requests must not end at a folder that is not there.
+    # Opened before the replay: an hour of requests must not fail because of a missing folder.
     stream = sys.stderr if args.json else sys.stdout
     out = args.out.open("w", encoding="utf-8") if args.out is not None else None
     try:
-        one, interrupted = asyncio.run(_interruptible(args, requests, url, key, stream, out))
+        replay, interrupted = asyncio.run(_interruptible(args, requests, url, key, stream, out))
     finally:
         if out is not None:
             out.close()
-    report = one.report()
+    report = replay.report()
     if args.json:
-        print(json.dumps(_object(one, report, url, interrupted), indent=1))
+        print(json.dumps(_object(replay, report, url, interrupted), indent=1))
     else:
-        write_line("\n".join([*lines_of(report), *_engine_lines(one, report)]))
+        write_line("\n".join([*lines_of(report), *_engine_lines(replay, report)]))
         if interrupted:
             write_line("interrupted: the report covers what was done until then")
     return 130 if interrupted else 0 if report.completed else 1
 
 
 def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
-    """Requests of the trace or the generator, at the rate of ``--rate``."""
     from skymemory.sim.trace import at_rate, jittered, read_trace
 
     if args.trace is not None:
@@ -202,14 +203,13 @@ def shapes(args: argparse.Namespace) -> Sequence[TraceRequest]:
 
 
 def _generated(args: argparse.Namespace) -> list[TraceRequest]:
-    """Enough requests of the generator for ``--seconds`` or ``--requests``."""
     from skymemory.sim.workload import WORKLOADS, generate
 
     kind = WORKLOADS[args.workload]
-    # A batch and a second more than asked: batches are spread over time, and the rest is cut off later.
+    # One batch and one second more than needed: batches are spread over time, and the excess is cut off later.
     if args.seconds is not None:
         return generate(kind, args.seconds * args.rate + kind.batch_s + 1.0, args.seed)
-    # A conversation has several turns, so this is more than enough nearly always; doubled until it is.
+    # A conversation has several turns, so this is nearly always enough; doubled until it is.
     span_s = 60.0 + 2 * args.requests / kind.conversations_per_s
     while len(requests := generate(kind, span_s, args.seed)) < args.requests:
         span_s *= 2
@@ -224,13 +224,13 @@ async def _interruptible(
     stream: TextIO,
     out: TextIO | None,
 ) -> tuple[_Replay, bool]:
-    """The replay, and whether SIGINT, SIGTERM or SIGHUP ended it; a second signal changes nothing."""
+    """Run the replay; return True with it if SIGINT, SIGTERM or SIGHUP ended it. A second signal has no effect."""
     import asyncio
 
     from skymemory.serving.replay.prompts import LoadPlan
 
-    one = _Replay(args, LoadPlan((), 0), [])
-    task = asyncio.ensure_future(_run(one, requests, url, key, stream, out))
+    replay = _Replay(args, LoadPlan((), 0), [])
+    task = asyncio.ensure_future(_run(replay, requests, url, key, stream, out))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, lambda: None if task.cancelling() else task.cancel())
@@ -238,11 +238,11 @@ async def _interruptible(
         await task
     # Cancelled before the first request: there is nothing to report, so it ends as any interrupted command.
     except asyncio.CancelledError:
-        if one.player is None:
+        if replay.player is None:
             raise KeyboardInterrupt from None
-        one.cut_at_s = one.player.clock()
-        return one, True
-    return one, False
+        replay.cut_at_s = replay.player.clock()
+        return replay, True
+    return replay, False
 
 
 async def _run(
@@ -287,20 +287,19 @@ async def _run(
 
 
 async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
-    """Probe the endpoint and settle which requests are sent with which prompts."""
     from skymemory.serving.replay.play import calibrate, negotiate_features
     from skymemory.serving.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory.sim.trace import BLOCK_TOKENS
     from skymemory.sim.workload import WORDS
 
     args = one.args
-    known = await _known(client, args)
-    one.model, context = client.target.model, args.context or known
+    context_tokens = await _known(client, args)
+    one.model, context = client.target.model, args.context or context_tokens
     block = BLOCK_TOKENS * args.scale_lengths
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
 
     def clock() -> float:
-        return time.perf_counter() - began_s
+        return time.perf_counter() - started_s
 
     prompts: MakePrompt
     room = context
@@ -315,7 +314,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     else:
         one.measure, notes = await calibrate(client, WORDS, args.seed, context, clock)
         prompts = word_prompts(WORDS, block, one.measure, args.seed)
-        # Words become tokens at a measured average rate: single prompts are off by a few percent.
+        # Words become tokens at a measured average rate: single prompts differ by a few percent.
         room = None if context is None else int(context * (1 - _MARGIN))
     one.plan = plan_requests(
         requests,
@@ -341,14 +340,14 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
     print(words, file=stream)
     if one.plan.too_long:
         write_line(f"left out: {one.plan.too_long:,} that do not fit {context:,} tokens (--scale-lengths)", stream)
-    for note in notes:
-        write_line(f"note: {note}", stream)
+    for remark in notes:
+        write_line(f"note: {remark}", stream)
     stream.flush()
     return prompts
 
 
 async def _known(client: Client, args: argparse.Namespace) -> int | None:
-    """The context's size if the endpoint reports it; with ``--model`` it need not list its models."""
+    """Return the context length if the endpoint reports it; with ``--model`` it need not list its models."""
     from skymemory.serving.replay.play import find_model
 
     try:
@@ -363,10 +362,10 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Counters of all ``urls`` together; None where there are none.
+    """Return the counters of all ``urls`` together; None without urls.
 
     Raises:
-        SkyMemoryError: one does not report them.
+        SkyMemoryError: an engine does not report them.
     """
     import aiohttp
 
@@ -375,25 +374,24 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
 
     total: EngineCounts | None = None
     for url in urls:
-        where = url if url.rstrip("/").endswith("/metrics") else f"{base_url(url)}/metrics"
+        metrics_url = url if url.rstrip("/").endswith("/metrics") else f"{base_url(url)}/metrics"
         try:
-            async with session.get(where, timeout=aiohttp.ClientTimeout(total=10)) as answer:
+            async with session.get(metrics_url, timeout=aiohttp.ClientTimeout(total=10)) as answer:
                 answer.raise_for_status()
-                counted = counts_of(await answer.text())
+                counts = counts_of(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise SkyMemoryError(f"--metrics {where}: {connection_reason(error)}") from error
-        total = counted if total is None else total.plus(counted)
+            raise SkyMemoryError(f"--metrics {metrics_url}: {connection_reason(error)}") from error
+        total = counts if total is None else total.plus(counts)
     return total
 
 
 def _engine_lines(one: _Replay, report: Report) -> list[str]:
-    """Counters of the engines beside what the answers said."""
     if one.before is None or one.after is None:
         return []
-    counted, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
+    counts, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
     answered = (report.completed, report.prompt_tokens, report.cached_tokens, report.output_tokens)
     names = ("requests", "prompt tokens", "of them cached", "tokens answered")
-    for name, theirs, ours in zip(names, counted.all(), answered, strict=True):
+    for name, theirs, ours in zip(names, counts.all(), answered, strict=True):
         lines.append(f"    {name:<18}{'not counted' if theirs is None else f'{theirs:,.0f}':>14}{ours:>14,}")
     return lines
 
@@ -402,7 +400,7 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
     from skymemory.serving.replay.report import as_json
 
     args = one.args
-    counted = None if one.before is None or one.after is None else one.after.since(one.before)
+    counts = None if one.before is None or one.after is None else one.after.since(one.before)
     return {
         "url": url,
         "model": one.model,
@@ -416,12 +414,12 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
         "left_out": one.plan.too_long,
         "tokens_per_word": None if one.measure is None else round(one.measure.tokens_per_word, 4),
         **as_json(report),
-        "engines": None if counted is None else asdict(counted),
+        "engines": None if counts is None else asdict(counts),
     }
 
 
 class Progress:
-    """How far a replay is, in one line that is overwritten; only on a terminal."""
+    """Progress of a replay in one line that is overwritten; only on a terminal."""
 
     def __init__(
         self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
@@ -432,7 +430,6 @@ class Progress:
         self._asks = requests
 
     async def follow(self) -> None:
-        """Until cancelled, which erases the line."""
         import asyncio
 
         if not self._stream.isatty():
@@ -452,9 +449,9 @@ class Progress:
         from skymemory.serving.replay.report import Status
 
         latest = self._outcomes[-_LATEST:]
-        ttft = spread(one.ttft_s for one in latest if one.status is Status.COMPLETED)
-        late = spread(one.late_s for one in latest)
-        bad = sum(one.status is not Status.COMPLETED for one in self._outcomes)
+        ttft = spread(outcome.ttft_s for outcome in latest if outcome.status is Status.COMPLETED)
+        late = spread(outcome.late_s for outcome in latest)
+        bad = sum(outcome.status is not Status.COMPLETED for outcome in self._outcomes)
         words = (
             f"{max(0.0, self._player.clock()):6.1f} of {self._asks[-1].due_s:.1f} s: {self._player.begun:,} of "
             f"{len(self._asks):,} sent, {self._player.under_way:,} in flight, {len(self._outcomes) - bad:,} completed, "

@@ -1,4 +1,4 @@
-"""``skymemory reproduce``: the Cake and Mooncake papers computed, all claims; ``figures``: every figure drawn."""
+"""``skymemory reproduce``: figures of the Cake and Mooncake papers, and all claims; ``figures``: draw every figure."""
 
 from __future__ import annotations
 
@@ -108,8 +108,14 @@ def _print(result: Reproduction) -> None:
         table(result.header, result.rows).print(indent="  ")
         return
     rows = [
-        [one.what, _value(one, one.paper), _value(one, one.ours), one.deviation, _remark(one)]
-        for one in result.headlines
+        [
+            headline.what,
+            _value(headline, headline.paper),
+            _value(headline, headline.ours),
+            headline.deviation,
+            _remark(headline),
+        ]
+        for headline in result.headlines
     ]
     Table(("", "paper", "ours", "deviation", "remark"), rows, left=(0, 4)).print(indent="  ")
 
@@ -162,7 +168,7 @@ def _figures(args: argparse.Namespace) -> int:
     from skymemory.reproduce.mooncake.run import Progress
     from skymemory.sim.latency import claims
 
-    # All names before the first drawing, which takes seconds.
+    # Check all names before the first drawing, which takes seconds.
     if args.names and args.all:
         raise InvalidInput("figures: either names, or --all")
     wanted, formats = chosen(args.names, args.all), formats_of(args.format)
@@ -174,7 +180,7 @@ def _figures(args: argparse.Namespace) -> int:
             try:
                 written = exhibit.write(args.out, formats)
             except InvalidInput as error:
-                # Of what a checkout keeps: asked for by name it is an error, among all others a remark.
+                # The figure needs a file of a checkout: an error if named by the user, a remark among all figures.
                 if args.names:
                     raise
                 missing.append(f"skymemory: no {name}: {error}")
@@ -188,6 +194,6 @@ def _figures(args: argparse.Namespace) -> int:
         print(words, file=sys.stderr)
     if "16" in wanted:
         write_line("\nConclusions of the paper, and what its model gives (all: skymemory reproduce claims):")
-        for what, paper, model in claims():
-            print(f"  {what}\n    paper: {paper}\n    model: {model}")
+        for claim, paper, model in claims():
+            print(f"  {claim}\n    paper: {paper}\n    model: {model}")
     return 0

@@ -1,4 +1,4 @@
-"""``skymemory serve``: a small inference engine with OpenAI's API; ``skymemory vllm-args``: how vLLM is started."""
+"""``skymemory serve``: a small inference engine with OpenAI's API; ``skymemory vllm-args``: vLLM's start command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
 
 
-# Upper limits of what a test engine sensibly runs; beyond them a typing error is likelier than an intention.
+# Upper limits for a test engine; beyond them a typing error is more likely than an intention.
 _MOST = {"block_tokens": 4096, "threads": 1024, "running": 4096, "waiting": 1 << 20, "engines": 64}
 
 
@@ -198,23 +198,23 @@ def _print_vllm_args(args: argparse.Namespace) -> int:
     from skymemory.testbed.open_store import open_store
     from skymemory.testbed.run_directory import default_run_directory
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "store": args.store or f"unix://{default_run_directory().absolute() / 'store.sock'}",
         "value_tokens": args.value_tokens,
         "queue": args.queue,
         "drain": args.drain,
         "wait": args.wait,
     }
-    transfer = transfer_config({key: value for key, value in given.items() if value is not None}, args.role)
+    transfer = transfer_config({key: value for key, value in options.items() if value is not None}, args.role)
     with suppress(MissingExtra):  # vLLM's environment has it
-        open_store(given["store"]).close()
+        open_store(options["store"]).close()
     if args.json:
         print(json.dumps(transfer))
         return 0
     start = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if args.module else ["vllm", "serve"]
-    # Without it vLLM kills its workers when it is stopped, with what they have not saved yet.
+    # Without this option, a stopped vLLM kills its workers, with the blocks that they have not saved yet.
     stop = ["--shutdown-timeout", "10"] if args.role != "consumer" else []
-    # On a GPU vLLM schedules a step ahead by default, and its newer model runner takes the count of computed tokens
+    # On a GPU, vLLM schedules a step ahead by default, and its newer model runner takes the count of computed tokens
     # only from a request that is resumed.
     cake = ["--no-async-scheduling", "--scheduler-cls", f"{transfer['kv_connector_module_path']}.CakeScheduler"]
     words = [*start, args.model, *stop, *(cake if args.cake else []), "--kv-transfer-config", json.dumps(transfer)]

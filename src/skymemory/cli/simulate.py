@@ -91,10 +91,10 @@ def _print(results: Results) -> None:
         names = ["up", "down", "isl", "lost packets", "moves", "gateway handovers", "chunks handed over"]
         _table([[*swept, *names], *(_traffic(cell) for cell in results.cells[:_SHOWN])], len(swept))
     _say_reasons(results)
-    fresh = [cell for cell in results.cells if not cell.kept]
-    if len(fresh) < len(results.cells):
-        write_line(f"{len(results.cells) - len(fresh)} of {len(results.cells)} cells were there already")
-    packets, wall_s = sum(cell.packets for cell in fresh), sum(cell.wall_s for cell in fresh)
+    computed = [cell for cell in results.cells if not cell.kept]
+    if len(computed) < len(results.cells):
+        write_line(f"{len(results.cells) - len(computed)} of {len(results.cells)} cells were there already")
+    packets, wall_s = sum(cell.packets for cell in computed), sum(cell.wall_s for cell in computed)
     if packets:
         write_line(f"{packets} packets on links in {format_duration(wall_s)} of work, {packets / wall_s:.0f} a second")
 
@@ -105,7 +105,7 @@ def _say_reasons(results: Results) -> None:
         for cell in results.cells:
             reasons.update(cell.figures[key])
         if reasons:
-            write(f"{what}: {', '.join(f'{count} {why}' for why, count in reasons.most_common())}")
+            write(f"{what}: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common())}")
     wrong = sum(cell.figures.get("wrong_values", 0) for cell in results.cells)
     if wrong:  # never: values have checksums
         write_line(f"{wrong} values were read that differ from what was stored: a fault of SkyMemory", sys.stderr)
@@ -113,11 +113,11 @@ def _say_reasons(results: Results) -> None:
 
 def _row(cell: CellResult) -> list[str]:
     figures = cell.figures
-    found = [str(value) for _, value in cell.swept] + [str(figures["hits"]), str(figures["misses"])]
+    row = [str(value) for _, value in cell.swept] + [str(figures["hits"]), str(figures["misses"])]
     for way in ("get", "set"):
         for part in ("p50", "p99"):
-            found += [_ms(figures[f"{way}{label}_{part}_s"]) for label in ("", "_bound", "_model")]
-    return found
+            row += [_ms(figures[f"{way}{label}_{part}_s"]) for label in ("", "_bound", "_model")]
+    return row
 
 
 def _traffic(cell: CellResult) -> list[str]:
@@ -138,5 +138,4 @@ def _ms(seconds: float | None) -> str:
 
 
 def _table(rows: list[list[str]], left: int) -> None:
-    """Print the rows, of which the first is the head; the first ``left`` columns are what was swept."""
     Table(rows[0], rows[1:], left=range(left), keys=left).print()

@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     from skymemory.testbed.run_directory import RunDirectory
 
     if args.listen is None:
-        own = RunDirectory()
-        own.create()
-        args.listen = [f"unix://{own.path / 'store.sock'}"]
+        run_directory = RunDirectory()
+        run_directory.create()
+        args.listen = [f"unix://{run_directory.path / 'store.sock'}"]
     addresses = [_parse(text) for text in args.listen]
     password = _password(args.password_file)
     tls = _tls(args)
@@ -105,12 +105,12 @@ def run(args: argparse.Namespace) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: daemon.stop())
             for address, listener in listeners:
-                where = address if address.path else replace(address, port=listener.getsockname()[1])
-                write_line(f"the store {store.name} is served at {where} until Ctrl-C")
+                shown_address = address if address.path else replace(address, port=listener.getsockname()[1])
+                write_line(f"the store {store.name} is served at {shown_address} until Ctrl-C")
             daemon.serve([listener for _, listener in listeners])
         finally:
             for address, listener in listeners:
-                if address.path:  # while it listens: then it is ours
+                if address.path:  # while it listens, the file is this process's own
                     Path(address.path).unlink(missing_ok=True)
                 listener.close()
     return 0

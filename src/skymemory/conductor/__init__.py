@@ -1,5 +1,5 @@
-"""Request routing: state of servers and their caches, routing strategies, schedulers and admission rules.
+"""Request routing: the state of servers and their caches, routing strategies, schedulers and admission rules.
 
-Pure: time comes in as ``now_s``, nothing here does I/O. The simulator, the HTTP proxy and Envoy's endpoint picker
-use the same ``picker.Picker``.
+The package does no I/O and reads no clock: callers pass the time as ``now_s``. The simulator, the HTTP proxy and
+Envoy's endpoint picker share ``picker.Picker``.
 """

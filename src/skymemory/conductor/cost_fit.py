@@ -1,13 +1,13 @@
-"""Fits cost models to measurements of an engine, and reads and writes them as files.
+"""Fitting of cost models to measurements of an engine, and their file format.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, no coefficient below 0: the cost model's
-law, with the cost of attention fitted instead of counted (attention reaches another share of the machine's speed than
-matrix multiplications, so ``attention_flops`` becomes the equivalent at that share) and a cost per cached token.
-Decoding steps: ``fixed + per_request·batch + max(reading, computing)``, where computing follows from the prefills and
-the memory bandwidth is searched for.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. This is
+the law of the cost model with two changes: the cost of attention is fitted instead of counted, because attention
+reaches a different share of the machine's speed than matrix multiplications (``attention_flops`` becomes the equivalent
+at that share), and each cached token has a cost. Decoding steps: ``fixed + per_request·batch + max(reading,
+computing)``. Computing follows from the prefills; the memory bandwidth is searched.
 
-Errors are relative, so that short prompts weigh as much as long ones, and absolute rather than squared, so that a few
-disturbed measurements do not move the rest.
+Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
+few disturbed measurements do not move the fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of relative errors in the weights: two exact points must not pin the rest."""
+"""Floor of relative errors in the weights, so that two exact points do not dominate the others."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -35,7 +35,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """A prompt of ``tokens``, ``cached`` of them cached, took ``seconds`` to its first token on an idle engine."""
+    """Measured seconds to the first token of a prompt of ``tokens``, ``cached`` of them cached, on an idle engine."""
 
     tokens: int
     cached: int
@@ -44,7 +44,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A step of ``batch`` requests with ``kv_tokens`` of context in total took ``seconds``."""
+    """Measured step of ``batch`` requests with ``kv_tokens`` of context in total."""
 
     batch: int
     kv_tokens: float
@@ -52,9 +52,9 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
-    """Fits ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops``.
+    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops``.
 
-    Without a ``machine`` its speed is the one reached, and ``mfu`` is 1.
+    Without a ``machine`` its speed is the measured speed, and ``mfu`` is 1.
 
     Raises:
         InvalidInput: too few lengths, times that do not grow with the prompts, or a speed above the machine's.
@@ -62,8 +62,10 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     lengths = {point.tokens - point.cached for point in points}
     if len(lengths) < 3 or any(point.seconds <= 0 or not 0 <= point.cached < point.tokens for point in points):
         raise InvalidInput("expected prefills of at least three lengths, each longer than its cached part")
-    tokens, cached, seconds = np.array([(one.tokens, one.cached, one.seconds) for one in points], dtype=np.float64).T
-    # Where nothing was cached the last column would be zero, and its factor arbitrary.
+    tokens, cached, seconds = np.array(
+        [(point.tokens, point.cached, point.seconds) for point in points], dtype=np.float64
+    ).T
+    # If nothing was cached, the last column would be zero and its factor arbitrary.
     parts = [np.ones(len(points)), tokens - cached, tokens**2 - cached**2, cached]
     if not cached.any():
         parts.pop()
@@ -71,7 +73,7 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
     weights = shape.layers * shape.weight_flops * shape.width**2
     attention = shape.layers * shape.width
     cached_s = per_cached_s[0] if per_cached_s else 0.0
-    # Compare without the time of cached tokens: a slow store may take longer to load them than computing takes.
+    # Subtract the time of cached tokens: a slow store may take longer to load them than computing takes.
     computing_s = seconds - cached_s * cached
     by_work = np.argsort(tokens - cached)
     if not per_token_s > 0 or computing_s[by_work[-1]] <= computing_s[by_work[0]]:
@@ -88,9 +90,9 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
 
 
 def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
-    """Fits ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth reached.
+    """Fit ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth.
 
-    For a machine as measured (``mfu`` 1) the bandwidth reached becomes the machine's.
+    For a measured machine (``mfu`` 1) the fitted bandwidth becomes the machine's.
 
     Raises:
         InvalidInput: fewer than three points, or none above 0 s.
@@ -102,14 +104,14 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
     best: CostModel | None = None
     best_error = np.inf
     known = cost.machine.memory_bytes_per_s if cost.mfu < 1 else None
-    # A step is a maximum, so it is not linear in the bandwidth: search that on a grid, and fit the rest for each value.
+    # A step contains a maximum, so it is not linear in the bandwidth: try a grid, and fit the other parts per value.
     for speed in _MEMORY_BYTES_PER_S:
         if known is not None and speed > known:
             break
         tried = _with_memory(cost, float(speed), known)
-        rest = np.array([point.seconds - tried.decode_step_s(point.batch, point.kv_tokens) for point in points])
-        fixed_s, per_request_s = _fitted([np.ones(len(points)), batch], rest, seconds, needed=())
-        error = float(np.abs((rest - fixed_s - per_request_s * batch) / seconds).mean())
+        residual_s = np.array([point.seconds - tried.decode_step_s(point.batch, point.kv_tokens) for point in points])
+        fixed_s, per_request_s = _fitted([np.ones(len(points)), batch], residual_s, seconds, needed=())
+        error = float(np.abs((residual_s - fixed_s - per_request_s * batch) / seconds).mean())
         if error < best_error:
             best = replace(tried, decode_fixed_s=fixed_s, decode_request_s=per_request_s)
             best_error = error
@@ -119,16 +121,18 @@ def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of predictions."""
-
     mean: float
     worst: float
     bias: float
-    """Mean of the signed errors; above 0 the predictions are too slow."""
+    """Mean of the signed errors; positive if the predictions are too slow."""
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """Raises InvalidInput where there is nothing to compare."""
+    """Return the relative errors of ``predicted``.
+
+    Raises:
+        InvalidInput: no measurements, or lists of different lengths.
+    """
     if not measured or len(predicted) != len(measured):
         raise InvalidInput("no measurements to compare with")
     off = np.array(predicted) / np.array(measured) - 1
@@ -146,20 +150,19 @@ def decode_errors(cost: CostModel, points: Sequence[DecodePoint]) -> Errors:
 
 
 def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> CostModel:
-    """``cost`` with this memory bandwidth and no fixed decoding times."""
-    bare = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
+    without_fixed = replace(cost, decode_fixed_s=0.0, decode_request_s=0.0)
     if known is not None:
-        return replace(bare, memory_share=bytes_per_s / known)
-    return replace(bare, machine=replace(cost.machine, memory_bytes_per_s=bytes_per_s), memory_share=1.0)
+        return replace(without_fixed, memory_share=bytes_per_s / known)
+    return replace(without_fixed, machine=replace(cost.machine, memory_bytes_per_s=bytes_per_s), memory_share=1.0)
 
 
 def _fitted(
     parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
 ) -> list[float]:
-    """Non-negative factors of the sum of ``parts`` nearest to ``target``; errors are divided by ``scale``.
+    """Return the non-negative factors of ``parts`` whose sum is nearest to ``target``; errors are divided by ``scale``.
 
     Minimises the mean absolute error by iteratively reweighted least squares. Each round tries every subset of the
-    parts that are not ``needed`` (at most sixteen) and keeps the best without a negative factor.
+    parts that are not ``needed`` (at most sixteen) and keeps the best subset without a negative factor.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
@@ -169,18 +172,17 @@ def _fitted(
     for _ in range(_ROUNDS):
         factors = _not_negative(columns, aim, weights, needed)
         weights = 1.0 / np.sqrt(np.maximum(np.abs(aim - columns @ factors), _LEAST_ERROR))
-    return [float(one) for one in factors]
+    return [float(factor) for factor in factors]
 
 
 def _not_negative(columns: Column, aim: Column, weights: Column, needed: Sequence[int]) -> Column:
-    """Least squares of ``weights·(aim − columns·factors)``."""
     count = columns.shape[1]
     best, best_error = np.zeros(count), np.inf
-    others = [at for at in range(count) if at not in needed]
+    optional = [at for at in range(count) if at not in needed]
     norms = np.maximum(np.abs(columns).max(axis=0), 1e-300)
-    # With at most four parts all subsets are quicker than an active-set method, and have no special cases.
-    for size in range(len(others) + 1):
-        for chosen in combinations(others, size):
+    # With at most four parts, trying all subsets is faster than an active-set method and has no special cases.
+    for size in range(len(optional) + 1):
+        for chosen in combinations(optional, size):
             used = [*needed, *chosen]
             if not used:
                 factors, error = np.zeros(count), float(((weights * aim) ** 2).sum())
@@ -202,12 +204,12 @@ T = TypeVar("T")
 
 
 def dump(cost: CostModel, notes: Mapping[str, Any] | None = None) -> str:
-    """``cost`` as JSON. ``notes`` say where it comes from; ``parse`` ignores them."""
+    """Return ``cost`` as JSON; ``notes`` record its origin and are ignored by ``parse``."""
     return json.dumps({"format": FORMAT, **asdict(cost), "notes": dict(notes or {})}, indent=1) + "\n"
 
 
 def parse(text: str) -> CostModel:
-    """Reads what ``dump`` wrote, or the same tables as TOML.
+    """Return the cost model of a ``dump``, or of the same tables as TOML.
 
     Raises:
         InvalidInput: neither JSON nor TOML, or a missing or unknown key.
@@ -222,14 +224,14 @@ def parse(text: str) -> CostModel:
 
 
 def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = table.get(name)
-    if not isinstance(found, dict):
+    value = table.get(name)
+    if not isinstance(value, dict):
         raise InvalidInput(f"{name}: expected a table")
-    return found
+    return value
 
 
 def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """``kind`` with ``values``, each checked against the type of its field."""
+    """Return a ``kind`` of ``values``, each checked against the type of its field."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     place = f"{where}: " if where else ""
     for name, value in values.items():

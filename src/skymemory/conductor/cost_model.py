@@ -1,12 +1,12 @@
 """Cost model: seconds of a prefill, a decoding step and a transfer, from a model's shape and a machine's speed.
 
 A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
-operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights); the machine does
-``flops_per_s`` of them times the share that it reaches (``mfu``), an input to be fitted from a run (Mooncake,
-FAST'25). Its example, 128k tokens of which 95 % are cached, comes out 91.5 % below an uncached prefill ("92 %").
+operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights). The machine reaches a
+share ``mfu`` of its ``flops_per_s``; ``mfu`` is fitted from a run (Mooncake, FAST'25). Mooncake's example, 128k tokens
+of which 95 % are cached, comes out 91.5 % below an uncached prefill ("92 %").
 
-A decoding step reads all weights and the KV of every request in the batch, and does one token's operations for each:
-it takes the longer of the two, plus a fixed time. ``PRESETS`` has machines with published times.
+A decoding step reads all weights and the KV of every request in the batch, and computes one token per request. It takes
+the longer of the two, plus a fixed time. ``PRESETS`` has machines with published times.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ from typing import Any
 
 from skymemory.errors import InvalidInput
 
-__path__: list[str] = []  # as of a package, so that ``cost_model.written`` of before is forwarded (``moved``)
+__path__: list[str] = []  # as of a package: the old module ``cost_model.written`` is forwarded (``moved``)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a transformer, as far as costs depend on it."""
-
     name: str
     layers: int
     width: int
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
-    """Bytes of one number, in weights and KV cache."""
+    """Bytes per number of weights and KV."""
     attention_flops: float = 4.0
-    """``a``: per layer, pair of tokens (halved by causality) and unit of width."""
+    """Coefficient ``a``, per layer, pair of tokens (halved by causality) and unit of width."""
     weight_flops: float = 22.0
-    """``b``: per layer, token and unit of width squared."""
+    """Coefficient ``b``, per layer, token and unit of width squared."""
     parameters: float = 0.0
-    """Number of weights; 0: half of ``b`` per layer and width squared (one multiplication and addition each)."""
+    """Number of weights; if 0, half of ``b`` per layer and width squared (one multiplication and addition per weight).
+    """
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
     @property
@@ -53,7 +51,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One serving instance: the sum of its accelerators."""
+    """Serving instance, as the sum of its accelerators."""
 
     name: str
     flops_per_s: float
@@ -66,9 +64,9 @@ class Machine:
 
 
 def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = None) -> ModelShape:
-    """The shape in a model's ``config.json`` (transformers' format; Llama, Mistral, Qwen and alike).
+    """Return the shape described by a model's ``config.json`` (transformers' format; Llama, Mistral, Qwen and similar).
 
-    ``value_bytes``: of the data type it is served in; by default the one it was saved in, else 2.
+    ``value_bytes`` is the size of the serving data type; by default that of the saved data type, else 2.
 
     Raises:
         InvalidInput: layers, heads or widths are missing or invalid.
@@ -109,14 +107,13 @@ QWEN_7B = ModelShape(
     weight_flops=254 / 7,
     parameters=7.615e9,
 )
-"""From its ``config.json``."""
 
 EIGHT_A800 = Machine("8×A800", flops_per_s=8 * 312e12, memory_bytes_per_s=16e12, network_bytes_per_s=4 * 200e9 / 8)
 EIGHT_A100 = Machine("8×A100", flops_per_s=8 * 312e12, memory_bytes_per_s=8 * 2.039e12, network_bytes_per_s=100e9)
 FOUR_A100 = Machine("4×A100", flops_per_s=4 * 312e12, memory_bytes_per_s=4 * 2.039e12, network_bytes_per_s=100e9)
-"""A100-SXM4-80GB. The A800 differs in NVLink: 400 GB/s instead of 600."""
+"""Four A100-SXM4-80GB. The A800 differs in NVLink: 400 GB/s instead of 600."""
 EIGHT_H800 = Machine("8×H800", flops_per_s=8 * 989e12, memory_bytes_per_s=8 * 3.35e12, network_bytes_per_s=400e9)
-"""An H100-SXM5-80GB with an NVLink of 400 GB/s instead of 900."""
+"""Eight H100-SXM5-80GB with an NVLink of 400 GB/s instead of 900."""
 ONE_L4 = Machine("L4", flops_per_s=121e12, memory_bytes_per_s=300e9, network_bytes_per_s=2e9)
 
 
@@ -124,17 +121,18 @@ ONE_L4 = Machine("L4", flops_per_s=121e12, memory_bytes_per_s=300e9, network_byt
 class CostModel:
     """Costs of a model on a machine.
 
-    Raises InvalidInput for shares outside (0, 1] and negative times.
+    Raises:
+        InvalidInput: shares outside (0, 1], or negative times.
     """
 
     shape: ModelShape
     machine: Machine
     mfu: float
-    """Model FLOPS utilisation: share of the machine's floating-point speed reached."""
+    """Model FLOPS utilisation: reached share of the machine's floating-point speed."""
     fixed_s: float = 0.0
-    """Seconds per prefill beside its operations: launching, sampling."""
+    """Seconds per prefill in addition to its operations: launching, sampling."""
     decode_fixed_s: float = 0.0
-    """Seconds per decoding step beside reading and computing."""
+    """Seconds per decoding step in addition to reading and computing."""
     memory_share: float = 1.0
     """Share of the memory bandwidth that decoding reaches."""
     network_share: float = 1.0
@@ -142,7 +140,7 @@ class CostModel:
     cached_token_s: float = 0.0
     """Seconds per cached token of a prompt: hashing, lookup, placement."""
     decode_request_s: float = 0.0
-    """Seconds per request of a batch beside reading and computing: sampling, sending."""
+    """Seconds per request of a batch in addition to reading and computing: sampling, sending."""
 
     def __post_init__(self) -> None:
         for name, share in (("mfu", self.mfu), ("memory_share", self.memory_share)):
@@ -154,30 +152,34 @@ class CostModel:
             raise InvalidInput("fixed_s, decode_fixed_s, cached_token_s and decode_request_s: expected 0 or more")
 
     def prefill_flops(self, tokens: float, cached: float = 0) -> float:
-        """Operations of a prefill of ``tokens``, the first ``cached`` of them cached; at least one is computed."""
+        """Return the operations of a prefill of ``tokens``, the first ``cached`` of them cached; at least one is
+        computed.
+        """
         cached = max(0, min(cached, tokens - 1))
         shape = self.shape
-        # Token i attends to i tokens: over the computed ones that sums to half of n² − p², and ``a`` has the half.
+        # Token i attends to i tokens. The sum over computed tokens is half of n² − p²; the half is part of ``a``.
         pairs = (tokens * tokens - cached * cached) * shape.width
         weights = (tokens - cached) * shape.width * shape.width
         return shape.layers * (shape.attention_flops * pairs + shape.weight_flops * weights)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds of such a prefill on an idle machine."""
+        """Return the seconds of a prefill on an idle machine; ``cached`` as in ``prefill_flops``."""
         beside_s = self.fixed_s + self.cached_token_s * max(0, min(cached, tokens - 1))
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Seconds of one step of ``batch`` requests with ``kv_tokens`` of context in total."""
+        """Return the seconds of a step of ``batch`` requests with ``kv_tokens`` of context in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
     def decode_parts(self, batch: int) -> tuple[float, float, float, float, float]:
-        """Coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of context."""
+        """Return coefficients of ``fixed + max(read + read_per_token·T, flops + flops_per_token·T)``, T tokens of
+        context.
+        """
         shape = self.shape
         memory = self.machine.memory_bytes_per_s * self.memory_share
         flops = self.machine.flops_per_s * self.mfu
-        # A step's two lines over the context tokens T: reading weights and KV, and one token's operations per request.
+        # The two lines over the context tokens T: reading weights and KV, and computing one token per request.
         weights = batch * shape.layers * shape.weight_flops * shape.width * shape.width
         return (
             self.decode_fixed_s + batch * self.decode_request_s,
@@ -191,11 +193,10 @@ class CostModel:
         return tokens * self.shape.kv_bytes_per_token
 
     def at(self, mfu: float, fixed_s: float = 0.0) -> CostModel:
-        """The same model and machine with another ``mfu``."""
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
     def decoding_as(self, other: CostModel) -> CostModel:
-        """These prefills with the memory and decoding constants of ``other``, of the same shape."""
+        """Return these prefills with the memory and decoding constants of ``other``, which must have the same shape."""
         machine = replace(self.machine, memory_bytes_per_s=other.machine.memory_bytes_per_s)
         return replace(
             self,
@@ -207,66 +208,65 @@ class CostModel:
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
-"""Mooncake's model and machine. The paper does not state its utilisation; 0.5 is our choice. Decoding is bounded by the
-memory only; those of ``PRESETS`` below have it measured."""
+"""Mooncake's model and machine. The paper does not state its utilisation; 0.5 is our choice. Decoding is bounded by
+memory only; the measured presets below include its other costs."""
 
 
-# Transfers of KV. Prefills load and store KV layer by layer while they compute (Mooncake §5.2); ``stored_s`` and
-# ``loaded_s`` are what remains visible of a transfer. ``pipelined_s`` is a prefill in chunks over several machines.
+# Transfers of KV. Prefills load and store KV layer by layer while they compute (Mooncake §5.2). ``stored_s`` and
+# ``loaded_s`` return the visible time; ``pipelined_s`` is a chunked prefill over several machines.
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Bandwidth and latency of a memory or link that KV is loaded from."""
+    """Bandwidth and latency of a memory or link from which KV is loaded."""
 
     name: str
     bytes_per_s: float
     latency_s: float = 0.0
-    """Before the first byte."""
+    """Seconds before the first byte."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.latency_s >= 0 or math.isinf(self.latency_s):
             raise InvalidInput(f"medium {self.name!r}: expected a rate above 0 and a finite latency of 0 or more")
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds of ``size_bytes`` on an idle link."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
 DRAM = Medium("dram", 100e9)
-"""Host memory to the eight accelerators of the machine, each over its own link."""
+"""Host memory to the eight accelerators of a machine, each over its own link."""
 SSD = Medium("ssd", 6e9, 1e-4)
 
 
 def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
-    """The network between machines."""
     return Medium("network", cost.machine.network_bytes_per_s * cost.network_share, latency_s)
 
 
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Seconds by which storing layer by layer lengthens a prefill of ``compute_s``.
+    """Return the seconds by which layer-by-layer storing lengthens a prefill of ``compute_s``.
 
-    A layer's KV is sent when it is computed. Visible are the part not hidden by other layers and the last layer.
+    A layer's KV is sent once it is computed. The visible time is what other layers do not hide, plus the last layer.
     """
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
 
 def loaded_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Seconds of a prefill that loads its cached part layer by layer while it computes."""
+    """Return the seconds of a prefill that loads its cached part layer by layer while it computes."""
     return max(transfer_s, compute_s) + min(transfer_s, compute_s) / layers
 
 
 def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
-    """Seconds of a pipeline of ``machines``, each with its layers; ``chunks_s``: per chunk, at one machine.
+    """Return the seconds of a pipeline of ``machines``, each with its share of the layers.
 
-    The first machine computes all chunks in turn; the last finishes ``machines - 1`` of the longest chunks later.
+    ``chunks_s`` are the seconds per chunk on one machine. The first machine computes all chunks in turn; the last
+    machine finishes ``machines - 1`` times the longest chunk later.
     """
     return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
 
 
-# Machines with published prefills and decoding steps. Decoding constants are fitted (``cost_fit.fit_decode``) to the
-# published steps, prefills (``cost_fit.fit_prefill``) where at least three lengths were published. The points, the
-# errors and held-out points: ``tests/conductor/test_cost_presets.py`` and docs/guide/fitting.md.
+# Machines with published prefills and decoding steps. Decoding constants are fitted to the published steps
+# (``cost_fit.fit_decode``), prefills if at least three lengths were published (``cost_fit.fit_prefill``). The points,
+# errors and held-out points are in ``tests/conductor/test_cost_presets.py`` and docs/guide/fitting.md.
 
 LLAMA_70B_8xA100 = CostModel(
     replace(LLAMA_70B, attention_flops=24.3),
@@ -276,19 +276,19 @@ LLAMA_70B_8xA100 = CostModel(
     memory_share=0.194,
     decode_request_s=3.27e-4,
 )
-"""LLaMA-2-70B in vLLM on a DGX-A100, eight A100-80GB: 43 to 72 ms a step.
+"""LLaMA-2-70B in vLLM on a DGX-A100, eight A100-80GB: 43 to 72 ms per step.
 
 Source: ``data/perf_model.csv`` of SplitwiseSim (github.com/Mutinifni/splitwise-sim at 8f99e7d; Patel et al.,
 "Splitwise", ISCA 2024), tensor parallel 8, medians of five runs. 13 decoding steps (batches of 1 to 64 at 576 tokens,
-one request of 192 to 8,256): error 2.1 % on average, 6.8 % at worst. Seven prompts of 128 to 8,192 tokens: 4.2 and
-11.3 %; longer ones are extrapolated. Batches of long contexts were not published: these points do not
-separate reading from fixed time (full bandwidth and 36 ms fixed would have an error of 2.3 %).
+one request of 192 to 8,256): error 2.1 % on average, 6.8 % at worst. Seven prompts of 128 to 8,192 tokens: 4.2 and 11.3
+%; longer prompts are extrapolated. Batches of long contexts were not published, so these points do not separate reading
+from fixed time (full bandwidth and 36 ms fixed would have an error of 2.3 %).
 """
 
 LLAMA_70B_4xA100 = CostModel(
     LLAMA_70B, FOUR_A100, mfu=0.55, fixed_s=0.05, memory_share=0.6145, decode_fixed_s=0.00215, decode_request_s=1.093e-4
 )
-"""LLaMA-2-70B in LMDeploy's TurboMind on four A100-80GB: 29 to 55 ms a step.
+"""LLaMA-2-70B in LMDeploy's TurboMind on four A100-80GB: 29 to 55 ms per step.
 
 Source: ``docs/en/benchmark/a100_fp16.md`` of github.com/InternLM/lmdeploy at 3e391df (version 0.1.0a1, CUDA 11.8),
 "Static Inference Benchmark", llama2-70b: median time between tokens, in whole milliseconds. 20 steps (batches of 1 to
@@ -305,17 +305,17 @@ LLAMA_70B_8xH800 = CostModel(
     decode_fixed_s=0.00168,
     decode_request_s=2.82e-4,
 )
-"""LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms a step.
+"""LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms per step.
 
 No published steps of a dense model on H800 were found. An H800 has the arithmetic and memory of the H100 and less than
-half of its NVLink, which these figures ignore. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: error 1.8 %
- on average, 5.8 % at worst. Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer ones are extrapolated.
+half of its NVLink, which these figures ignore. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: error 1.8 % on
+average, 5.8 % at worst. Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer prompts are extrapolated.
 """
 
 QWEN_7B_L4 = CostModel(
     QWEN_7B, ONE_L4, mfu=0.55, fixed_s=0.06, memory_share=0.9395, decode_fixed_s=0.00406, decode_request_s=2.54e-4
 )
-"""Qwen2.5-7B-Instruct (16 bits) in vLLM 0.8.5 on one L4: 58 to 76 ms a step.
+"""Qwen2.5-7B-Instruct (16 bits) in vLLM 0.8.5 on one L4: 58 to 76 ms per step.
 
 Source: ``raw/`` and ``results/summary.csv`` of github.com/ree2raz/inference-bench at 6219100, regime "short", median
 time per output token of 100 requests, the median of three runs. Five steps (batches of 1 to 64 at about 109 tokens):
@@ -329,4 +329,4 @@ PRESETS: Mapping[str, CostModel] = {
     "llama-70b-8xh800": LLAMA_70B_8xH800,
     "qwen-7b-l4": QWEN_7B_L4,
 }
-"""Names for ``--cost``. The first is Mooncake's, with nothing measured."""
+"""Cost models by their ``--cost`` name. The first is Mooncake's, not measured."""

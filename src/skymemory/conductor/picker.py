@@ -1,13 +1,14 @@
-"""The servers behind a router, and the picker, which chooses one of them for a request: for the HTTP proxy, Envoy's
-endpoint picker and the simulator.
+"""The servers of a router, and the picker, which chooses a server per request.
+
+The HTTP proxy, Envoy's endpoint picker and the simulator use it. It narrows the choice in this order:
 
 1. Servers that take requests: healthy, not draining, in the requested subset.
-2. Of those, servers that have the request's LoRA adapter loaded, or room for it.
-3. The strategy's highest score.
+2. Of these, servers that have the request's LoRA adapter loaded, or have room for it.
+3. The servers with the strategy's highest score.
 4. Among equal scores, a draw from a seeded sequence.
 
-A server has a *slot*, a small number that it keeps while it is in the fleet; indices store sets of servers as bits of
-an integer by it. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
+A server keeps its *slot*, a small number, while it is in the fleet; indices store sets of servers as bits of an integer
+by slot. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
 """
 
 from __future__ import annotations
@@ -21,51 +22,49 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""A server with room loads an adapter too once its queue is this many requests shorter than the shortest where the
-adapter is loaded: loading one takes about as long as a few prefills.
+"""Requests by which a server's queue must be shorter for it to load the adapter too.
+
+The comparison is with the shortest queue among servers with the adapter. Loading takes about as long as a few prefills.
 """
 _MASK = (1 << 64) - 1
 _KEPT = 0.95
-"""Decay of earlier prompts per new one, in the ratio of our tokens to the engine's."""
+"""Decay of earlier prompts per new prompt, in the ratio of our tokens to the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTotals:
-    """Counters of an engine over all requests since its start. Tokens are by its tokenizer, not ours."""
+    """Counters of an engine over all requests since its start, in tokens of its own tokenizer."""
 
     requests: float
     tokens: float
-    """Prompt tokens."""
     computed: float
-    """Prompt tokens that were not cached."""
+    """Uncached prompt tokens."""
     seconds: float
-    """Sum over requests, from the start of the prefill to the first token."""
+    """Sum over requests of the prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """An engine's metrics as of ``at_s``."""
+    """Metrics of an engine as of ``at_s``; None: not reported."""
 
     at_s: float
     waiting: int = 0
-    """Requests queued for their prefill."""
     running: int = 0
     kv_usage: float = 0.0
-    """Share of its KV cache in use, 0 to 1."""
+    """Used share of its KV cache, 0 to 1."""
     cache_blocks: int | None = None
-    """Capacity of its KV cache in blocks, if reported."""
+    """Capacity of its KV cache in blocks."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
-    """LoRA adapters that are loaded or loading."""
+    """Loaded or loading LoRA adapters."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
-    """Totals of its prefills, if reported."""
     tokens: float = 0.0
-    """Read and generated since it started, if reported."""
+    """Tokens read and generated since its start, if reported."""
 
 
 class Server:
-    """One server. ``reported`` is its last report, None before the first."""
+    """State of one server; ``reported`` is its last report, None before the first."""
 
     __slots__ = (
         "_draining",
@@ -88,9 +87,9 @@ class Server:
         self.in_flight = 0
         """Requests sent to it that have not ended."""
         self.prefilling = 0
-        """Those of them without their first byte."""
+        """Requests in flight that have not had their first byte."""
         self.prefill_tokens = 0.0
-        """Estimated prefill backlog of those: prompt tokens less matched ones."""
+        """Estimated prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
         self._read_tokens = self._engine_tokens = 0.0
@@ -112,7 +111,7 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """Finishes its requests and gets no new ones."""
+        """True: it finishes its requests and gets no new requests."""
         return self._draining
 
     @draining.setter
@@ -129,18 +128,17 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """Records that a prompt of ``read`` tokens by our count had ``reported`` by the engine's usage."""
+        """Record that a prompt of ``read`` tokens by our count had ``reported`` tokens by the engine's usage."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
 
     @property
     def read_per_token(self) -> float:
-        """Our tokens per token of the engine; 1 before it reported any."""
+        """Our tokens per token of the engine; 1 before its first report."""
         return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
     def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
-        """The last report, or None if it is older than ``stale_s``."""
         report = self.reported
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
@@ -150,7 +148,6 @@ class Fleet:
 
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
-        """In the order of their addition."""
         self._free_slots: list[int] = []
         self._slots = 0
         self._available: tuple[Server, ...] | None = None
@@ -164,7 +161,6 @@ class Fleet:
         return available
 
     def changed(self) -> None:
-        """Drops the cached ``available``."""
         self._available = None
 
     def __iter__(self) -> Iterator[Server]:
@@ -174,7 +170,7 @@ class Fleet:
         return len(self.servers)
 
     def add(self, name: str) -> Server:
-        """Adds a server, which counts as healthy.
+        """Add a server, which counts as healthy.
 
         Raises:
             InvalidInput: the name is taken.
@@ -190,7 +186,7 @@ class Fleet:
         return server
 
     def remove(self, name: str) -> Server | None:
-        """Removes a server. Its slot goes to the next one added: scorers must have forgotten it by then."""
+        """Remove a server. The next added server reuses its slot, so scorers must have forgotten it by then."""
         server = self.servers.pop(name, None)
         if server is not None:
             self._free_slots.append(server.slot)
@@ -200,13 +196,15 @@ class Fleet:
 
 Weights = tuple[tuple[str, Sequence[float]], ...]
 RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
-"""A ranking's entry of one server: score, matched tokens, estimated time to first token and between tokens, plan,
-estimated compute time, and its figures in ``weights``. A plain tuple, since every request makes one.
+"""Entry of one server in a ranking.
+
+Score, matched tokens, estimated time to first token and between tokens, plan, estimated compute time, and its figures
+in ``weights``. A plain tuple, because every request creates it.
 """
 
 
 class Ranking:
-    """Scores and estimates of servers, in the order in which they were given."""
+    """Scores and estimates of servers, in the order in which they were passed to ``Scorer.rank``."""
 
     __slots__ = (
         "_compute_s",
@@ -233,23 +231,22 @@ class Ranking:
     ) -> None:
         self._scores, self._matched = scores, matched_tokens
         self.packed: Sequence[float] | bytes = scores
-        """The scores in the form that a decision keeps."""
+        """Scores in the form that a decision keeps."""
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
-        """Reasons that hold for all servers."""
         self.estimated_tbt_s = estimated_tbt_s
         """Seconds between tokens, for decode servers."""
         self.plan_at = plan_at
-        """How the server at a position would obtain the prompt's KV. A function: only the chosen one's is made."""
+        """Function that returns the plan of the server at a position; only the chosen server's plan is made."""
 
     @property
     def scores(self) -> Sequence[float]:
-        """Higher is better; the picker breaks ties."""
+        """Score per server; higher is better, and the picker breaks ties."""
         return self._scores
 
     @property
     def matched_tokens(self) -> Sequence[int] | None:
-        """Tokens of the prompt that each is estimated to hold; None if the strategy ignores caches."""
+        """Prompt tokens that each server is estimated to hold; None if the strategy ignores caches."""
         return self._matched
 
     @property
@@ -258,16 +255,15 @@ class Ranking:
 
     @property
     def estimated_compute_s(self) -> Sequence[float] | None:
-        """The compute part of ``estimated_ttft_s``; with plans, see those."""
+        """Compute part of ``estimated_ttft_s``; if there are plans, they have it instead."""
         return self._compute_s
 
     @property
     def weights(self) -> Weights:
-        """Named parts of the scores, per server: the chosen one's become reasons."""
+        """Named parts of the scores, per server; those of the chosen server become reasons."""
         return self._weights
 
     def best(self) -> Sequence[int]:
-        """Positions of the highest score."""
         scores = self.scores
         best = max(scores)
         return [at for at, score in enumerate(scores) if score == best]
@@ -288,59 +284,58 @@ class Ranking:
 
 
 def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
-    """The scores of ``Ranking.packed``."""
     return memoryview(scores).cast("d") if isinstance(scores, bytes) else scores
 
 
 class Scorer:
-    """Base of routing strategies. Only ``rank`` must be there: a strategy need not learn.
+    """Base of routing strategies. Only ``rank`` is required; a strategy need not learn.
 
-    No I/O, no clock, no random numbers: equal calls give equal scores.
+    Scorers do no I/O, read no clock and draw no random numbers: equal calls give equal scores.
     """
 
     name: str
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """Scores of ``servers`` (at least one) for ``request``. Changes no visible state."""
+        """Score ``servers`` (at least one) for ``request`` without changing visible state."""
         raise NotImplementedError
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
-        """``request`` is sent to ``server``."""
+        """Record that ``request`` is sent to ``server``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        """The first byte of the answer came: the server has computed the prompt and holds it.
+        """Record the first byte of the answer: the server has computed the prompt and holds it.
 
-        ``cached_tokens``: tokens of the prompt that the server reports as cached, if it does.
+        ``cached_tokens`` are the prompt tokens that the server reports as cached, if it does.
         """
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """The end of the answer reports the cached tokens of the prompt.
+        """Record the cached tokens that the end of the answer reports.
 
         Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
         """
 
     def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """The last byte came, or the client disconnected after ``succeeded``. Called once, before ``corrected``.
+        """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``.
 
-        ``output_tokens``: of the answer, if complete and reported.
+        ``output_tokens`` is the length of the answer, if complete and reported.
         """
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        """The request ended before its first byte: it left nothing in the cache."""
+        """Record that the request ended before its first byte and left nothing in the cache."""
 
     def forget(self, server: Server) -> None:
-        """The server left the fleet or restarted: its cache is empty."""
+        """Drop the state of a server that left the fleet or restarted: its cache is empty."""
 
 
 class NoServer(SkyMemoryError):
-    """No server takes the request now; the message says why."""
+    """No server takes the request now; the message has the reason."""
 
 
 class Picker:
-    """Chooses servers and counts their requests in flight.
+    """Chooser of servers, which counts their requests in flight.
 
-    A ``pick`` that is used is followed by ``routed``, then ``succeeded`` (first byte) or ``failed``, and after
-    ``succeeded`` by ``ended``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
+    After a ``pick`` call ``routed`` if the request is sent, then ``succeeded`` (first byte) or ``failed``, and after
+    ``succeeded`` call ``ended``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
     """
 
     def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
@@ -349,7 +344,7 @@ class Picker:
         self._random_state = seed & _MASK
 
     def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
-        """The best server for ``request`` among those named (None: all).
+        """Choose the best server for ``request`` among the named servers (None: all).
 
         Raises:
             NoServer: none of them takes requests.
@@ -366,7 +361,7 @@ class Picker:
         tied = ranking.best()
         at = tied[0] if len(tied) == 1 else tied[self._next_random() % len(tied)]
         score, matched_tokens, ttft_s, tbt_s, plan, compute_s, figures = ranking.entry(at)
-        # Copied: the explanation is worked out later, when the counts have changed.
+        # Copied, because the explanation is computed later, after the counts have changed.
         in_flight = [server.in_flight for server in servers]
         state = (ranking.packed, ranking.reasons, servers, in_flight, at, available, adapter_reason, figures, len(tied))
         return Decision(
@@ -383,7 +378,7 @@ class Picker:
             compute_s,
         )
 
-    # Counts are of requests that we sent. Each call is a no-op for a server that left: its counts went with it.
+    # Counts cover the requests that we sent. Each call is a no-op if the server left, since its counts left with it.
 
     def routed(self, decision: Decision, now_s: float) -> None:
         server = self.fleet.servers.get(decision.server)
@@ -395,13 +390,11 @@ class Picker:
             self.scorer.routed(request, server, now_s)
 
     def succeeded(self, decision: Decision, now_s: float, cached_tokens: int | None = None) -> None:
-        """The first byte came."""
         server = self._prefilled(decision)
         if server is not None:
             self.scorer.succeeded(decision.request, server, now_s, cached_tokens)
 
     def failed(self, decision: Decision, now_s: float) -> None:
-        """The request ended without a first byte."""
         server = self._prefilled(decision)
         if server is not None:
             if server.in_flight:
@@ -411,9 +404,9 @@ class Picker:
     def ended(
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
-        """The last byte came, or the client disconnected after the first.
+        """Record the last byte, or a disconnect of the client after the first.
 
-        ``cached_tokens`` and ``output_tokens``: from the answer's usage, where it has them.
+        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
         """
         server = self.fleet.servers.get(decision.server)
         if server is not None:
@@ -424,7 +417,6 @@ class Picker:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 
     def remove(self, name: str) -> None:
-        """Removes a server from the fleet and its state from the scorer."""
         server = self.fleet.servers.get(name)
         if server is not None:
             self.scorer.forget(server)
@@ -435,16 +427,16 @@ class Picker:
         if server is not None:
             if server.prefilling > 1:
                 server.prefilling -= 1
-                # Requests that were sent before a server was removed, and added again under its name, end here too: the
-                # new server's backlog must not turn negative by them.
-                left = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
-                server.prefill_tokens = left if left > 0.0 else 0.0
+                # A request sent to an earlier server of this name also ends here; it must not turn the backlog of the
+                # new server negative.
+                backlog = server.prefill_tokens - (decision.request.prompt.tokens - decision.matched_tokens)
+                server.prefill_tokens = backlog if backlog > 0.0 else 0.0
             else:
                 server.prefilling, server.prefill_tokens = 0, 0.0
         return server
 
     def _next_random(self) -> int:
-        """The next number of a seeded sequence (splitmix64)."""
+        """Advance splitmix64."""
         self._random_state = (self._random_state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._random_state
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -454,11 +446,13 @@ class Picker:
     def _why_none(self, among: Collection[str] | None) -> str:
         if not len(self.fleet):
             return "the fleet has no server: add at least one"
-        asked = [server for server in self.fleet if among is None or server.name in among]
-        if not asked:
+        candidates = [server for server in self.fleet if among is None or server.name in among]
+        if not candidates:
             return f"none of the {len(self.fleet)} servers is in the requested subset"
-        down = sum(not server.healthy for server in asked)
-        return f"no server takes requests: of {len(asked)}, {down} are unhealthy, {len(asked) - down} draining"
+        down = sum(not server.healthy for server in candidates)
+        return (
+            f"no server takes requests: of {len(candidates)}, {down} are unhealthy, {len(candidates) - down} draining"
+        )
 
 
 _PickState = tuple[
@@ -472,9 +466,11 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""What ``Decision.fallbacks`` and ``reasons`` are made from, which few callers read: scores, reasons that hold for all
-servers, the ranked servers, their requests in flight, the index of the chosen one, all available servers, the adapter's
-reason, the chosen one's figures, and how many tied. A plain tuple, since every request makes one.
+"""State from which ``Decision.fallbacks`` and ``reasons`` are computed on demand.
+
+Scores, reasons for all servers, the ranked servers, their requests in flight, the position of the chosen server, all
+available servers, the adapter's reason, the chosen server's figures, and the number of ties. A plain tuple, because
+every request creates it.
 """
 
 
@@ -483,31 +479,34 @@ def _explanation(state: _PickState) -> Explanation:
 
 
 def _fallbacks(state: _PickState) -> Names:
-    """Other servers by score, then by requests in flight; those without room for the adapter last."""
+    """Return the other servers by score, then requests in flight; servers without room for the adapter are last."""
     packed, _, servers, in_flight, chosen, available, *_ = state
     scores = unpack_scores(packed)
-    others = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)
-    rest = [server.name for server in available if server not in servers] if len(servers) < len(available) else []
-    return (*(name for *_, name in others), *rest)
+    by_score = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)
+    excluded = [server.name for server in available if server not in servers] if len(servers) < len(available) else []
+    return (*(name for *_, name in by_score), *excluded)
 
 
 def _reasons(state: _PickState) -> Names:
     _, reasons, servers, _, _, _, adapter, figures, tied = state
-    found = [adapter] if adapter else []
-    found += reasons
-    found += [f"{name} {figure:.4g}" for name, figure in figures]
+    texts = [adapter] if adapter else []
+    texts += reasons
+    texts += [f"{name} {figure:.4g}" for name, figure in figures]
     if tied > 1:
-        found.append(f"drawn among {tied} of {len(servers)} with equal scores")
+        texts.append(f"drawn among {tied} of {len(servers)} with equal scores")
     elif len(servers) == 1:
-        found.append("the only available server")
-    return tuple(found)
+        texts.append("the only available server")
+    return tuple(texts)
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Servers with the adapter loaded, plus those with room for it while the queues of the former are long. If none has
-    it loaded: those with room, else all.
+    """Return the servers eligible for the adapter, and the reason.
 
-    The adapter is decided before prefixes: adapters share no cache, and loading one costs more than a prefix saves.
+    Servers with the adapter loaded, plus servers with room for it while the queues of the former are long. If no server
+    has it loaded: the servers with room, else all.
+
+    The adapter is decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix
+    saves.
     """
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in available]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
@@ -535,6 +534,8 @@ def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tu
 
 
 def _waiting(server: Server, now_s: float) -> int:
-    """Requests queued for or in their prefill: reported, or sent by us since the report, whichever are more."""
+    """Return the requests queued for or in their prefill: the larger of the reported number and ours since the
+    report.
+    """
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
     return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)

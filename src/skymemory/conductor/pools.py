@@ -1,62 +1,57 @@
-"""Elastic pools: how many instances prefill and how many decode follows the load. One instance at a time changes its
-role, by draining.
+"""Elastic pools: the load decides how many instances prefill and how many decode.
 
-The caller samples its instances, calls ``PoolController.observe`` every second or so, and carries out what it returns:
-it closes the instance to new requests, waits until its last one has ended (a prefill instance works off its queue, a
-decode instance its batch and the requests on their way to it), and opens it in the other role. The controller reads
-the progress from the next samples. No I/O, no clock.
+Instances change their role one at a time, by draining. The caller samples its instances, calls
+``PoolController.observe`` about once per second, and carries out the returned change: it closes the instance to new
+requests, waits for its last request to end, and opens it in the other role. The controller sees the progress in the
+next samples. It does no I/O and reads no clock.
 
-**The control law: need by time, what can be spared by work.** Both are smoothed over time::
+**Control law: need is measured by time, spare capacity by work.** Both are smoothed over time::
 
-    need      prefill   TAIL · queue_s / ttft objective, the mean of the instances
-              decode    max((1 - idle / tbt_s) / (1 - idle / tbt objective), kv_share), the mean of the requests
+    need      prefill   TAIL · queue_s / ttft objective, the mean over instances
+              decode    max((1 - idle / tbt_s) / (1 - idle / tbt objective), kv_share), the mean over requests
               1: at the objective
 
     demand    prefill   Σ max(1 if it has work, else 0, queue_s / ttft objective)
               decode    Σ max((1 - shared / tbt_s) / (1 - idle / tbt objective), 1 - (1 - kv_share) · shared / tbt_s)
-              a number of instances, so it does not jump when one moves
+              a number of instances, so it does not jump when an instance moves
 
     load      demand / serving instances; 1: no more work fits within the objective
 
-The need says whether requests are late, or about to be. A busy pool may answer all within its objective: it gets none.
+The need is high if requests are late or about to be. A busy pool within its objective gets no instance.
 
-* Prefill: waits are spread, in a busy pool about exponentially, so that one in twenty is above ``TAIL`` means. The mean
-  itself comes too late: an admission rule refuses what would wait longer than the objective, so it never gets there.
-* Decode: 0 for a request alone, 1 at the objective or with full memory, beyond which requests wait.
+* Prefill: waits are roughly exponential, so 5 % exceed ``TAIL`` times the mean. The mean itself never reaches the
+  objective, because an admission rule refuses requests that would wait longer.
+* Decode: 0 for a single request, 1 at the objective or with full memory.
 
-The demand is proportional to the work, which a move divides among one more or one less.
+The demand is proportional to the work.
 
-* Prefill: the busy share shows what a pool can spare; a queue beyond the objective how many it takes to work that off.
-* Decode: a batch of ``n`` takes ``tbt = shared + c·n`` a step and makes ``n / tbt`` tokens a second, which is
-  ``(1 - shared / tbt) / c``. A request that meets such batches has ``idle / (1 - c · tokens a second)`` between its
-  own, so the first term is that rate over the one at the objective. The second is over the one with full memory, where
-  ``n`` is ``n / kv_share``. An engine that computes one request after the other shares nothing: its demand is its busy
-  share. The time itself is no measure: with one instance less, steps are slower, so answers take longer and batches
-  grow by more than the share of the one that left. Beyond full memory requests wait, and ``kv_share`` itself counts.
+* Prefill: the busy share, or the instances needed to work off a queue longer than the objective.
+* Decode: a batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``n / tbt = (1 - shared / tbt) / c`` tokens
+  per second. The first term is this rate over the rate at the objective: a request in such batches has ``idle / (1 - c
+  · tokens per second)`` between its tokens. The second term is the rate over the rate with full memory, at which the
+  batch is ``n / kv_share``. If nothing is shared, the demand is the busy share. The time between tokens is not
+  proportional to work: with an instance less, steps are slower, answers take longer, and batches grow by more than that
+  instance's share. With full memory, ``kv_share`` counts directly.
 
-An instance moves from G to R when all of these hold:
+An instance moves from pool G to pool R if all of these hold:
 
-1. ``need(R) ≥ high``: R needs it. Below, requests meet their objectives, and a drain costs for nothing.
-2. ``left = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without it. With both pools
-   overloaded none moves. ``growth`` is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: what R could not take was
-   refused, or waits in front of G; with one more instance that much more flows through both. Where G prefills, its
-   queue counts, too: one with the load ρ is as long as ``ρ / (1 - ρ)`` times something that a move does not change (the
-   requests' lengths), so its need without the instance is known, and is at most 1. Long requests, or bursts, need more
-   than their work.
-3. ``left · (1 + margin) ≤ load(R)``: what G will bear is less, by a margin, than what R bears now.
-4. G keeps one. Where its others fail during the drain, that is called off.
-5. No change is under way, and since the end of the last one ``settle_s`` plus ``drain_weight`` times its drain have
-   passed: the longer a drain took, the more a wrong one costs.
+1. ``need(R) ≥ high``: below that, requests meet their objectives and a drain would gain nothing.
+2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``: G keeps its objective without the instance. ``growth``
+   is ``1 + 1 / serving(R)``, at most ``MOST_GROWTH``: requests that R could not take were refused or wait before G, so
+   a larger R sends more work through both pools. If G prefills, its need after the move must be at most 1, too. It is
+   known, because a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
+3. ``load_after · (1 + margin) ≤ load(R)``: the future load of G is below the present load of R by a margin.
+4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
+5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended: the
+   longer a drain takes, the more a wrong drain costs.
 
-The third rule is the hysteresis. A move back would need what R bore before the move to be less, by the margin, than
-what G bears after it: the third rule required the opposite. So under constant demands no move is undone, all moves go
-in one direction, and they end after fewer than there are instances.
+Rule 3 is the hysteresis. A move back would require R's load before the move to be below G's load after it, the opposite
+of rule 3. With constant demands no move is undone, and there are fewer moves than instances.
 
-Mooncake's loads swing in opposition: what waits for prefill now decodes later, and reacting to the lagging pool feeds
-the swing. Against this, demands are smoothed, the second rule looks at both pools at once, and a change waits until
-the last one shows (``settle_s``).
+Mooncake's prefill and decode loads swing in opposition, and reacting to the lagging pool feeds the swing. Against this,
+demands are smoothed, rule 2 looks at both pools, and ``settle_s`` lets the last change show first.
 
-The one that drains soonest goes: least queue, then fewest requests. Its memory of KV blocks is the caller's to keep.
+The instance that drains soonest moves: shortest queue, then fewest requests. Its KV blocks are up to the caller.
 """
 
 from __future__ import annotations
@@ -70,9 +65,12 @@ from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 
 TAIL = 3.0
-"""Of exponential waits, ``exp(-3)`` are longer than three times their mean: 5 %."""
+"""Multiple of the mean wait that 5 % of exponential waits exceed: ``exp(-3)``."""
 MOST_GROWTH = 1.25
-"""Assumed growth of the flow by one more instance; a pool of one, doubled, rarely had twice the requests refused."""
+"""Limit of the assumed growth of the flow by another instance.
+
+Doubling a pool of one instance rarely doubles the flow, because rarely that many requests were refused.
+"""
 
 Role = Literal["prefill", "decode"]
 State = Literal["serving", "draining", "down"]
@@ -86,23 +84,22 @@ def other(role: Role) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """One instance now."""
+    """State of one instance now."""
 
     name: str
     role: Role
-    """The one it has; while draining, the one it is about to give up."""
+    """Current role; while draining, the role that it gives up."""
     state: State = "serving"
-    """``draining``: closed to new requests, for whatever reason. ``down``: neither serves nor drains."""
+    """``draining``: closed to new requests, for any reason. ``down``: neither serves nor drains."""
     fixed: bool = False
-    """It counts in its pool, and never changes its role."""
+    """True if the instance counts in its pool but never changes its role."""
     queue_s: float = 0.0
-    """Prefill: estimated seconds of work that it has, the current prefill included."""
+    """Prefill: estimated seconds of queued work, including the current prefill."""
     tbt_s: float = 0.0
-    """Decode: seconds between tokens, with all requests that are there; 0: idle."""
+    """Decode: seconds between tokens with all its current requests; 0: idle."""
     kv_share: float = 0.0
-    """Decode: KV memory that its requests need, those that wait included, as a share of what it has; may exceed 1."""
+    """Decode: KV memory needed by its requests, waiting requests included, relative to its capacity; may exceed 1."""
     in_flight: int = 0
-    """Requests that were sent to it and have not ended."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES or self.state not in STATES:
@@ -117,12 +114,13 @@ class InstanceSample:
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """``instance`` shall have ``role``: to be drained and opened in it; if it has it, its drain is called off."""
+    """Role change of ``instance``: drain it and open it in ``role``, or, if it still has ``role``, call its
+    drain off.
+    """
 
     instance: str
     role: Role
     reason: str
-    """One sentence with figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +128,25 @@ class ElasticSettings:
     high: float = 0.85
     """Need from which a pool gets an instance."""
     low: float = 0.9
-    """Largest load of the pool that gives it, without it."""
+    """Largest load of the giving pool after the move."""
     margin: float = 0.1
-    """How much less than the other's that load must be, as a share."""
+    """Share by which that load must be below the other pool's."""
     smoothing_s: float = 20.0
-    """Time constant of the demands."""
+    """Time constant of needs and demands."""
     settle_s: float = 20.0
-    """Least time between the end of a change and the next; also before the first."""
+    """Minimum time between the end of a change and the next change, and before the first."""
     drain_weight: float = 0.5
-    """Part of the last drain's seconds that is added to it."""
+    """Part of the last drain's duration that is added to ``settle_s``."""
     most_drain_s: float = 900.0
-    """A change that takes longer is called off: its instance serves in its old role again."""
+    """Maximum duration of a change; after it the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
-    """Seconds between tokens of a request that decodes alone; 0: unknown, and a decode pool's need and load are the
-    larger of ``tbt_s`` over the objective and ``kv_share``."""
+    """Seconds between tokens of a request that decodes alone; 0: unknown.
+
+    If unknown, need and load of a decode pool are the larger of ``tbt_s`` over the objective and ``kv_share``.
+    """
     shared_tbt_s: float = math.inf
-    """The part of it that the requests of a batch share, such as reading the weights; all of it, at most."""
+    """Part of ``idle_tbt_s`` that the requests of a batch share, such as reading the weights; capped at
+    ``idle_tbt_s``."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -160,7 +161,7 @@ class ElasticSettings:
 
 
 class PoolController:
-    """Decides role changes. Not thread-safe.
+    """Controller of role changes. Not thread-safe.
 
     Raises:
         InvalidInput: an objective that even an idle decode instance does not meet.
@@ -175,39 +176,38 @@ class PoolController:
         self._slo = slo
         self.idle_tbt_s = settings.idle_tbt_s
         self.shared_tbt_s = settings.shared_tbt_s
-        """As in the settings; a caller that measures them may set both, the first below the objective."""
+        """As in the settings. A caller that measures them may set both, ``idle_tbt_s`` below the objective."""
         self._needs: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._last_s: float | None = None
         self._next_s = -math.inf
-        """Time from which a change may begin."""
+        """Earliest time of the next change."""
         self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
-        """Since when a pool has no serving instance."""
+        """Time since which a pool has no serving instance."""
         self._change: RoleChange | None = None
         self._begun_s = 0.0
 
     @property
     def under_way(self) -> RoleChange | None:
-        """The change that has begun and not ended."""
         return self._change
 
     def load(self, role: Role) -> float:
-        """The pool's load; infinite without a serving instance, 0 before the first sample."""
+        """Return the pool's load; infinite without a serving instance, 0 before the first sample."""
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
     def need(self, role: Role) -> float:
-        """How far its requests are from their objective, which is 1; 0 before the first sample."""
+        """Return the pool's need; 1 at the objective, 0 before the first sample."""
         return self._needs[role].value
 
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
-        """All instances as of now; returns a change to begin or to call off.
+        """Record the state of all instances; return a change to begin or to call off.
 
         Raises:
-            InvalidInput: ``now_s`` before that of the last call, or two instances of one name.
+            InvalidInput: ``now_s`` is before the last call, or two instances have the same name.
         """
-        by_name = {one.name: one for one in instances}
+        by_name = {instance.name: instance for instance in instances}
         if len(by_name) < len(instances):
             raise InvalidInput("two instances of one name; names must differ")
         if self._last_s is None:
@@ -218,14 +218,14 @@ class PoolController:
             )
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         for role in ROLES:
-            ours = [one for one in instances if one.role == role and one.state != "down"]
+            ours = [instance for instance in instances if instance.role == role and instance.state != "down"]
             self._demands[role].add(sum(map(self._demand, ours)), elapsed_s)
-            serving = [one for one in ours if one.state == "serving"]
+            serving = [instance for instance in ours if instance.state == "serving"]
             self._serving[role] = len(serving)
-            # An instance that decodes nothing counts as much as one request: a pool without work has no need.
-            counts = [1 if role == "prefill" else max(1, one.in_flight) for one in serving]
+            # An idle decode instance has the weight of one request, so that an idle pool has no need.
+            counts = [1 if role == "prefill" else max(1, instance.in_flight) for instance in serving]
             self._needs[role].add(
-                sum(count * self._need(one) for one, count in zip(serving, counts, strict=True)),
+                sum(count * self._need(instance) for instance, count in zip(serving, counts, strict=True)),
                 elapsed_s,
                 sum(counts),
             )
@@ -256,13 +256,13 @@ class PoolController:
 
     @property
     def _most_rate(self) -> float:
-        """Tokens a second of a decode instance at the objective, as a share of those of an endless batch."""
+        """Token rate of a decode instance at the objective, relative to the limit of a large batch."""
         return 1 - self.idle_tbt_s / self._slo.tbt_s
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
-        """Ends the change when its instance has its new role, is gone, takes too long, or is needed where it is."""
+        """End the change if its instance has its new role, has left, takes too long, or is needed in its old role."""
         back, drain_s = other(change.role), now_s - self._begun_s
-        # One that serves in its old role was called off by the caller, such as by an operator.
+        # An instance that serves in its old role was called off by the caller, for example by an operator.
         over = one is None or one.role == change.role or one.state == "serving"
         reason = ""
         if one is not None and not over:
@@ -287,9 +287,11 @@ class PoolController:
                 reason = self._helps(to)
             if reason is None:
                 continue
-            # What drains soonest. For equal ones the last named: callers name the first ones first in the pool.
+            # The soonest to drain; among equal candidates the last in the caller's order.
             candidates = [
-                one for one in reversed(instances) if (one.role, one.state, one.fixed) == (giver, "serving", False)
+                instance
+                for instance in reversed(instances)
+                if (instance.role, instance.state, instance.fixed) == (giver, "serving", False)
             ]
             if not candidates:
                 continue
@@ -299,28 +301,31 @@ class PoolController:
         return None
 
     def _orphaned(self, to: Role, now_s: float) -> str | None:
-        """A pool without instances serves nothing: it gets one whatever the loads are, once that has lasted."""
+        """Return the reason to refill a pool without instances for ``settle_s``, whatever the loads are."""
         since_s = self._empty_s[to]
         if since_s is None or now_s - since_s < self.settings.settle_s:
             return None
         return f"no {to} instance has served for {now_s - since_s:.0f} s"
 
     def _helps(self, to: Role) -> str | None:
-        """Why an instance should change to this role; None: it should not."""
+        """Return the reason for an instance to change to this role, or None."""
         settings, giver = self.settings, other(to)
         if not self._serving[to]:
             return None
         growth = min(1 + 1 / self._serving[to], MOST_GROWTH)
-        left = self._demands[giver].value / (self._serving[giver] - 1) * growth
+        load_after = self._demands[giver].value / (self._serving[giver] - 1) * growth
         need, load = self.need(to), self.load(to)
-        if need < settings.high or left > settings.low or left * (1 + settings.margin) > load:
+        if need < settings.high or load_after > settings.low or load_after * (1 + settings.margin) > load:
             return None
-        if self._need_with(giver, left) > 1:
+        if self._need_with(giver, load_after) > 1:
             return None
-        return f"{to} is at {need:.2f} of its objective; {giver} would have a load of {left:.2f} with one instance less"
+        return (
+            f"{to} is at {need:.2f} of its objective; "
+            f"{giver} would have a load of {load_after:.2f} with one instance less"
+        )
 
     def _need_with(self, role: Role, load: float) -> float:
-        """The need of a pool that prefills with another load than now; of one that decodes the load says it all."""
+        """Return the need of a prefill pool at another load; 0 for a decode pool, whose load is sufficient."""
         now = self.load(role)
         if role == "decode" or not 0 < now < 1:
             return 0.0
@@ -328,7 +333,7 @@ class PoolController:
 
 
 class _Smoothed:
-    """A mean over time with exponential weights. At the beginning it is the plain mean of what there is."""
+    """Exponentially weighted mean over time; with few samples close to their plain mean."""
 
     def __init__(self, time_constant_s: float) -> None:
         self._constant_s = time_constant_s
@@ -339,7 +344,10 @@ class _Smoothed:
         return self._sum / self._weight if self._weight else 0.0
 
     def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
-        """``total`` of ``count`` samples: for the time since those before; the first, without any, for a moment."""
+        """Add a ``total`` over ``count`` samples, weighted by the time since the last call.
+
+        The first call has no time before it and gets a minimal weight.
+        """
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
         self._sum = self._sum * keep + total * share

@@ -1,4 +1,4 @@
-"""Requests as routers see them, and the decisions made for them."""
+"""Requests as routers see them, and routing decisions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from skymemory.errors import InvalidInput
 
 HEAD_BYTES = 1024
-"""Length of ``Prompt.head``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service level objectives: time to first token, time between tokens."""
+    """Service level objectives: time to first token and time between tokens."""
 
     ttft_s: float
     tbt_s: float
@@ -31,89 +30,89 @@ class Slo:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as hashes of its blocks. Immutable by convention, as is a request: a frozen one takes three times as
-    long to make.
+    """Prompt as hashes of its blocks.
 
-    ``blocks``: one uint64 per full block, each chained to the one before it and seeded by model, adapter and salt, so
-    that equal hashes mean equal prefixes that may be shared. ``pieces``: the same blocks hashed independently, for
-    strategies that compare prompts as sets. A last, partial block is in neither.
+    Prompts and requests are immutable by convention: creating a frozen dataclass takes three times as long.
+
+    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt, so that
+    equal hashes mean equal prefixes that may be shared. ``pieces`` has the same blocks hashed independently, for
+    strategies that compare prompts as sets. Both leave out a last, partial block.
     """
 
     blocks: NDArray[np.uint64]
     pieces: NDArray[np.uint64]
     block_tokens: float
-    """Tokens per block; estimated where blocks are characters."""
+    """Tokens per block; estimated if blocks are characters."""
     tokens: int
-    """Tokens of the prompt; estimated where blocks are characters."""
+    """Tokens of the prompt; estimated if blocks are characters."""
     head: bytes = b""
-    """The first ``HEAD_BYTES`` of its text or token ids, for strategies that hash the beginning."""
+    """First ``HEAD_BYTES`` of its text or token ids, for strategies that hash the beginning."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request to route. Empty strings mean none."""
+    """Request to route. Empty strings mean none."""
 
     prompt: Prompt
     model: str = ""
     adapter: str = ""
-    """LoRA adapter; the block hashes are seeded with it."""
+    """LoRA adapter; it seeds the block hashes."""
     salt: str = ""
     session: str = ""
-    """Identifies a client's requests: a cookie, a header or an address."""
+    """Identifier of a client's requests: a cookie, a header or an address."""
     output_tokens: int | None = None
-    """The limit of one answer; None without one."""
+    """Token limit of one answer; None without a limit."""
     tenant: str = ""
-    """Owner of the API key: fairness under overload is among tenants."""
+    """Owner of the API key; fairness under overload is among tenants."""
     priority: int = 0
-    """Higher is served first and refused last."""
+    """Priority; higher values are served first and refused last."""
     streams: bool = True
-    """Whether the answer is streamed. If not, its first byte does not mark the end of the prefill."""
+    """True if the answer is streamed. Otherwise its first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """Objectives of this request; None: the general ones."""
+    """Objectives of this request, instead of the general objectives."""
     answers: int = 1
-    """How many are generated: of several prompts, or several of one."""
+    """Number of answers: of several prompts, or several of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a server obtains a prompt's KV. Tokens from the prompt's beginning, in this order::
+    """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning, in this order::
 
         | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
         0             held                                 split           split + loaded   tokens
 
-    Without a Cake split ``split_tokens`` equals ``held_tokens``; with nothing loaded, both loads are 0.
+    Without a Cake split ``split_tokens`` equals ``held_tokens``. If nothing is loaded, ``loaded_tokens`` and ``load_s``
+    are 0.
     """
 
     held_tokens: int
-    """Cached on the server."""
+    """Tokens cached on the server."""
     split_tokens: int
-    """Where the loaded part begins."""
+    """Position at which the loaded part begins."""
     loaded_tokens: int
     source: str = ""
-    """Server or tier that the loaded part comes from; empty: nothing is loaded."""
+    """Server or tier of the loaded part; empty: nothing is loaded."""
     queue_s: float = 0.0
     """Estimated wait until the server starts computing."""
     load_s: float = 0.0
-    """Estimated time from now until the load is complete. It proceeds while the request waits."""
+    """Estimated time until the load is complete. It proceeds while the request waits."""
     compute_s: float = 0.0
-    """Estimated time to compute what is neither held nor loaded."""
+    """Estimated time to compute the tokens that are neither held nor loaded."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are not computed."""
         return self.held_tokens + self.loaded_tokens
 
 
 Names = tuple[str, ...]
 Explanation = tuple[Names, Names]
-"""Fallbacks and reasons of a decision."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Decision:
-    """The server chosen for a request, with reasons and estimates. Immutable by convention.
+    """Server chosen for a request, with reasons and estimates. Immutable by convention.
 
-    The explanation may be given as a function, which is called on first use: few callers read it.
+    The explanation may be a function, which is called on first use, because few callers read it.
     """
 
     request: Request
@@ -122,19 +121,19 @@ class Decision:
     strategy: str
     score: float
     matched_tokens: int
-    """Tokens of the prompt that the server is estimated to hold."""
+    """Prompt tokens that the server is estimated to hold."""
     at_s: float
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
-    """For decode servers: seconds between tokens with this request in the batch."""
+    """Seconds between tokens with this request in the batch, for decode servers."""
     plan: Plan | None = None
-    """How the server obtains the prompt's KV; None: the strategy does not plan it."""
+    """Plan for the prompt's KV; None: the strategy does not plan it."""
     estimated_compute_s: float | None = None
-    """The part of ``estimated_ttft_s`` that computes this request."""
+    """Part of ``estimated_ttft_s`` that computes this request."""
 
     @property
     def fallbacks(self) -> Names:
-        """The other servers that could serve it, best first."""
+        """Other servers that could serve the request, best first."""
         return self._explained()[0]
 
     @property
@@ -154,24 +153,24 @@ class Decision:
         )
 
     def taken_by(self, server: str) -> Decision:
-        """The decision after another server than the chosen one took the request; its matched tokens are unknown."""
-        taken = copy(self)
-        taken.server, taken.matched_tokens, taken.estimated_ttft_s = server, 0, None
-        taken._explanation = (
+        """Return the decision if ``server`` took the request instead; its matched tokens are unknown."""
+        decision = copy(self)
+        decision.server, decision.matched_tokens, decision.estimated_ttft_s = server, 0, None
+        decision._explanation = (
             tuple(name for name in self.fallbacks if name != server),
             (*self.reasons, f"{self.server} did not take it; {server} did"),
         )
-        return taken
+        return decision
 
     @property
     def kind(self) -> str:
-        """ "matched" or "unmatched", with the prefix "adapter-" if the adapter narrowed the choice (a label)."""
+        """Label for metrics: "matched" or "unmatched", prefixed "adapter-" if the adapter narrowed the choice."""
         kind = "matched" if self.matched_tokens > 0 else "unmatched"
         narrowed = self.request.adapter and self.reasons and self.reasons[0].startswith("adapter ")
         return "adapter-" + kind if narrowed else kind
 
     def as_json(self) -> dict[str, object]:
-        """The decision for clients and logs; contains no part of the prompt."""
+        """Return the decision for clients and logs, without any part of the prompt."""
         return {
             "server": self.server,
             "fallbacks": list(self.fallbacks),
@@ -194,12 +193,13 @@ _LENGTH = struct.Struct("<I")
 
 
 def seed(model: str, adapter: str, salt: str) -> int:
-    """Seed of a prompt's chain of block hashes (``native.chain_hashes``): prompts share a cache only if it is equal.
+    """Return the seed of a prompt's chain of block hashes (``native.chain_hashes``).
 
-    The first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four bytes).
-    Lone surrogates, which JSON may contain, are encoded as they are.
+    Prompts share a cache only if their seeds are equal. The seed is the first eight bytes, little-endian, of the
+    SHA-256 of a tag and each word as UTF-8 after its length (four bytes). Lone surrogates, which JSON may contain, are
+    encoded as they are.
     """
-    # Lengths before the words, so that ("ab", "c") and ("a", "bc") differ.
+    # Lengths precede the words, so that ("ab", "c") and ("a", "bc") differ.
     message = bytearray(_TAG)
     for word in (model, adapter, salt):
         raw = word.encode("utf-8", "surrogatepass")

@@ -1,12 +1,11 @@
 """The scheduler: admits a request and chooses its prefill server and its decode server.
 
-Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a ``Picker``
-of decode servers, and an ``Admission`` rule. Servers that do both need one picker only.
+It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a
+``Picker`` of decode servers, and an ``Admission`` rule. Servers with both roles need one picker only.
 
-An admission rule decides twice: when a request arrives, and when its prefill is done, before it joins a decode batch (a
-refusal then wastes the prefill). It sees estimates only: the time to first token, the decode server's time between
-tokens, and a forecast of the latter (``DecodeForecast``). It is notified of the outcome of every request, and may learn
-from it.
+An admission rule decides twice: on arrival, and after the prefill, before the request joins a decode batch (a refusal
+then wastes the prefill). It sees only estimates: the time to first token, the decode server's time between tokens, and
+a forecast of the latter (``DecodeForecast``). It learns the outcome of every request.
 """
 
 from __future__ import annotations
@@ -24,42 +23,40 @@ from skymemory.conductor.picker import Picker
 from skymemory.conductor.request import Decision, Request, Slo
 
 KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
-"""Estimated time to first token too long; time between tokens too long; costs more than others that fit; the tenant's
-share is used up; higher priorities go first; the queue is full, or the wait in it too long."""
+"""Kinds of refusals.
+
+``ttft``: estimated time to first token too long; ``tbt``: time between tokens too long; ``cost``: costs more than other
+requests that fit; ``share``: the tenant's share is used up; ``priority``: higher priorities go first; ``queue``: the
+queue is full, or the wait in it too long.
+"""
 RETRY_S = 1.0
-"""Retry-After where no estimate says when there will be room."""
+"""Retry-After if no estimate shows when there will be room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is refused."""
-
     reason: str
-    """One sentence with figures."""
     retry_after_s: float
-    """Estimated time until a retry may be admitted."""
     computed: bool = False
-    """Its prefill had been computed, and is wasted."""
+    """True if the prefill had been computed and is wasted."""
     kind: str = ""
-    """One of ``KINDS``, for metrics."""
 
 
 class DecodeForecast(Protocol):
-    """Forecast of the decode servers' load."""
-
     @property
     def decode_s(self) -> float:
         """Usual duration of decoding; infinite while unknown."""
         ...
 
     def expected(self, request: Request, at_s: float) -> None:
-        """A request placed on a decode server is estimated to join its batch at ``at_s``."""
+        """Record that a request placed on a decode server is estimated to join its batch at ``at_s``."""
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Mean over the servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch.
+        """Return the mean over the servers of the seconds between tokens at ``at_s``, with ``request`` added to each
+        batch.
 
-        Counts the requests that are decoding or in prefill now, that will have joined by then and not ended, if each
+        Counts requests that decode or prefill now, if they will have joined by then and not ended, assuming that each
         decodes for the usual time.
         """
         ...
@@ -67,66 +64,68 @@ class DecodeForecast(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request and where it goes; before its admission, where it would go. Immutable by convention."""
+    """Request with its chosen servers, admitted or not yet. Immutable by convention."""
 
     request: Request
     prefill: Decision
     decode: Decision | None = None
-    """None: the prefill server decodes too."""
+    """Decode server; None: the prefill server decodes too."""
     forecast: DecodeForecast | None = None
 
     @property
     def decoder(self) -> Decision:
-        """Of the server that decodes."""
+        """Decision of the decoding server."""
         return self.decode or self.prefill
 
     def slo(self, default: Slo) -> Slo:
-        """The request's own objectives, else ``default``."""
         return self.request.slo or default
 
 
 class Admission:
-    """Base of admission rules: admits, and learns nothing. No I/O, no clock; equal calls give equal answers."""
+    """Base of admission rules; admits everything and learns nothing.
+
+    Rules do no I/O and read no clock: equal calls give equal answers.
+    """
 
     name: str
     looks_ahead = False
-    """``on_arrival`` judges the decode load of the time at which the request would join a batch."""
+    """True if ``on_arrival`` judges the decode load of the time at which the request would join a batch."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        """None: admitted. Changes no state."""
+        """Return None to admit the request; change no state."""
         return None
 
     def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
-        """The prefill is done; ``placement.decode`` is a current estimate. None: it may decode."""
+        """Return None to let the request decode after its prefill; ``placement.decode`` is a current estimate."""
         return None
 
     def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
-        """It was refused on arrival, by this rule or by one around it."""
+        """Record a refusal on arrival, by this rule or by a rule around it."""
 
     def accepted(self, placement: Placement, now_s: float) -> None:
-        """It was admitted."""
+        """Record an admission."""
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
-        """The prefill is done; of a server that decodes, too, the first token came. Called before ``before_decode``."""
+        """Record the end of the prefill, before ``before_decode``. Without a decode server it is also the first
+        token.
+        """
 
     def joined(self, placement: Placement, now_s: float) -> None:
-        """It decodes at a decode server, which gave its first token or is about to."""
+        """Record that the request joined a decode server, which has sent its first token or is about to."""
 
     def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """It ended; ``met``: whether its objectives were met.
+        """Record the end of a request; ``met`` is True if its objectives were met.
 
         None: unknown, it failed, or it was refused before decoding.
         """
 
 
 class AdmitAll(Admission):
-    """Refuses nothing."""
-
     name = "all"
 
 
 class RuleAround(Admission):
-    """Base of rules around another one: passes everything on."""
+    """Base of rules that wrap another rule; passes all calls on."""
 
     def __init__(self, rule: Admission) -> None:
         self.rule = rule
@@ -156,11 +155,11 @@ class RuleAround(Admission):
 
 
 class OnArrival(RuleAround):
-    """``rule``, but both decisions are made on arrival: what it admits is not refused after its prefill.
+    """Wrapper of ``rule`` that makes both decisions on arrival: an admitted request is not refused after its prefill.
 
-    The decode load that the second decision sees on arrival counts all requests that were promised to the server, so it
-    is the load that this one will find, or more. A rule that looks ahead has judged it already. Contexts grow while the
-    prompt is computed, and an estimate then may exceed the objective by a little: that is no reason to waste a prefill.
+    The decode load seen on arrival counts all requests promised to the server, so it is at least the load that the
+    request will meet. A rule that looks ahead has judged it already. Contexts that grow during the prefill may raise a
+    later estimate slightly above the objective, which does not justify wasting a prefill.
     """
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
@@ -174,10 +173,10 @@ class OnArrival(RuleAround):
 
 
 class Probing(RuleAround):
-    """``rule``, but admits the next request when none was admitted for ``every_s``.
+    """Wrapper of ``rule`` that admits the next request if none was admitted for ``every_s``.
 
-    Estimates are learnt from served requests. Once they are so wrong that all are refused (after a server hung, or
-    with an objective below the default estimate), only a probe can correct them.
+    Estimates are learnt from served requests. If they are so wrong that all requests are refused (after a server hung,
+    or with an objective below the default estimate), only a probe can correct them.
     """
 
     def __init__(self, rule: Admission, every_s: float) -> None:
@@ -188,8 +187,8 @@ class Probing(RuleAround):
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         if now_s - self._admitted_s < self._every_s:
             return super().on_arrival(placement, now_s)
-        # The time between tokens is computed from what decodes: a probe would be refused after its prefill, and teach
-        # nothing.
+        # The time between tokens is computed from the current batch, not learnt: a probe would be refused after its
+        # prefill and teach nothing.
         refusal = super().on_arrival(placement, now_s)
         return refusal if refusal is not None and refusal.kind == "tbt" else None
 
@@ -199,18 +198,16 @@ class Probing(RuleAround):
 
 
 class Corrected(RuleAround):
-    """``rule``, by estimated times to the first token, corrected by what recent ones took.
+    """Wrapper of ``rule`` that corrects estimated times to first token by those of recent requests.
 
-    Estimates are of prefills. Two things come on top, and both are learnt here:
+    Two parts are added to the estimated prefill, both learnt here:
 
-    * Where another server decodes, the hand-over. A prefill server and what lies behind it (its store, the decode
-      server's turn) are seen as one line: a first token comes after the one before it, by its own prefill and what such
-      gaps were longer than the prefill, in the mean. Of requests that were alone that is the whole hand-over; it gets
-      less as soon as some were seen behind each other, whose hand-overs overlap with the next prefill. So a first burst
-      is not promised an overlap that was never seen.
-    * Errors. A rule that admits up to its objective would break every promise that it comes close to, so this part is
-      not the mean but what nearly all stay within; and a request that is overdue counts at once, by how late it is so
-      far.
+    * The hand-over, if another server decodes. A prefill server and the stages after it form one line: a first token
+      follows the previous first token by its own prefill plus the mean excess of such gaps. For requests that ran alone
+      the excess is the whole hand-over; it shrinks for requests back to back, whose hand-overs overlap with the next
+      prefill. A first burst is not promised an overlap that was never observed.
+    * Errors. A rule that admits up to its objective would break every promise close to it, so this is a high quantile
+      (``SHARE``) of recent errors, not the mean. An overdue request counts at once, by its present delay.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -220,22 +217,21 @@ class Corrected(RuleAround):
         self._late: deque[float] = deque(maxlen=self.KEPT)
         self._handovers: deque[float] = deque(maxlen=self.KEPT)
         self._due: dict[int, tuple[float, float]] = {}
-        """Of admitted requests without a first token: when it is estimated to come, and with which hand-over. In the
-        order of admission."""
+        """Estimated first-token time and assumed hand-over of admitted requests without a first token, in admission
+        order."""
         self._last: dict[str, tuple[int, float]] = {}
-        """By prefill server: the last request sent there, 0 once it has ended (its id may be another's then), and the
-        time of the last first token of one.
-        """
+        """Last request and last first-token time per prefill server; the request is 0 once it has ended, as ids are
+        reused."""
 
     def late_s(self, now_s: float) -> float:
-        """The correction for errors; never below 0."""
+        """Return the correction for errors; never below 0."""
         late = sorted(self._late)
         recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
         overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
         return max(0.0, recent_s, overdue_s)
 
     def estimated_s(self, placement: Placement, now_s: float) -> float | None:
-        """The time to the first token with the hand-over, without the correction for errors."""
+        """Return the time to first token with the hand-over, without the correction for errors."""
         prefill = placement.prefill
         if prefill.estimated_ttft_s is None or placement.decode is None:
             return prefill.estimated_ttft_s
@@ -278,16 +274,16 @@ class Corrected(RuleAround):
         super().ended(placement, now_s, met)
 
     def _came(self, placement: Placement, now_s: float) -> None:
-        due, prefill = self._due.pop(id(placement.request), None), placement.prefill
-        if due is None:
+        estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
+        if estimate is None:
             return
         self._forget(placement)
         before, before_s = self._last.get(prefill.server, (0, -math.inf))
         if placement.decode is not None and prefill.estimated_compute_s is not None:
             gap_s = now_s - max(before_s, prefill.at_s)
             self._handovers.append(max(0.0, gap_s - prefill.estimated_compute_s))
-        due_s, assumed_s = due
-        # What the hand-over is now known to take is no error any more.
+        due_s, assumed_s = estimate
+        # The part that the learnt hand-over now explains is no error any more.
         self._late.append(now_s - due_s - max(0.0, self._handover_s() - assumed_s))
         self._last[prefill.server] = before, now_s
 
@@ -299,14 +295,14 @@ class Corrected(RuleAround):
 
 
 class Scheduler:
-    """Places requests and tracks them to their end. Not thread-safe.
+    """Placement of requests, and their tracking to the end. Not thread-safe.
 
-    Calls for a request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` any time after
-    ``begin``. If one server does both, ``prefilled`` is its first token and ``decoding`` is left out.
+    Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` at any time after
+    ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
 
-    With two servers one of them may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
-    ``prefill_lost`` the decode server computes the prompt. Then ``failed`` is called with ``prefilled``: the prefill
-    server's books are closed.
+    With two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
+    ``prefill_lost`` the decode server computes the prompt. Then call ``failed`` with ``prefilled``, because the prefill
+    server's counts are closed.
     """
 
     def __init__(
@@ -328,14 +324,14 @@ class Scheduler:
         among: Collection[str] | None = None,
         decode_among: Collection[str] | None = None,
     ) -> Placement | Refusal:
-        """A placement, or the refusal of the admission rule, which is final. Nothing is booked yet.
+        """Return a placement, or the admission rule's refusal, which is final. Nothing is booked yet.
 
-        ``among``, ``decode_among``: names of the prefill and of the decode servers to choose from; None: all.
+        ``among`` and ``decode_among`` name the eligible prefill and decode servers; None: all.
 
         Raises:
             NoServer: no server takes requests.
         """
-        # The rule sees the servers that the request would go to: its estimates are theirs.
+        # The rule's estimates are those of the servers to which the request would go.
         placement = self._picked(request, now_s, among, decode_among)
         refusal = self.admission.on_arrival(placement, now_s)
         if refusal is not None:
@@ -344,7 +340,7 @@ class Scheduler:
         return placement
 
     def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Another placement after a server ``failed``; admission is not repeated.
+        """Return another placement after a server ``failed``; admission is not repeated.
 
         Raises:
             NoServer: no server takes requests.
@@ -363,10 +359,10 @@ class Scheduler:
         return Placement(request, prefill, decode, self.forecast)
 
     def prefill_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """The prefill server failed: another one takes the prefill, and is booked. The decode server stays.
+        """Replace a failed prefill server and book the new server. The decode server stays.
 
         Raises:
-            NoServer: no other takes requests; nothing is changed.
+            NoServer: no other server takes requests; nothing is changed.
         """
         prefill = self.prefill.pick(placement.request, now_s, among)
         self.prefill.failed(placement.prefill, now_s)
@@ -376,16 +372,16 @@ class Scheduler:
         return replace(placement, prefill=prefill)
 
     def prefill_lost(self, placement: Placement, now_s: float) -> None:
-        """The prefill server failed, or its prefill is no longer waited for; the decode server does without."""
+        """Close a prefill that failed or is no longer awaited; the decode server computes the prompt."""
         self.prefill.failed(placement.prefill, now_s)
 
     def decode_again(
         self, placement: Placement, now_s: float, decoding: bool, among: Collection[str] | None = None
     ) -> Placement:
-        """The decode server failed, with the request in its batch (``decoding``) or not: another one is booked.
+        """Replace a failed decode server and book the new server; ``decoding``: the request was in its batch.
 
         Raises:
-            NoServer: no other takes requests; nothing is changed.
+            NoServer: no other server takes requests; nothing is changed.
         """
         assert self.decode is not None and placement.decode is not None
         decode = self.decode.pick(placement.request, now_s, among)
@@ -394,7 +390,7 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def decode_taken(self, placement: Placement, server: str, now_s: float) -> Placement:
-        """Another server answers than the chosen decode server, which therefore failed."""
+        """Record that another server answers than the chosen decode server, which therefore failed."""
         assert self.decode is not None and placement.decode is not None
         self.decode.failed(placement.decode, now_s)
         decode = placement.decode.taken_by(server)
@@ -402,7 +398,7 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def begin(self, placement: Placement, now_s: float) -> None:
-        """The request is sent. From now on the decode server expects it."""
+        """Record that the request is sent; from now on the decode server expects it."""
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -413,9 +409,9 @@ class Scheduler:
     def prefilled(
         self, placement: Placement, now_s: float, cached_tokens: int | None = None, decodes: bool = False
     ) -> Refusal | None:
-        """The prefill is done. Returns a refusal if the request may not decode; it has ended then.
+        """Record the end of the prefill; return a refusal if the request may not decode, which ends it.
 
-        ``decodes``: it decodes already, as its decode server did not wait for the prefill's end. It may go on.
+        ``decodes``: the decode server did not wait for the end of the prefill and decodes already, so it may go on.
         """
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
         self.admission.prefilled(placement, now_s)
@@ -424,7 +420,7 @@ class Scheduler:
         self.prefill.ended(placement.prefill, now_s)
         if decodes:
             return None
-        # Decided again with the decode load of now: it was a forecast when the request arrived.
+        # Decide again by the current decode load, which was a forecast when the request arrived.
         refusal = self.admission.before_decode(self._current(placement, now_s), now_s)
         if refusal is not None:
             self.decode.failed(placement.decode, now_s)
@@ -433,7 +429,6 @@ class Scheduler:
         return None
 
     def decoding(self, placement: Placement, now_s: float) -> None:
-        """The request has joined the decode server's batch."""
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
             self.admission.joined(placement, now_s)
@@ -446,9 +441,9 @@ class Scheduler:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """The last token came. ``met``: whether its objectives were met, None if unknown.
+        """Record the last token. ``met`` is True if the objectives were met, None if unknown.
 
-        ``cached_tokens`` and ``output_tokens``: from the answer's usage, where it has them.
+        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
         """
         if self.decode is not None and placement.decode is not None:
             self.decode.ended(placement.decode, now_s, output_tokens=output_tokens)
@@ -457,7 +452,9 @@ class Scheduler:
         self.admission.ended(placement, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
-        """Its server failed, with the prefill done or not, in a decode batch or not."""
+        """Record a failure of its server, before or after the prefill (``prefilled``) and decode join
+        (``decoding``).
+        """
         if self.decode is None or placement.decode is None:
             (self.prefill.ended if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -467,9 +464,9 @@ class Scheduler:
         self.admission.ended(placement, now_s, None)
 
     def _current(self, placement: Placement, now_s: float) -> Placement:
-        """The placement with a current estimate of its decode server."""
+        """Return the placement with a current estimate of its decode server."""
         assert self.decode is not None and placement.decode is not None
-        # The KV streams to the chosen server already, so that one only is estimated again.
+        # The KV already streams to the chosen server, so only that server is estimated again.
         chosen = placement.decode.server
         server = self.decode.fleet.servers.get(chosen)
         if server is None or not server.takes_requests:

@@ -1,1 +1,1 @@
-"""Where the satellites are: the +GRID torus, orbits and delays, visibility, and constellations by name."""
+"""Positions of satellites: the +GRID torus, orbits and delays, visibility, and constellations by name."""

@@ -1,15 +1,15 @@
 """Shells, planes and slots recovered from the element sets of a real constellation.
 
-What is flown differs from what was filed: gaps, spares, satellites that are being raised or taken down, planes that
-were never filled. The steps, each on mean elements brought to one epoch:
+A flown constellation differs from its filing: gaps, spares, satellites that are raised or lowered, planes that were
+never filled. The steps, each on mean elements propagated to a common epoch:
 
-1. Left out: sets that are stale, eccentric or of a satellite under thrust.
-2. Shells are the dense runs of inclination, and within one, of altitude.
-3. Planes: the smallest number of evenly spread nodes that nearly all satellites are near to. Where there is none, the
-   groups of nodes as they are; over half a circle they are a Walker star.
-4. Slots: the smallest number at whose multiple the arguments of latitude within planes are in phase. No such number: a
-   parking orbit, not a shell.
-5. The satellite nearest to a slot's middle has it; the others there are spares.
+1. Leave out sets that are stale, eccentric or of a satellite under thrust.
+2. Shells are dense runs of inclination and, within a run, of altitude.
+3. Planes: the smallest number of evenly spread nodes that nearly all satellites are near to; otherwise the groups of
+   nodes as they are. If they cover half a circle, the shell is a Walker star.
+4. Slots: the smallest number at whose multiple the arguments of latitude within planes are in phase. Without such a
+   number the group is a parking orbit, not a shell.
+5. The satellite nearest to a slot's centre occupies it; other satellites in the slot are spares.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
 
 STALE_S = 3 * 86400.0
-"""Elements this much older or younger than the file's median say no longer which slot a satellite is in."""
+"""Maximum distance of elements from the file's median epoch; beyond it they do not show the slot of a satellite."""
 ECCENTRIC = 0.005
-"""Stations are kept below 0.001; this is an orbit that is 70 km wide."""
+"""Maximum eccentricity; at 0.005 an orbit is 70 km wide, while stations are kept below 0.001."""
 THRUST_REV_DAY2 = 0.01
-"""Half the change of the mean motion, as element sets give it: 3.6° along track in the first day, half a slot."""
+"""Maximum of half the change of the mean motion, as element sets give it: 3.6° along track in a day, half a slot."""
 _INCLINATION_REACH_DEG = 0.03
-# First narrow, so that shells and parking orbits near them stay apart. Then wide, for what was no shell: OneWeb flies
-# its planes 4 km above one another so that they pass at the poles.
+# First narrow, to separate shells from parking orbits near them; then wide, for satellites without a shell. OneWeb
+# flies its planes at altitudes 4 km apart so that they pass each other at the poles.
 _ALTITUDE_REACHES_M = (1_500.0, 4_500.0)
 _LEAST_SHARE = 0.03
-"""Of the satellites at an inclination; fewer at an altitude are on their way to somewhere else."""
+"""Minimum share of an inclination's satellites; fewer satellites at an altitude are in transit."""
 _LEAST_SATELLITES = 8
-# A satellite that is moved along its plane takes its node with it: at another altitude both drift, in the proportion
-# 7/3 of nodal rate to mean motion. So nodes of one plane differ by up to 0.85° (43°, 560 km) once it is filled.
+# A satellite that is moved along its plane changes its node too: at another altitude both drift, nodal rate to mean
+# motion as 7/3. So nodes of a filled plane differ by up to 0.85° (43°, 560 km).
 _NODE_REACH_DEG = 0.7
 _MOST_PLANES = 120  # beyond it, _NODE_REACH_DEG around evenly spread nodes covers nearly half the circle
 _MOST_SLOTS = 150
@@ -55,20 +55,22 @@ _EVEN_SCORE = 0.75
 _EVEN_OCCUPIED = 0.6
 _SEAM_DEG = 150.0
 _OFF_ALTITUDE_M = 2_000.0
-"""From its plane's: such a satellite drifts by two to three degrees a day."""
+"""Maximum distance from its plane's altitude; farther satellites drift by two to three degrees per day."""
 _LEAST_COHERENCE = 0.3
 _LEAST_PHASED = 0.9
 _LEAST_SLOTS = 3
 _MOST_SPARES = 1 / 3
 _LEAST_FILLED = 0.2
-"""Of a shell's slots; with fewer, numbers of planes and slots fit by chance."""
+"""Minimum share of a shell's slots; with fewer satellites, numbers of planes and slots fit by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusteredShell:
-    """One shell: slot ``s`` of plane ``p`` has its node at ``nodes_rad[p]`` and the argument of latitude ``2π·(s +
-    offsets_slots[p])/slots_per_plane`` at the epoch. Offsets lie within [−½, ½): slots ``s`` of all planes are within
-    half a slot of one argument, and the torus closes without a twist.
+    """Shell with planes and slots.
+
+    At the epoch, slot ``s`` of plane ``p`` has its node at ``nodes_rad[p]`` and the argument of latitude ``2π·(s +
+    offsets_slots[p])/slots_per_plane``. Offsets lie within [−½, ½): slots ``s`` of all planes are within half a slot of
+    the same argument, and the torus closes without a twist.
     """
 
     planes: int
@@ -78,10 +80,10 @@ class ClusteredShell:
     inclination_deg: float
     epoch_unix_s: float
     nodes_rad: tuple[float, ...]
-    """Each plane's is the next one to the east; a Walker star begins behind its seam."""
+    """Nodes in eastward order; a Walker star begins after its seam."""
     offsets_slots: tuple[float, ...]
     placed: tuple[tuple[ElementSet | None, ...], ...]
-    """By plane and slot; None is a gap."""
+    """Element sets by plane and slot; None is a gap."""
 
     @property
     def torus(self) -> Torus:
@@ -91,7 +93,7 @@ class ClusteredShell:
 
     @property
     def satellites(self) -> int:
-        return sum(one is not None for plane in self.placed for one in plane)
+        return sum(elements is not None for plane in self.placed for elements in plane)
 
     @property
     def gaps(self) -> int:
@@ -103,43 +105,39 @@ class ClusteredShell:
 
     @property
     def spacings_deg(self) -> tuple[float, ...]:
-        """From each plane's node to the next one's, the last to the first."""
+        """Eastward angle from each plane's node to the next, the last to the first."""
         following = (*self.nodes_rad[1:], self.nodes_rad[0])
         pairs = zip(self.nodes_rad, following, strict=True)
-        return tuple(math.degrees((there - here) % (2 * math.pi)) for here, there in pairs)
+        return tuple(math.degrees((node_after - node) % (2 * math.pi)) for node, node_after in pairs)
 
     @property
     def star(self) -> bool:
-        """Nodes spread over half a circle: planes on both sides of the seam fly against each other."""
+        """True if nodes cover half a circle: the planes on both sides of the seam fly in opposite directions."""
         widest = sorted(self.spacings_deg)[-2:]
         return self.planes > 2 and widest[1] >= max(_SEAM_DEG, 1.5 * widest[0])
 
     @property
     def even(self) -> bool:
-        """Whether nodes are evenly spread (but for the seam of a star)."""
+        """True if nodes are evenly spread (except at the seam of a star)."""
         inner = sorted(self.spacings_deg)[: -1 if self.star else None]
         return not inner or (inner[-1] - inner[0] <= 4 * _NODE_REACH_DEG and inner[0] * 2 > inner[-1])
 
     @property
     def phase(self) -> int | None:
-        """Walker's F of a delta with evenly spread nodes; None where offsets follow none."""
+        """Walker's F if nodes are evenly spread as a delta; None if offsets follow no F."""
         if self.star or not self.even:
             return None
         known = {number: offset for number, offset in enumerate(self.offsets_slots) if any(self.placed[number])}
         return _walker_phase(known, self.planes)
 
     def at(self, satellite: SatelliteId) -> ElementSet | None:
-        """The element set in this slot; None: a gap."""
         return self.placed[satellite.plane][satellite.slot]
 
     def living(self, satellite: SatelliteId) -> SatelliteId:
-        """Who holds what belongs to ``satellite``: itself, else the next living one ahead in its plane; where the whole
-        plane is empty, that of the next plane.
-        """
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
-        """What a constellation of its satellites is rebuilt from; ``source`` names it."""
+        """Return the description from which its constellation is rebuilt, under the name ``source``."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -154,9 +152,9 @@ class ClusteredShell:
         ).linked()
 
     def shell(self) -> Shell:
-        """Its orbits at ``epoch_unix_s`` and from then on, with a satellite in every slot: gaps are in the grid only.
+        """Return its orbits from ``epoch_unix_s`` on, with a satellite in every slot: only the grid has gaps.
 
-        All planes have the mean altitude, so planes that are flown kilometres apart drift against it (``drift``).
+        All planes get the mean altitude, so planes flown kilometres apart drift against it (``drift``).
         """
         return Shell(
             self.planes,
@@ -175,7 +173,7 @@ class ClusteredShell:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A satellite in no slot."""
+    """Satellite without a slot."""
 
     elements: ElementSet
     why: Why
@@ -184,89 +182,99 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """All satellites of a file: those of ``shells`` and ``left_out`` are as many as there were element sets."""
+    """Result for a file: each satellite is either in ``shells`` or in ``left_out``."""
 
     shells: tuple[ClusteredShell, ...]
-    """The largest first."""
+    """Shells, the largest first."""
     left_out: tuple[LeftOut, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Rates of a shell's closed form: means of SGP4's secular rates of its satellites, without drag."""
+    """Rates of a shell's closed form: means of the secular rates that SGP4 gives its satellites, without drag."""
 
     argument_rad_s: float
     node_rad_s: float
     plane_argument_rad_s: tuple[float, ...]
-    """Of each plane; planes at different altitudes drift against each other. The mean for an empty one."""
+    """Rate of each plane, because planes at different altitudes drift apart; the mean rate for an empty plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far satellites of a shell are from its closed form after some time, beyond where they were at the epoch."""
+    """Distance of a shell's satellites from its closed form after some time, in addition to that at the epoch."""
 
     after_s: float
     median_slots: float
     p99_slots: float
-    """Along track, of all satellites, against one rate for the shell."""
+    """Along-track distance of all satellites, against a common rate for the shell."""
     plane_median_slots: float
     plane_p99_slots: float
-    """Against a rate for each plane."""
+    """Along-track distance against a rate per plane."""
     node_p99_deg: float
 
 
 def cluster(elements: Sequence[ElementSet]) -> Clustering:
-    """The shells that these satellites fly in, at the median of their epochs."""
+    """Return the shells of these satellites, at the median of their epochs."""
     import numpy as np
 
-    epochs = np.array([one.epoch_unix_s for one in elements])
+    epochs = np.array([element_set.epoch_unix_s for element_set in elements])
     epoch_unix_s = float(np.median(epochs))
     left_out: list[LeftOut] = []
     steady: list[ElementSet] = []
-    for one, its_epoch in zip(elements, epochs, strict=True):
-        # From radians a minute², in which sgp4 keeps it.
-        change_rev_day2 = one.satrec.ndot * 1440.0**2 / (2 * math.pi)
-        if abs(its_epoch - epoch_unix_s) > STALE_S:
-            days = abs(its_epoch - epoch_unix_s) / 86400
-            left_out.append(LeftOut(one, "stale", f"its elements are {days:.1f} days from the file's median"))
-        elif one.satrec.ecco > ECCENTRIC:
-            left_out.append(LeftOut(one, "moving", f"eccentricity {one.satrec.ecco:.4f}: no station is kept there"))
+    for satellite, satellite_epoch_unix_s in zip(elements, epochs, strict=True):
+        # sgp4 has it in radians per minute².
+        change_rev_day2 = satellite.satrec.ndot * 1440.0**2 / (2 * math.pi)
+        if abs(satellite_epoch_unix_s - epoch_unix_s) > STALE_S:
+            days = abs(satellite_epoch_unix_s - epoch_unix_s) / 86400
+            left_out.append(LeftOut(satellite, "stale", f"its elements are {days:.1f} days from the file's median"))
+        elif satellite.satrec.ecco > ECCENTRIC:
+            left_out.append(
+                LeftOut(satellite, "moving", f"eccentricity {satellite.satrec.ecco:.4f}: no station is kept there")
+            )
         elif abs(change_rev_day2) > THRUST_REV_DAY2:
             left_out.append(
-                LeftOut(one, "moving", f"mean motion changes by {2 * change_rev_day2:+.3f} rev/day²: thrust or decay")
+                LeftOut(
+                    satellite, "moving", f"mean motion changes by {2 * change_rev_day2:+.3f} rev/day²: thrust or decay"
+                )
             )
         else:
-            steady.append(one)
+            steady.append(satellite)
     mean = mean_elements(steady, epoch_unix_s)
     failed = np.flatnonzero(mean.error)
     left_out += [LeftOut(steady[at], "sgp4", error_reason(int(mean.error[at]))) for at in failed]
     shells: list[ClusteredShell] = []
-    rest = np.flatnonzero(mean.error == 0)
+    remaining = np.flatnonzero(mean.error == 0)
     refused: list[LeftOut] = []
     for reach_m in _ALTITUDE_REACHES_M:
         refused = []
-        for group in _groups(mean, rest, reach_m):
-            shell, others = _shell_of(steady, mean, group, epoch_unix_s)
+        for group in _groups(mean, remaining, reach_m):
+            shell, unplaced = _shell_of(steady, mean, group, epoch_unix_s)
             if shell is None:
-                refused += others
+                refused += unplaced
             else:
-                rest = np.setdiff1d(rest, group)
-                left_out += others
+                remaining = np.setdiff1d(remaining, group)
+                left_out += unplaced
                 shells.append(shell)
     left_out += refused
-    explained = {one.elements.number for one in refused}
-    left_out += [_off_shell(steady[at], mean, int(at), shells) for at in rest if steady[at].number not in explained]
+    explained = {entry.elements.number for entry in refused}
+    left_out += [
+        _off_shell(steady[at], mean, int(at), shells) for at in remaining if steady[at].number not in explained
+    ]
     shells.sort(key=lambda shell: -shell.satellites)
     return Clustering(tuple(shells), tuple(left_out))
 
 
 def fit(shell: ClusteredShell) -> Fit:
-    """Rates that keep a closed form with SGP4 for satellites without drag."""
+    """Return the rates at which the closed form follows SGP4 for satellites without drag."""
     import numpy as np
 
     # SGP4's rates are per minute.
     rates = [
-        [(one.satrec.mdot + one.satrec.argpdot, one.satrec.nodedot) for one in plane if one is not None]
+        [
+            (elements.satrec.mdot + elements.satrec.argpdot, elements.satrec.nodedot)
+            for elements in plane
+            if elements is not None
+        ]
         for plane in shell.placed
     ]
     along, node = np.mean([rate for plane in rates for rate in plane], axis=0) / 60
@@ -275,9 +283,9 @@ def fit(shell: ClusteredShell) -> Fit:
 
 
 def drift(shell: ClusteredShell, after_s: float) -> Drift:
-    """The closed form against SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
+    """Compare the closed form with SGP4's mean elements, drag included, ``after_s`` seconds from the epoch.
 
-    Satellites that SGP4 lets decay before are left out. Drift is known within half the plane.
+    Satellites that decay before then are left out. The result is unambiguous within half the plane.
 
     Raises:
         InvalidInput: SGP4 propagates none of them that far.
@@ -285,16 +293,18 @@ def drift(shell: ClusteredShell, after_s: float) -> Drift:
     import numpy as np
 
     rates = fit(shell)
-    there = [(plane, one) for plane, row in enumerate(shell.placed) for one in row if one is not None]
-    elements = [one for _, one in there]
+    members = [
+        (plane, satellite) for plane, row in enumerate(shell.placed) for satellite in row if satellite is not None
+    ]
+    elements = [satellite for _, satellite in members]
     then = mean_elements(elements, shell.epoch_unix_s + after_s)
     now = mean_elements(elements, shell.epoch_unix_s)
     valid = (then.error == 0) & (now.error == 0)
     if not valid.any():
         raise InvalidInput(f"{shell}: none of its satellites can be propagated for {after_s:g} s: expected less")
-    # sgp4 gives angles within a turn, so what has passed is compared modulo one.
+    # sgp4 returns angles within a turn, so the motion is compared modulo a turn.
     moved = (then.argument_rad - now.argument_rad)[valid]
-    of_plane = np.array([rates.plane_argument_rad_s[plane] for plane, _ in there])[valid]
+    of_plane = np.array([rates.plane_argument_rad_s[plane] for plane, _ in members])[valid]
     slots = shell.slots_per_plane / (2 * np.pi)
     common = np.abs(_centred(moved - rates.argument_rad_s * after_s, 2 * np.pi)) * slots
     own = np.abs(_centred(moved - of_plane * after_s, 2 * np.pi)) * slots
@@ -306,12 +316,12 @@ def drift(shell: ClusteredShell, after_s: float) -> Drift:
 
 
 def _centred(angle: Array, turn: float) -> Array:
-    """Within half a turn of 0."""
+    """Return the equivalent angle nearest to 0."""
     return (angle + turn / 2) % turn - turn / 2
 
 
 def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None:
-    """The F with which each plane is F/planes of a slot ahead of the one before it; None where offsets follow none."""
+    """Return the F with which each plane is F/planes of a slot ahead of the plane before it; None if there is none."""
     import numpy as np
 
     phasors = np.exp(2j * np.pi * np.array([*offsets_slots.values()]))
@@ -322,7 +332,7 @@ def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None
 
 
 def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
-    """Runs of values in which neighbours are within ``reach`` of a dense one: indices into ``values``, by run."""
+    """Return runs of values within ``reach`` of dense values, as indices into ``values``."""
     import numpy as np
 
     order = np.argsort(values, kind="stable")
@@ -336,17 +346,17 @@ def _dense_runs(values: Array, reach: float) -> list[NDArray[np.int64]]:
 
 
 def _groups(mean: MeanElements, among: NDArray[np.int64], altitude_reach_m: float) -> list[NDArray[np.int64]]:
-    """Satellites that may be one shell: of one inclination and altitude; no satellite is in two."""
+    """Return disjoint groups of satellites of similar inclination and altitude, which may form a shell."""
     import numpy as np
 
     groups: list[NDArray[np.int64]] = []
-    taken = np.zeros(len(mean.error), dtype=bool)
+    grouped = np.zeros(len(mean.error), dtype=bool)
     for inclined in _dense_runs(np.degrees(mean.inclination_rad[among]), _INCLINATION_REACH_DEG):
         members = among[inclined]
         for high in _dense_runs(mean.axis_m[members], altitude_reach_m):
             group = members[high]
-            group = group[~taken[group]]
-            taken[group] = True
+            group = group[~grouped[group]]
+            grouped[group] = True
             groups.append(group)
     return groups
 
@@ -363,13 +373,13 @@ def _off_shell(one: ElementSet, mean: MeanElements, at: int, shells: Sequence[Cl
 def _shell_of(
     elements: Sequence[ElementSet], mean: MeanElements, group: NDArray[np.int64], epoch_unix_s: float
 ) -> tuple[ClusteredShell | None, list[LeftOut]]:
-    """The shell of a group, or None, and those of the group that are not in it."""
+    """Return the shell of a group, or None, and the satellites of the group that are not in it."""
     import numpy as np
 
-    whole = group
+    members = group
 
     def refuse(why: Why, reason: str) -> list[LeftOut]:
-        return [LeftOut(elements[at], why, reason) for at in whole]
+        return [LeftOut(elements[at], why, reason) for at in members]
 
     left_out: list[LeftOut] = []
     height_km = (np.median(mean.axis_m[group]) - WGS84_RADIUS_M) / 1000
@@ -383,10 +393,10 @@ def _shell_of(
         plane_nodes_deg = _uneven_nodes(nodes_deg)
     if len(plane_nodes_deg) < 2:
         return None, refuse("off plane", f"{where}: not in two planes or more, a parking orbit")
-    apart = _centred(nodes_deg[:, None] - plane_nodes_deg[None, :], 360.0)
-    plane_of = np.argmin(np.abs(apart), axis=1)
-    off = np.abs(apart[np.arange(len(group)), plane_of])
-    # Half the way to the next plane is no longer this one's.
+    distances_deg = _centred(nodes_deg[:, None] - plane_nodes_deg[None, :], 360.0)
+    plane_of = np.argmin(np.abs(distances_deg), axis=1)
+    off = np.abs(distances_deg[np.arange(len(group)), plane_of])
+    # The reach must not extend halfway to the next plane.
     narrowest = np.min(np.diff(plane_nodes_deg, append=plane_nodes_deg[0]) % 360)
     reach = min(1.5 * _NODE_REACH_DEG, 0.3 * narrowest)
     for at in np.flatnonzero(off > reach):
@@ -400,8 +410,8 @@ def _shell_of(
                 by_km = (mean.axis_m[group[at]] - np.median(mean.axis_m[group[inside]])) / 1000
                 left_out.append(LeftOut(elements[group[at]], "moving", f"{where}: {by_km:+.1f} km off its plane"))
                 off[at] = np.inf
-    kept = off <= reach
-    group, plane_of = group[kept], plane_of[kept]
+    in_plane = off <= reach
+    group, plane_of = group[in_plane], plane_of[in_plane]
     turns = mean.argument_rad[group] / (2 * np.pi)
     slots = _slot_count(turns, plane_of, len(plane_nodes_deg))
     if slots is None:
@@ -410,23 +420,23 @@ def _shell_of(
     for plane, node_deg in enumerate(plane_nodes_deg):
         inside = group[plane_of == plane]
         offset, row, spares = _filled([elements[at] for at in inside], mean.argument_rad[inside], slots)
-        for one, slot in spares:
+        for spare, slot in spares:
             reason = f"{where}: shares plane {plane}, slot {slot} with {row[slot]}"
-            left_out.append(LeftOut(one, "spare", reason))
-        # Where satellites show it, the node is theirs, and not the one of the even spacing.
+            left_out.append(LeftOut(spare, "spare", reason))
+        # Use the median node of the plane's satellites, if it has any, instead of the even spacing.
         aside = _centred(mean.node_rad[inside] - math.radians(node_deg), 2 * np.pi)
         node_rad = math.radians(node_deg) + (float(np.median(aside)) if len(inside) else 0.0)
         nodes.append(node_rad % (2 * math.pi))
         offsets.append(offset)
         rows.append(row)
-    if sum(one.why == "spare" for one in left_out) > _MOST_SPARES * len(group):
+    if sum(entry.why == "spare" for entry in left_out) > _MOST_SPARES * len(group):
         return None, refuse("no slots", f"{where}: slots shared by several satellites, a parking orbit")
-    if sum(one is not None for row in rows for one in row) < _LEAST_FILLED * slots * len(rows):
+    if sum(satellite is not None for row in rows for satellite in row) < _LEAST_FILLED * slots * len(rows):
         return None, refuse("no slots", f"{where}: not a fifth of {len(rows)} planes of {slots} is filled")
     known = {plane: offset for plane, offset in enumerate(offsets) if any(rows[plane])}
     phase = _walker_phase(known, len(rows)) if evenly else None
     if phase is not None:
-        # Where no satellite shows it, a plane is where the others' phasing has it.
+        # Planes without satellites get the offset that follows from the phasing of the others.
         start = np.angle(sum(np.exp(2j * np.pi * (it - phase * plane / len(rows))) for plane, it in known.items()))
         for plane in set(range(len(rows))) - set(known):
             offsets[plane] = float((start / (2 * np.pi) + phase * plane / len(rows) + 0.5) % 1.0 - 0.5)
@@ -446,7 +456,7 @@ def _shell_of(
 def _filled(
     satellites: Sequence[ElementSet], argument_rad: Array, slots: int
 ) -> tuple[float, tuple[ElementSet | None, ...], list[tuple[ElementSet, int]]]:
-    """A plane's offset, who has which slot, and the spares with the slot that each of them shares."""
+    """Return a plane's offset, the satellite of each slot, and the spares with the slots that they share."""
     import numpy as np
 
     row: list[ElementSet | None] = [None] * slots
@@ -467,7 +477,7 @@ def _filled(
 
 
 def _uneven_nodes(nodes_deg: Array) -> Array:
-    """Nodes of planes that are not spread over the whole circle, in order; of a star beginning behind the seam."""
+    """Return the nodes of planes that are not spread over the whole circle, in order; a star begins after its seam."""
     import numpy as np
 
     ordered = np.sort(nodes_deg)
@@ -476,13 +486,13 @@ def _uneven_nodes(nodes_deg: Array) -> Array:
     unrolled = np.roll(ordered, -first)
     unrolled = np.where(unrolled < unrolled[0], unrolled + 360, unrolled)
     parts = np.split(unrolled, np.flatnonzero(np.diff(unrolled) > _NODE_REACH_DEG) + 1)
-    # A plane has a share of what the fuller ones have; single satellites between planes are spares or on their way.
+    # A plane has a share of the fuller planes' number; single satellites between planes are spares or in transit.
     fullest = np.percentile([len(part) for part in parts], 90)
     middles = np.array([(part[0] + part[-1]) / 2 for part in parts if len(part) >= max(3, 0.1 * fullest)])
     if len(middles) < 2:
         return middles % 360
     if 360 - (middles[-1] - middles[0]) >= _SEAM_DEG:
-        # A star: planes that are missing between others are known by their even spacing.
+        # A star: even spacing shows which planes are missing between others.
         spacing = float(np.median(np.diff(middles)))
         steps = np.rint((middles - middles[0]) / spacing)
         fitted = np.polyfit(steps, middles, 1)
@@ -494,41 +504,40 @@ def _uneven_nodes(nodes_deg: Array) -> Array:
 
 
 def _even_nodes(nodes_deg: Array) -> Array | None:
-    """The smallest number of evenly spread nodes that nearly all are near to, more than by chance."""
+    """Return the smallest number of evenly spread nodes that nearly all are near to, more than by chance."""
     import numpy as np
 
-    found: list[tuple[float, int, float]] = []
+    candidates: list[tuple[float, int, float]] = []
     for planes in range(1, _MOST_PLANES + 1):
         spacing = 360 / planes
-        rest = np.sort(nodes_deg % spacing)
+        residues = np.sort(nodes_deg % spacing)
         window = 2 * _NODE_REACH_DEG
         if window >= spacing:
             break
-        around = np.append(rest, rest + spacing)
-        count = np.searchsorted(around, rest + window, "right") - np.arange(len(rest))
+        around = np.append(residues, residues + spacing)
+        count = np.searchsorted(around, residues + window, "right") - np.arange(len(residues))
         start = int(np.argmax(count))
         inside = around[start : start + int(count[start])]
-        # The satellites that a window of this width would hold if their nodes were random.
+        # The share that a window of this width would hold if nodes were random.
         chance = window / spacing
         score = (len(inside) / len(nodes_deg) - chance) / (1 - chance)
         middle = float((inside[0] + inside[-1]) / 2)
         near = np.abs(_centred(nodes_deg - middle, spacing)) <= _NODE_REACH_DEG
         occupied = len(np.unique(np.rint((nodes_deg[near] - middle) / spacing).astype(int) % planes))
         if score >= _EVEN_SCORE and occupied >= _EVEN_OCCUPIED * planes:
-            found.append((score, planes, middle))
-    if not found:
+            candidates.append((score, planes, middle))
+    if not candidates:
         return None
-    # A multiple of the number fits as well: of nearly equal ones the smallest.
-    top = max(score for score, _, _ in found)
-    planes, middle = next((planes, middle) for score, planes, middle in found if score >= top - 0.02)
+    # A multiple of the number fits as well: take the smallest among nearly equal scores.
+    top = max(score for score, _, _ in candidates)
+    planes, middle = next((planes, middle) for score, planes, middle in candidates if score >= top - 0.02)
     return np.sort((middle + 360 / planes * np.arange(planes)) % 360)
 
 
 def _slot_count(turns: Array, plane_of: NDArray[np.int64], planes: int) -> int | None:
-    """The smallest number of slots at which satellites of a plane are in phase; None where they are at none.
+    """Return the smallest number of slots at which satellites of a plane are in phase; None if there is none.
 
-    For each number, the mean over pairs of satellites of one plane of cos(2π·slots·difference): 1 on a grid, 0 by
-    chance.
+    The measure is the mean, over pairs of satellites in a plane, of cos(2π·slots·difference): 1 on a grid, 0 by chance.
     """
     import numpy as np
 
@@ -542,20 +551,20 @@ def _slot_count(turns: Array, plane_of: NDArray[np.int64], planes: int) -> int |
         sums = np.bincount(plane_of, phases.real, planes) + 1j * np.bincount(plane_of, phases.imag, planes)
         coherence[slots] = ((np.abs(sums) ** 2).sum() - len(turns)) / pairs
     most = int(np.argmax(coherence))
-    # Spares between the slots make a finer grid fit best; slots are the coarsest that it divides into.
+    # Spares between the slots make a finer grid fit best; take the coarsest grid that divides it.
     coarse = (slots for slots in range(_LEAST_SLOTS, most + 1) if most % slots == 0)
     return next((slots for slots in coarse if coherence[slots] >= max(_LEAST_COHERENCE, coherence[most] / 2)), None)
 
 
 def _offset(places: Array) -> float:
-    """How far a plane's slots are from whole numbers, within [−½, ½): where most satellites are within half a slot."""
+    """Return the offset of a plane's slots from whole numbers, within [−½, ½), that fits most satellites."""
     import numpy as np
 
-    rest = np.sort(places % 1.0)
-    around = np.append(rest, rest + 1.0)
-    count = np.searchsorted(around, rest + 0.5, "right") - np.arange(len(rest))
+    fractions = np.sort(places % 1.0)
+    around = np.append(fractions, fractions + 1.0)
+    count = np.searchsorted(around, fractions + 0.5, "right") - np.arange(len(fractions))
     fullest = np.flatnonzero(count == count.max())
-    # Of several such windows the one whose satellites are nearest together.
+    # Among several such windows take the narrowest.
     widths = [around[at + int(count[at]) - 1] - around[at] for at in fullest]
     start = int(fullest[int(np.argmin(widths))])
     inside = around[start : start + int(count[start])]

@@ -1,9 +1,9 @@
-"""Ground tracks: the path of the overhead point over the grid, hence the moves of the box and the time of the next.
+"""Ground tracks: the path of the overhead point over the grid, from which the moves of the box follow.
 
 A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit, and the next move exactly.
 
-- A host that stands still has one piece that never ends: the anchor's closed form.
-- A host that moves (``Trajectory``) has a piece for each quarter of a degree of its path.
+- A fixed host has a single endless piece: the anchor's closed form.
+- A moving host (``Trajectory``) has a piece per quarter degree of its path.
 - A user in a grid of cells on the ground (``CellGrid``) has a piece between any two stops.
 """
 
@@ -28,17 +28,17 @@ from skymemory.errors import InvalidInput
 from skymemory.units import EARTH_RADIUS_M
 
 MAX_SPEED_M_S = 1_000.0
-"""Three times an airliner's: a higher speed is a typing error."""
+"""Maximum speed of a host, three times an airliner's; more is an input error."""
 MAX_LATITUDE_DEG = 89.0
-"""Over a pole the longitude, and with it the plane overhead, would jump."""
+"""Maximum latitude of a path: at a pole the longitude, and with it the plane overhead, would jump."""
 _MAX_LEG_RAD = math.radians(170.0)
 _CHECK_RAD = math.radians(0.5)
 _PIECE_RAD = math.radians(0.25)
-"""The overhead point is interpolated linearly over this much of a moving host's path."""
+"""Length of a moving host's path over which the overhead point is interpolated linearly."""
 
 
 class Knot(NamedTuple):
-    """The overhead point at a time, in cells: real numbers that never wrap."""
+    """Overhead point at a time, in cells: real numbers that do not wrap."""
 
     time_s: float
     plane: float
@@ -52,27 +52,26 @@ STILL: Rates = (0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Knots in ascending order of time, at least one; ``rates`` hold before the first and after the last."""
+    """Knots in ascending order of time, at least one; ``rates`` apply before the first and after the last."""
 
     knots: tuple[Knot, ...]
     rates: Rates = STILL
     _times: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _origin: tuple[int, int] = field(init=False, repr=False, compare=False)
-    """The cell overhead at time 0."""
+    """Cell overhead at time 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_times", tuple(knot.time_s for knot in self.knots))
         object.__setattr__(self, "_origin", self.cell_at(0.0))
 
     def cell(self, time_s: float) -> tuple[float, float]:
-        """``(plane, slot)`` of the overhead point, real numbers."""
+        """Return ``(plane, slot)`` of the overhead point, as real numbers."""
         piece = bisect_right(self._times, time_s)
         at, plane, slot = self.knots[max(piece - 1, 0)]
         plane_rate, slot_rate = self._rates_of(piece)
         return plane + plane_rate * (time_s - at), slot + slot_rate * (time_s - at)
 
     def _rates_of(self, piece: int) -> Rates:
-        """Of the piece that ends with knot ``piece``."""
         if not 0 < piece < len(self.knots):
             return self.rates
         before, after = self.knots[piece - 1], self.knots[piece]
@@ -80,18 +79,20 @@ class Track:
         return (after.plane - before.plane) / seconds, (after.slot - before.slot) / seconds
 
     def cell_at(self, time_s: float) -> tuple[int, int]:
-        """``(plane, slot)`` of the cell overhead: the anchor, not wrapped."""
+        """Return ``(plane, slot)`` of the cell overhead, which is the anchor, not wrapped."""
         plane, slot = self.cell(time_s)
         return nearest(plane), nearest(slot)
 
     def moves(self, time_s: float) -> tuple[int, int]:
-        """Slot moves (each one slot west) and plane moves (each one plane south) since time 0."""
+        """Return slot moves (each a slot west) and plane moves (each a plane south) since time 0."""
         plane0, slot0 = self._origin
         plane, slot = self.cell_at(time_s)
         return slot0 - slot, plane - plane0
 
     def next_crossing_s(self, time_s: float) -> float:
-        """When the overhead point next reaches the edge of its cell, to within rounding; infinity: never."""
+        """Return the time, to within rounding, at which the overhead point next reaches the edge of its cell; infinity:
+        never.
+        """
         piece = bisect_right(self._times, time_s)
         while True:
             end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
@@ -112,9 +113,9 @@ def _until_edge_s(cell: float, rate: float) -> float:
 
 
 def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool = False) -> Track:
-    """The track of the overhead point of ``place`` on one branch (see ``visibility``), from the epoch on.
+    """Return the track of the overhead point of ``place`` on a branch (see ``visibility``), from the epoch on.
 
-    For a moving host it is exact at its waypoints and every quarter of a degree between them.
+    For a moving host it is exact at the waypoints and every quarter of a degree between them.
     """
     rates = (1 / plane_move_period_s(shell), -1 / slot_move_period_s(shell))
     times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
@@ -122,7 +123,7 @@ def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool
     for time_s in times:
         plane, slot = overhead_cell(shell, host_at(place, time_s), epoch_unix_s, time_s, descending)
         if knots:
-            # Longitudes wrap, the track does not: of the possible planes take the one nearest to the Earth's rotation.
+            # Longitudes wrap, the track does not: take the plane nearest to the position expected from the rotation.
             expected = knots[-1].plane + rates[0] * (time_s - knots[-1].time_s)
             turn = planes_of_turn(shell)
             plane += turn * round((expected - plane) / turn)
@@ -131,13 +132,17 @@ def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool
 
 
 def planes_of_turn(shell: Shell) -> int:
-    """Planes that pass while the Earth turns once: of a star each twice, climbing and descending."""
+    """Return the number of planes that pass per rotation of the Earth; planes of a star pass twice, climbing and
+    descending.
+    """
     return shell.planes * round(2 * math.pi / shell.span_rad)
 
 
 def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
-    """``(wait_s, for_s)``: how long after ``from_s`` until a box that reaches this many planes north and south of its
-    centre has no seam of the star in it, and for how long from then on. Of a host that stands still.
+    """Return ``(wait_s, for_s)`` of the next time without a seam in the box of a fixed host.
+
+    ``wait_s`` is the time after ``from_s`` until a box that reaches this many planes north and south of its centre has
+    no seam of the star in it; ``for_s`` is the duration.
     """
     rate = track.rates[0]
     first, last = north - 0.5, shell.planes - 1 - south + 0.5
@@ -150,9 +155,9 @@ def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float)
 
 def _knot_times(way: Trajectory) -> list[float]:
     times = [way.waypoints[0].time_s]
-    for leg, (here, there) in enumerate(zip(way.waypoints, way.waypoints[1:], strict=False)):
+    for leg, (start, end) in enumerate(zip(way.waypoints, way.waypoints[1:], strict=False)):
         pieces = max(1, math.ceil(way.leg_rad(leg) / _PIECE_RAD))
-        times += [here.time_s + (there.time_s - here.time_s) * piece / pieces for piece in range(1, pieces + 1)]
+        times += [start.time_s + (end.time_s - start.time_s) * piece / pieces for piece in range(1, pieces + 1)]
     return times
 
 
@@ -160,7 +165,7 @@ def _knot_times(way: Trajectory) -> list[float]:
 
 
 class Waypoint(NamedTuple):
-    """Where the host is ``time_s`` seconds (of the satellites' time) after the epoch."""
+    """Position of the host ``time_s`` seconds (of the satellites' time) after the epoch."""
 
     time_s: float
     latitude_deg: float
@@ -172,7 +177,7 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The path of a host over the ground, such as a ship or an aircraft: great circles between timed waypoints.
+    """Path of a host over the ground, such as a ship or an aircraft: great circles between timed waypoints.
 
     At least one waypoint, in ascending order of time; the host stands still before the first and after the last.
     """
@@ -191,11 +196,11 @@ class Trajectory:
             self._check_leg(leg)
 
     def _check_leg(self, leg: int) -> None:
-        here, there = self.waypoints[leg], self.waypoints[leg + 1]
-        seconds = there.time_s - here.time_s
+        start, end = self.waypoints[leg], self.waypoints[leg + 1]
+        seconds = end.time_s - start.time_s
         if seconds <= 0:
             raise InvalidInput(
-                f"waypoint {leg + 2} is at {there.time_s:g} s, the one before at {here.time_s:g} s: each must be later"
+                f"waypoint {leg + 2} is at {end.time_s:g} s, the one before at {start.time_s:g} s: each must be later"
             )
         angle = self.leg_rad(leg)
         if angle > _MAX_LEG_RAD:
@@ -207,7 +212,7 @@ class Trajectory:
             )
         pieces = max(1, math.ceil(angle / _CHECK_RAD))
         for piece in range(1, pieces + 1):
-            time_s = here.time_s + seconds * piece / pieces
+            time_s = start.time_s + seconds * piece / pieces
             place = self.at(time_s)
             self._check_latitude(Waypoint(time_s, place.latitude_deg, place.longitude_deg))
 
@@ -220,37 +225,34 @@ class Trajectory:
             )
 
     def leg_rad(self, leg: int) -> float:
-        """Angle at the centre of the Earth between a waypoint and the next."""
+        """Return the angle at the centre of the Earth between a waypoint and the next."""
         return _angle_rad(_unit(self.waypoints[leg]), _unit(self.waypoints[leg + 1]))
 
     def at(self, time_s: float) -> GroundHost:
-        """Where the host is."""
         leg = bisect_right(self.waypoints, time_s, key=lambda point: point.time_s) - 1
         if leg < 0 or leg == len(self.waypoints) - 1:
             point = self.waypoints[max(leg, 0)]
             return GroundHost(point.latitude_deg, point.longitude_deg)
-        here, there = self.waypoints[leg], self.waypoints[leg + 1]
-        start, end = _unit(here), _unit(there)
+        before, after = self.waypoints[leg], self.waypoints[leg + 1]
+        start, end = _unit(before), _unit(after)
         angle = _angle_rad(start, end)
-        share = (time_s - here.time_s) / (there.time_s - here.time_s)
+        share = (time_s - before.time_s) / (after.time_s - before.time_s)
         if angle < 1e-9:
-            return GroundHost(here.latitude_deg, here.longitude_deg)
+            return GroundHost(before.latitude_deg, before.longitude_deg)
         a, b = math.sin((1 - share) * angle), math.sin(share * angle)
         x, y, z = (a * s + b * e for s, e in zip(start, end, strict=True))
         return GroundHost(math.degrees(math.atan2(z, math.hypot(x, y))), math.degrees(math.atan2(y, x)))
 
 
 Place = GroundHost | Trajectory
-"""A fixed or a moving host."""
 
 
 def host_at(place: Place, time_s: float) -> GroundHost:
-    """Where the host is ``time_s`` seconds after the epoch."""
     return place.at(time_s) if isinstance(place, Trajectory) else place
 
 
 def parse_waypoints(lines: Iterable[str], where: str) -> tuple[Waypoint, ...]:
-    """Waypoints from text: ``seconds latitude longitude``, one per line, ``#`` before a comment."""
+    """Return the waypoints of a text: ``seconds latitude longitude`` per line, ``#`` starts a comment."""
     points = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
@@ -276,19 +278,20 @@ def _angle_rad(a: Vector, b: Vector) -> float:
     return math.atan2(cross, sum(p * q for p, q in zip(a, b, strict=True)))
 
 
-# --- Cells on the ground in place of satellites (paper §6) ---
+# --- Cells on the ground instead of satellites (paper §6) ---
 #
-# A base station is linked to the four around it, as a satellite is; rows are planes, columns are slots. Not the grid
-# moves but its user, whose path takes the place of the orbit: each border crossed is a move, and the same placement and
-# migration keep the cache around the user. A grid has edges, the torus has none: the path must stay far enough from the
-# edges that no box, and no shortest path inside one, crosses them.
+# A base station is linked to its four neighbours, as a satellite is; rows are planes, columns are slots. The user moves
+# instead of the grid, and the user's path takes the place of the orbit: each border crossed is a move, and the same
+# placement and migration keep the cache around the user. Unlike the torus, a grid has edges: the path must stay far
+# enough from them that no box, and no shortest path inside a box, crosses them.
 #
-# One grid has one path: a train, a bus, or a single user. Users on different paths need a grid (a clock) each.
+# A grid has a single path: a train, a bus, or a single user. Users on different paths need separate grids (clocks).
 
 
 class Stop(NamedTuple):
-    """A user's position at a time, in cells; straight lines in between. Rows grow south, columns east; a whole number
-    is the middle of a cell.
+    """Position of a user at a time, in cells, with straight lines in between.
+
+    Rows grow south, columns east; whole numbers are centres of cells.
     """
 
     time_s: float
@@ -298,23 +301,24 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """``rows`` by ``columns`` of base stations, each with its four neighbours."""
+    """Grid of ``rows`` by ``columns`` base stations, each linked to its four neighbours."""
 
     rows: int
     columns: int
 
     @property
     def torus(self) -> Torus:
-        """The grid as placement and routing see it; paths keep away from the links that join opposite edges."""
+        """Torus for placement and routing; paths keep away from the links that join opposite edges."""
         return Torus(self.rows, self.columns)
 
     def track(self, path: Sequence[Stop], margin: int) -> Track:
-        """The moves of a box around a user on this path, standing still before the first stop and after the last.
+        """Return the moves of a box around a user on this path, who stands still before the first stop and after the
+        last.
 
-        ``margin`` is how many cells the box reaches from its centre.
+        ``margin`` is the number of cells that the box extends from its centre.
 
         Raises:
-            InvalidInput: no stops, stops out of order, or one too near to the edge of the grid.
+            InvalidInput: no stops, stops out of order, or a stop too near to the edge of the grid.
         """
         if not path:
             raise InvalidInput("a path without stops: expected at least one")
@@ -333,12 +337,15 @@ class CellGrid:
         return Track(tuple(Knot(*stop) for stop in path))
 
     def centre(self, path: Sequence[Stop], margin: int) -> SatelliteId:
-        """The cell the user is in at time 0."""
         return SatelliteId(*self.track(path, margin).cell_at(0.0))
 
 
 def parse_grid(text: str) -> CellGrid:
-    """``24x24``: rows and columns. Raises ``InvalidInput``."""
+    """Return the grid of a text ``24x24``: rows and columns.
+
+    Raises:
+        InvalidInput: another format, or more than 200 rows or columns.
+    """
     rows, cross, columns = text.partition("x")
     if not (cross and rows.isascii() and columns.isascii() and rows.isdigit() and columns.isdigit()):
         raise InvalidInput(f"a grid of {text!r}: expected rows and columns, such as 24x24")

@@ -1,12 +1,12 @@
-"""What links carry: rates, other traffic, queues, planned outages, rain.
+"""Capacity of links: rates, other traffic, queues, planned outages, rain.
 
-Three classes of links: ``up`` and ``down`` are a beam's two directions (each host has a beam of its own to each
-satellite that it talks to), ``isl`` is one direction of a link between satellites. Each direction is one FIFO of bytes
-and stores and forwards packet by packet: a packet waits for those before it, takes its size / rate, then flies. Its
-size is the datagram (Space Packet, headers and payload) and 28 bytes of UDP and IPv4. What a full buffer cannot take is
-dropped; what would leave during an outage is lost. Both are counted.
+Three classes of links: ``up`` and ``down`` are the directions of a beam (each host has its own beam to each satellite
+that it talks to), ``isl`` is a direction of a link between satellites. Each direction is a FIFO of bytes and stores and
+forwards packets: a packet waits for earlier packets, is sent for size / rate seconds, then propagates. Its size is the
+datagram (Space Packet, headers and payload) plus 28 bytes of UDP and IPv4. A packet that does not fit into the buffer
+is dropped; a packet that would leave during an outage is lost. Both are counted.
 
-All is a pure function of the time since the plan's epoch and a seed: hosts, clients and the simulator agree on it.
+Everything is a pure function of the time since the plan's epoch and a seed, so hosts, clients and the simulator agree.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from skymemory.units import EARTH_RADIUS_M, SPEED_OF_LIGHT_M_S, parse_rate
 LinkClass = Literal["up", "down", "isl"]
 LINK_CLASSES: tuple[LinkClass, ...] = ("up", "down", "isl")
 DATAGRAM_OVERHEAD_BYTES = 28
-"""UDP and IPv4 headers; framing of the physical layer is part of what the stated rate leaves."""
+"""Bytes of UDP and IPv4 headers; stated rates exclude the framing of the physical layer."""
 LEAST_BUFFER_BYTES = 65_536
-"""The longest datagram must fit."""
+"""Minimum buffer, which fits the longest datagram."""
 LOST = -1.0
 
 _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
@@ -40,18 +40,19 @@ _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
 }
 _SATELLITE = re.compile(r"(\d{1,4}),(\d{1,4})(?:-(\d{1,4}),(\d{1,4}))?")
 _FADE_STEPS = ((0.0, 1.0), (3.0, 0.5), (6.0, 0.25), (9.0, 0.125))
-"""Decibels beyond the fade margin, and the share of the rate that modulation and coding still carry: half as much per
-3 dB. Beyond the last the beam is out.
+"""Decibels beyond the fade margin, and the share of the rate that remains.
+
+Modulation and coding carry half as much per 3 dB; beyond the last step the beam is out.
 """
 _LEAST_ELEVATION_DEG = 5.0
-"""Below it the path through the rain is computed as at it (as in ITU-R P.618)."""
+"""Elevation below which the path through the rain no longer grows (as in ITU-R P.618)."""
 
 
 def _rate(value: object) -> float:
-    found = parse_rate(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 1e3 <= found <= 1e15:
+    rate = parse_rate(value) if isinstance(value, str) else value
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 1e3 <= rate <= 1e15:
         raise InvalidInput(f'{value!r}: expected a rate from "1kbit" (per second) upwards, such as "200Mbit"')
-    return float(found)
+    return float(rate)
 
 
 def _share(value: object) -> float:
@@ -71,8 +72,10 @@ def _number(least: float, most: float) -> Callable[[object], float]:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """From ``from_s`` to ``to_s`` after the epoch these links carry nothing. ``link``: ``up``, ``down``, ``isl`` or
-    ``beams`` (all of them), ``2,9`` (all links of a satellite) or ``2,9-2,10`` (the link between two).
+    """Planned outage: from ``from_s`` to ``to_s`` after the epoch these links carry nothing.
+
+    ``link`` is a class (``up``, ``down``, ``isl``, or ``beams`` for both directions of all beams), ``2,9`` (all links
+    of a satellite) or ``2,9-2,10`` (the link between two satellites).
     """
 
     link: str = setting("link", text, "", "which")
@@ -92,20 +95,23 @@ class Outage:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Of the links that it may be of."""
         return _WHOLE_CLASSES.get(self.link, LINK_CLASSES)
 
     @property
     def satellites(self) -> frozenset[SatelliteId]:
-        """All of which its links end at; none: they are all links of its classes."""
+        """Satellites that all affected links end at; empty: it affects all links of its classes."""
         return frozenset() if self.link in _WHOLE_CLASSES else _satellites_of(self.link)
 
     def hits(self, kind: LinkClass, satellites: tuple[SatelliteId, ...]) -> bool:
-        """Whether it is one of a link of this class, whose satellites (one of a beam) are given."""
+        """Return True if it affects a link of this class with these satellites (a beam has a single satellite)."""
         return kind in self.classes and self.satellites <= set(satellites)
 
     def check(self, torus: Torus) -> None:
-        """Raises ``InvalidInput`` for a satellite or a link that this grid does not have: it would be of nothing."""
+        """Check that the grid has the satellites and the link.
+
+        Raises:
+            InvalidInput: it names a satellite or a link that the grid does not have.
+        """
         if self.link in _WHOLE_CLASSES:
             return
         named = _satellites_of(self.link)
@@ -116,11 +122,12 @@ class Outage:
                     f"{torus.planes - 1} and slot 0 to {torus.slots_per_plane - 1}, and none of the gaps"
                 )
         if len(named) == 2:
-            one, other = sorted(named)
-            if other not in torus.neighbours(one):
-                near = ", ".join(f"{plane},{slot}" for plane, slot in sorted(set(torus.neighbours(one)) - {one}))
+            first, other = sorted(named)
+            if other not in torus.neighbours(first):
+                near = ", ".join(f"{plane},{slot}" for plane, slot in sorted(set(torus.neighbours(first)) - {first}))
                 raise InvalidInput(
-                    f"outage of {self.link}: these two have no link: expected one of {one.plane},{one.slot} with {near}"
+                    f"outage of {self.link}: these two have no link: expected one of {first.plane},{first.slot} "
+                    f"with {near}"
                 )
 
 
@@ -130,7 +137,7 @@ def _satellites_of(link: str) -> frozenset[SatelliteId]:
     return frozenset(SatelliteId(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
 
 
-# --- Rain: ITU-R P.838-3 for what a kilometre of rain takes, an effective path through it ---
+# --- Rain: attenuation per kilometre by ITU-R P.838-3, and an effective path through the rain ---
 
 _Terms = tuple[tuple[float, float, float], ...]
 _K_H: _Terms = (
@@ -168,22 +175,25 @@ def _fitted(terms: _Terms, slope: float, offset: float, frequency_ghz: float) ->
 
 @lru_cache(maxsize=64)
 def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
-    """``k`` and ``alpha`` of ITU-R P.838-3 (equations 2 to 5) for circular polarization: attenuation in dB/km is
-    ``k · R ** alpha`` at ``R`` mm/h. From 1 to 1000 GHz.
+    """Return ``k`` and ``alpha`` of ITU-R P.838-3 (equations 2 to 5) for circular polarization.
+
+    The attenuation in dB/km is ``k · R ** alpha`` at ``R`` mm/h. Valid from 1 to 1000 GHz.
     """
     k_h = 10 ** _fitted(_K_H, -0.18961, 0.71147, frequency_ghz)
     k_v = 10 ** _fitted(_K_V, -0.16398, 0.63297, frequency_ghz)
     alpha_h = _fitted(_A_H, 0.67849, -1.95537, frequency_ghz)
     alpha_v = _fitted(_A_V, -0.053739, 0.83433, frequency_ghz)
-    # Circular is a tilt of 45°, where the terms with the elevation and cos(2 · tilt) = 0 vanish.
+    # Circular polarization is a tilt of 45°: the terms with cos(2 · tilt) = 0 and the elevation vanish.
     k = (k_h + k_v) / 2
     return k, (k_h * alpha_h + k_v * alpha_v) / (2 * k)
 
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """It rains in spells, over a host's whole place: each spell of ``spell_s`` is wet with the probability ``share``,
-    then with a rate drawn from an exponential distribution of mean ``mm_h``.
+    """Rain in spells over a host's place.
+
+    Each spell of ``spell_s`` is wet with probability ``share``; its rate is exponentially distributed with mean
+    ``mm_h``.
     """
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
@@ -199,12 +209,14 @@ class Rain:
             raise InvalidInput(f"spell {self.spell_s:g}: expected more than 0 s")
 
     def rate_mm_h(self, at_s: float, place: str, seed: int) -> float:
-        """Rain rate over a place, 0 if dry."""
+        """Return the rain rate over a place; 0 if dry."""
         return _drawn(self, math.floor(at_s / self.spell_s), place, seed)
 
     def fade_db(self, kind: LinkClass, rate_mm_h: float, elevation_deg: float) -> float:
-        """``k · R ** alpha`` over the slant path below the rain height, shortened by the reduction factor
-        ``1 / (1 + path · cos(elevation) / L0)`` with ``L0 = 35 · exp(−0.015 R)`` km (ITU-R P.618), for rain is patchy.
+        """Return the fade, ``k · R ** alpha`` over the effective slant path below the rain height, in dB.
+
+        Because rain is patchy, the path is multiplied by the reduction factor ``1 / (1 + path · cos(elevation) / L0)``
+        with ``L0 = 35 · exp(−0.015 R)`` km (ITU-R P.618).
         """
         if rate_mm_h <= 0:
             return 0.0
@@ -216,7 +228,6 @@ class Rain:
         return float(k * rate_mm_h**alpha * path_km)
 
     def factor(self, kind: LinkClass, rate_mm_h: float, elevation_deg: float) -> float:
-        """Share of the rate that is left."""
         beyond_db = self.fade_db(kind, rate_mm_h, elevation_deg) - self.margin_db
         return next((share for step_db, share in _FADE_STEPS if beyond_db <= step_db), 0.0)
 
@@ -229,7 +240,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Elevation of a satellite at this height whose beam takes so long."""
+    """Return the elevation of a satellite at this height whose beam has this light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))
@@ -241,13 +252,13 @@ def elevation_deg(altitude_m: float, one_way_s: float) -> float:
 def _outages(value: object) -> tuple[Outage, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidInput(f'{value!r}: expected [[outage]] tables with link = "isl", from = "10s", to = "30s"')
-    return tuple(filled(Outage, table(one), f"outage {number}") for number, one in enumerate(value, 1))
+    return tuple(filled(Outage, table(outage), f"outage {number}") for number, outage in enumerate(value, 1))
 
 
 def _elevations(value: object) -> tuple[tuple[float, float], ...]:
-    """Pairs of the lowest elevation and the share of the rate from there on, ascending."""
+    """Return pairs of the lowest elevation and the share of the rate from there on, ascending."""
     pairs = (
-        [tuple(one) if isinstance(one, list | tuple) else () for one in value]
+        [tuple(pair) if isinstance(pair, list | tuple) else () for pair in value]
         if isinstance(value, list | tuple)
         else []
     )
@@ -266,11 +277,11 @@ def _rain(value: object) -> Rain | None:
 
 
 def _load(value: object) -> tuple[tuple[str, float], ...]:
-    found = table(value)
-    for name in found:
+    shares = table(value)
+    for name in shares:
         if name not in LINK_CLASSES:
             raise InvalidInput(f"{name}: no class of links; {suggestion(name, LINK_CLASSES)}")
-    return tuple((name, _named(name, share)) for name, share in sorted(found.items()))
+    return tuple((name, _named(name, share)) for name, share in sorted(shares.items()))
 
 
 def _named(name: str, share: object) -> float:
@@ -282,10 +293,11 @@ def _named(name: str, share: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Rates in bit/s (None: unlimited), and what lessens them. ``load``: the share of each class that other traffic
-    takes; ``(1 − share) · rate`` is left. ``elevations``: table of the lowest elevation (degrees) and the share of a
-    beam's rate from there on; below the first it is out. ``handover_gap_s``: for so long after a change of the gateway
-    the host sends nothing; answers under way by the old beam still arrive.
+    """Rates of links in bit/s (None: unlimited), and what reduces them.
+
+    ``load`` is the share of each class that other traffic takes; ``(1 − share) · rate`` remains. ``elevations`` has the
+    lowest elevation (degrees) and the share of a beam's rate from there on; below the first elevation the beam is out.
+    For ``handover_gap_s`` after a change of the gateway the host sends nothing; answers on the old beam still arrive.
     """
 
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")
@@ -311,29 +323,33 @@ class Links:
 
     @classmethod
     def read(cls, found: Mapping[str, Any], where: str) -> Links:
-        """From a table, of TOML or of a plan's JSON. Raises ``InvalidInput``, with ``where`` first."""
+        """Return the links of a table, from TOML or from a plan's JSON; ``where`` begins error messages.
+
+        Raises:
+            InvalidInput: an unknown key or an invalid value.
+        """
         return filled(cls, found, where)
 
     def as_table(self) -> dict[str, Any]:
-        """The table that ``read`` makes this of; only what differs from the defaults."""
-        default, found = Links(), {}
+        """Return the table from which ``read`` makes these links, without default values."""
+        default, entries = Links(), {}
         for key, field in known_keys(Links).items():
             value = getattr(self, field.name)
             if value == getattr(default, field.name):
                 continue
             if field.name == "outages":
-                value = [_table_of(one) for one in value]
+                value = [_table_of(outage) for outage in value]
             elif isinstance(value, Rain):
                 value = _table_of(value)
             elif field.name == "load":
                 value = dict(value)
             elif isinstance(value, tuple):
                 value = [list(pair) for pair in value]
-            found[key] = value
-        return found
+            entries[key] = value
+        return entries
 
     def bytes_per_s(self, kind: LinkClass) -> float:
-        """What is left beside other traffic, in clear weather; infinite without a rate."""
+        """Return the rate without other traffic's share, in clear weather; infinite without a rate."""
         rates = {"up": self.up_bit_s, "down": self.down_bit_s, "isl": self.isl_bit_s}
         bit_s = rates[kind]
         return math.inf if bit_s is None else bit_s * (1.0 - dict(self.load).get(kind, 0.0)) / 8
@@ -346,8 +362,9 @@ class Links:
         elevation: Callable[[], float] = lambda: 90.0,
         place: str = "",
     ) -> float:
-        """Share of the rate that a link has ``at_s`` seconds after the epoch: 1 clear, 0 out. ``elevation`` (degrees)
-        and ``place`` are of the host of a beam.
+        """Return the share of the rate that a link has ``at_s`` seconds after the epoch: 1 clear, 0 out.
+
+        ``elevation`` (degrees) and ``place`` are of the host of a beam.
         """
         for outage in self.outages:
             if outage.from_s <= at_s < outage.to_s and outage.hits(kind, satellites):
@@ -357,22 +374,24 @@ class Links:
             return share
         if self.elevations:
             height_deg = elevation()
-            share = next((its for low, its in reversed(self.elevations) if height_deg >= low), 0.0)
+            share = next((rate_share for low, rate_share in reversed(self.elevations) if height_deg >= low), 0.0)
         if self.rain is not None and share and (mm_h := self.rain.rate_mm_h(at_s, place, self.seed)):
             share *= self.rain.factor(kind, mm_h, elevation())
         return share
 
 
 def _table_of(one: Outage | Rain) -> dict[str, Any]:
-    return {each.metadata["key"]: getattr(one, each.name) for each in fields(one)}
+    return {field_.metadata["key"]: getattr(one, field_.name) for field_ in fields(one)}
 
 
 # --- Queues ---
 
 
 class LinkCounts:
-    """Of all links of one class: packets carried and their bytes (each link on a way counts them), packets dropped by a
-    full buffer and lost in outages; the longest wait.
+    """Counters of all links of a class.
+
+    Packets carried and their bytes (counted on each link of a path), packets dropped by full buffers and lost in
+    outages, and the longest wait.
     """
 
     __slots__ = ("bytes", "carried", "dropped", "longest_s", "outage")
@@ -383,14 +402,14 @@ class LinkCounts:
 
 
 class LinkQueue:
-    """One direction of one link. Its state is one number: when its transmitter is free again."""
+    """Queue of one direction of a link. Its only state is the time at which the transmitter is free."""
 
     __slots__ = ("_buffer_bytes", "_counts", "_factor", "bytes_per_s", "free_s")
 
     def __init__(
         self, bytes_per_s: float, buffer_bytes: int, counts: LinkCounts, factor: Callable[[float], float] | None
     ) -> None:
-        """``factor``: share of the rate at a time; None: always 1."""
+        """Create a queue; ``factor`` returns the share of the rate at a time; None: always 1."""
         self.bytes_per_s = bytes_per_s
         self.free_s = -math.inf
         self._buffer_bytes = buffer_bytes
@@ -398,10 +417,10 @@ class LinkQueue:
         self._factor = factor
 
     def leaves_s(self, datagram_bytes: int, now_s: float, urgent: bool = False) -> float:
-        """When the last bit of a datagram that comes now is sent; ``LOST`` if it never is. ``urgent`` goes before all
-        that waits, as packets of routing protocols do.
+        """Return the time at which the last bit of a datagram that arrives now is sent; ``LOST`` if it never is.
 
-        The rate is that of the moment when its transmission begins: a packet is short.
+        ``urgent`` datagrams, as packets of routing protocols, overtake the queue. The rate is taken at the start of the
+        transmission, since a packet is short.
         """
         free_s = self.free_s
         start_s = free_s if free_s > now_s and not urgent else now_s
@@ -430,16 +449,16 @@ class LinkQueue:
         return start_s + takes_s
 
     def queued_bytes(self, now_s: float) -> float:
-        """Bytes that wait or are being sent, at the full rate."""
+        """Return the bytes that wait or are being sent, at the full rate."""
         return (self.free_s - now_s) * self.bytes_per_s if self.free_s > now_s else 0.0
 
 
 Sight = Callable[[SatelliteId, Any, float], float]
-"""Elevation in degrees of a satellite, seen by a host, at a time."""
+"""Elevation in degrees of a satellite, as seen by a host, at a time."""
 
 
 class LinkQueues:
-    """The queues of many links, made when first used. A host is whatever its transport calls it."""
+    """Queues of many links, created when first used. Hosts are identified by any object of their transport."""
 
     def __init__(
         self,
@@ -449,8 +468,10 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """``elevation`` and ``place`` (of a host, for its weather) are needed where beams have weather. ``onboard``:
-        the satellite that the hosts are on, with no beam between.
+        """Create the queues.
+
+        ``elevation`` and ``place`` (of a host, for its weather) are needed if beams have weather. ``onboard`` is the
+        satellite that carries the hosts, with no beam in between.
         """
         self.links = links
         self._onboard = onboard
@@ -462,21 +483,20 @@ class LinkQueues:
         self._kinds: dict[tuple[Any, Any], LinkClass] = {}
 
     def of(self, sender: Any, receiver: Any) -> LinkQueue:
-        """The queue of this direction."""
-        found = self._queues.get((sender, receiver))
-        return found if found is not None else self._made(sender, receiver)
+        queue = self._queues.get((sender, receiver))
+        return queue if queue is not None else self._made(sender, receiver)
 
     def _made(self, sender: Any, receiver: Any) -> LinkQueue:
         from_sky, to_sky = isinstance(sender, SatelliteId), isinstance(receiver, SatelliteId)
         kind: LinkClass = "isl" if from_sky and to_sky else "down" if from_sky else "up"
         satellites = tuple(end for end in (sender, receiver) if isinstance(end, SatelliteId))
-        links, epoch_s, seen = self.links, self._epoch_s, self._elevation
+        links, epoch_s, elevation_of = self.links, self._epoch_s, self._elevation
         host = receiver if kind == "down" else sender
         place = "" if kind == "isl" else self._place(host)
 
         def factor(now_s: float) -> float:
             def elevation() -> float:
-                return 90.0 if seen is None else seen(satellites[0], host, now_s)
+                return 90.0 if elevation_of is None else elevation_of(satellites[0], host, now_s)
 
             return links.factor(kind, satellites, now_s - epoch_s, elevation, place)
 
@@ -490,19 +510,17 @@ class LinkQueues:
         return queue
 
     def figures(self, now_s: float) -> dict[str, int]:
-        """For housekeeping: packets lost and bytes that wait, by class."""
+        """Return housekeeping figures: packets lost and bytes queued, by class."""
         waiting = self.queued_bytes(now_s)
         lost = {f"link_{kind}_lost": counts.dropped + counts.outage for kind, counts in self.counts.items()}
         return lost | {f"link_{kind}_queued_bytes": waiting[kind] for kind in LINK_CLASSES}
 
     def forget(self, host: Any) -> None:
-        """The beams of a host that is gone."""
         for ends in [ends for ends in self._queues if host in ends]:
             del self._queues[ends], self._kinds[ends]
 
     def queued_bytes(self, now_s: float) -> dict[LinkClass, int]:
-        """What waits now on the links of each class."""
-        found: dict[LinkClass, float] = dict.fromkeys(LINK_CLASSES, 0.0)
+        by_class: dict[LinkClass, float] = dict.fromkeys(LINK_CLASSES, 0.0)
         for ends, queue in self._queues.items():
-            found[self._kinds[ends]] += queue.queued_bytes(now_s)
-        return {kind: round(waiting) for kind, waiting in found.items()}
+            by_class[self._kinds[ends]] += queue.queued_bytes(now_s)
+        return {kind: round(waiting) for kind, waiting in by_class.items()}

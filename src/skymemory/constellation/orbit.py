@@ -1,20 +1,20 @@
-"""One shell of circular orbits: positions of its satellites, lengths and light times of its links.
+"""A shell of circular orbits: positions of its satellites, lengths and light times of its links.
 
-SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Two models of the sky:
+Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Two models of the sky:
 
-- ``paper``: Kepler's period, a drifting node, a spherical Earth of 6371 km. The papers' figures need it.
-- ``j2``: the secular rates of SGP4 for a circular orbit without drag (Brouwer's, with J2, J2² and J4, WGS72), on node
-  and argument of latitude; the ground is the ellipsoid WGS84, the inertial frame is TEME. Left out are SGP4's periodic
-  terms: some 10 km, which do not grow.
+- ``paper``: Kepler's period, a drifting node, a spherical Earth of 6371 km. Needed for the papers' figures.
+- ``j2``: the secular rates of SGP4 for a circular orbit without drag (Brouwer's, with J2, J2² and J4, WGS72), for node
+  and argument of latitude; the ground is the ellipsoid WGS84, the inertial frame is TEME. SGP4's periodic terms are
+  left out: about 10 km, which do not grow.
 
-*Names.* In a Walker constellation i: T/P/F slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so that
-after P planes the grid is twisted by F slots. Here the same satellites have other names: slot s of plane k is the one
-that is *nearest* to where it would be with F = 0, at most half a slot away (``Shell.walker_slot`` maps it back). The
-torus then closes without a twist, the cells of a box lie side by side, and routing, placement and handover need not
-know F. Links between planes have an offset of F/P or F/P − 1 slots. (With Walker's names it is always F/P, so a box of
-as many rows as columns would be sheared by half its width and more.)
+*Names.* In a Walker constellation i: T/P/F, slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so that
+after P planes the grid is twisted by F slots. Here the same satellites have other names: slot s of plane k is the
+satellite *nearest* to its position for F = 0, at most half a slot away (``Shell.walker_slot`` maps it back). The torus
+then closes without a twist, the cells of a box are adjacent, and routing, placement and handover need not know F. Links
+between planes have an offset of F/P or F/P − 1 slots. (With Walker's names it is always F/P, so a box with as many rows
+as columns would be sheared by at least half its width.)
 
-Rejected: propagating two-line elements. Placement needs a regular grid that every host computes to the same bit;
+Two-line elements are not propagated: placement needs a regular grid that every host computes to the same bit, and
 station keeping corrects drift within a slot.
 """
 
@@ -39,44 +39,42 @@ SkyModel = Literal["paper", "j2"]
 SKY_MODELS: tuple[SkyModel, ...] = get_args(SkyModel)
 Pattern = Literal["delta", "star"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-"""``delta``: nodes all round the equator. ``star``: over half of it, so that the first and the last plane fly in
-opposite directions and have no links.
-"""
+"""``delta``: nodes all round the equator. ``star``: nodes over half of it; the first and last planes fly in opposite
+directions and have no links with each other."""
 
 LINK_CLEARANCE_M = 80_000.0
-"""A laser link must pass this high above the ground to stay out of the atmosphere."""
+"""Minimum height of a laser link above the ground, outside the atmosphere."""
 EARTH_J2 = 1.08262668e-3
 WGS84_RADIUS_M = 6_378_137.0
-"""At the equator."""
 
 # SGP4's constants (WGS72, Spacetrack Report 3 as revised by Vallado 2006).
 _WGS72_RADIUS_M = 6_378_135.0
 _WGS72_XKE = 60.0 / math.sqrt(6378.135**3 / 398600.8)
-"""Mean motion, in radians a minute, of an orbit of one Earth radius."""
+"""Mean motion of an orbit of one Earth radius, in radians per minute."""
 _WGS72_J2 = 1.082616e-3
 _WGS72_J4 = -1.65597e-6
 
 
 def neighbour_chord_m(count: int, altitude_m: float) -> float:
-    """Equations 1 and 2: distance of neighbours among ``count`` satellites spread evenly over a circle."""
+    """Return the distance of neighbours among ``count`` satellites spread evenly over a circle (equations 1 and 2)."""
     return (EARTH_RADIUS_M + altitude_m) * math.sqrt(2 * (1 - math.cos(2 * math.pi / count)))
 
 
 class Secular(NamedTuple):
-    """A circular orbit as SGP4 flies it without drag, less the periodic terms. Metres, radians per second."""
+    """Circular orbit as SGP4 flies it without drag and periodic terms. Metres, radians per second."""
 
     radius_m: float
     """Mean distance from the centre of the Earth."""
     argument_rad_s: float
-    """Of the argument of latitude."""
+    """Rate of the argument of latitude."""
     node_rad_s: float
     kozai_rad_min: float
-    """Mean motion as element sets state it, in radians a minute."""
+    """Mean motion as element sets state it, in radians per minute."""
 
 
 @lru_cache(maxsize=256)
 def secular(axis_m: float, inclination_rad: float) -> Secular:
-    """By Brouwer's mean semi-major axis."""
+    """Return the rates for Brouwer's mean semi-major axis."""
     cos2 = math.cos(inclination_rad) ** 2
     axis = axis_m / _WGS72_RADIUS_M
     motion = _WGS72_XKE / axis**1.5
@@ -91,14 +89,14 @@ def secular(axis_m: float, inclination_rad: float) -> Secular:
     )
     node = -first + 0.5 * second * (4 - 19 * cos2) + 2 * fourth * (3 - 7 * cos2)
     kozai = motion
-    for _ in range(10):  # converges by a thousandfold each time
+    for _ in range(10):  # the error falls a thousandfold each time
         kozai = motion * (1 + _kozai_excess(kozai, cos2))
     radius_m = axis_m * (1 - 0.75 * _WGS72_J2 / axis**2 * (3 * cos2 - 1))
     return Secular(radius_m, (anomaly + perigee) / 60, node * math.cos(inclination_rad) / 60, kozai)
 
 
 def _kozai_excess(kozai: float, cos2: float) -> float:
-    """By how much Kozai's mean motion exceeds Brouwer's, as a share; SGP4's ``del``."""
+    """Return the relative excess of Kozai's over Brouwer's mean motion; SGP4's ``del``."""
     axis = (_WGS72_XKE / kozai) ** (2 / 3)
     d1 = 0.75 * _WGS72_J2 * (3 * cos2 - 1)
     share = d1 / axis**2
@@ -107,7 +105,7 @@ def _kozai_excess(kozai: float, cos2: float) -> float:
 
 
 def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> float:
-    """Altitude of a ``j2`` shell whose satellites' element sets state this mean motion (radians a minute)."""
+    """Return the altitude of a ``j2`` shell whose element sets state this mean motion (radians per minute)."""
     cos2 = math.cos(math.radians(inclination_deg)) ** 2
     motion = kozai_rad_min / (1 + _kozai_excess(kozai_rad_min, cos2))
     return float((_WGS72_XKE / motion) ** (2 / 3) * _WGS72_RADIUS_M - WGS84_RADIUS_M)
@@ -115,19 +113,19 @@ def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> f
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """A shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or nearly one.
+    """Shell of ``planes`` × ``slots_per_plane`` satellites: a Walker constellation, or close to it.
 
     Args:
-        altitude_m: above ``earth_radius_m``: of the orbit's radius (``paper``), or its mean semi-major axis (``j2``).
+        altitude_m: height above ``earth_radius_m`` of the orbit's radius (``paper``) or mean semi-major axis (``j2``).
         phase: Walker's F, 0 to planes − 1.
         pattern: ``delta`` or ``star``.
-        model: of the sky; see the module.
-        plane_offsets: for shells that are no Walker constellation, each plane's argument of latitude at the epoch
-            relative to 2π·s/slots, in slots. Without it, from ``phase``.
-        plane_nodes_rad: their right ascensions at the epoch, eastward once round. Without it, spread evenly.
+        model: model of the sky; see the module.
+        plane_offsets: argument of latitude of each plane at the epoch relative to 2π·s/slots, in slots, for shells that
+            are not Walker constellations. By default from ``phase``.
+        plane_nodes_rad: right ascensions at the epoch, eastward once round. By default spread evenly.
 
     Raises:
-        InvalidInput: an orbit, a phase, a number of planes or slots, offsets or nodes that cannot be.
+        InvalidInput: an impossible orbit, phase, number of planes or slots, offsets or nodes.
     """
 
     planes: int
@@ -140,9 +138,9 @@ class Shell:
     plane_offsets: tuple[float, ...] = ()
     plane_nodes_rad: tuple[float, ...] = ()
     radius_m: float = field(init=False, repr=False, compare=False)
-    """From the centre of the Earth, the mean."""
+    """Mean distance from the centre of the Earth."""
     period_s: float = field(init=False, repr=False, compare=False)
-    """Of one revolution: Kepler's (``paper``), or from node to node (``j2``)."""
+    """Time of a revolution: Kepler's (``paper``), or from node to node (``j2``)."""
     node_rate_rad_s: float = field(init=False, repr=False, compare=False)
     """Drift of the ascending nodes due to the Earth's flattening; westward for prograde orbits."""
     _offsets: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -184,13 +182,13 @@ class Shell:
             raise InvalidInput(
                 f"Walker phase {self.phase}: expected a whole number from 0 to {self.planes - 1}, one below the planes"
             )
-        for name, given in (("plane_offsets", self.plane_offsets), ("plane_nodes_rad", self.plane_nodes_rad)):
-            if given and not (len(given) == self.planes and all(map(math.isfinite, given))):
-                raise InvalidInput(f"{name} has {len(given)} numbers: expected a finite one for each of {self.planes}")
+        for name, values in (("plane_offsets", self.plane_offsets), ("plane_nodes_rad", self.plane_nodes_rad)):
+            if values and not (len(values) == self.planes and all(map(math.isfinite, values))):
+                raise InvalidInput(f"{name} has {len(values)} numbers: expected a finite one for each of {self.planes}")
         if self.plane_offsets and self.phase:
             raise InvalidInput(f"Walker phase {self.phase} and plane_offsets: give one of them")
         nodes = self.plane_nodes_rad
-        steps = [(there - here) % (2 * math.pi) for here, there in zip(nodes, (*nodes[1:], *nodes[:1]), strict=True)]
+        steps = [(east - west) % (2 * math.pi) for west, east in zip(nodes, (*nodes[1:], *nodes[:1]), strict=True)]
         if self.planes > 1 and nodes and not math.isclose(sum(steps), 2 * math.pi):
             raise InvalidInput("plane_nodes_rad: expected to go eastward from plane to plane, and once round at most")
 
@@ -203,17 +201,16 @@ class Shell:
 
     @property
     def earth_radius_m(self) -> float:
-        """Of the papers' sphere, or at the equator."""
+        """Radius of the papers' sphere, or at the equator."""
         return EARTH_RADIUS_M if self.model == "paper" else WGS84_RADIUS_M
 
     @property
     def span_rad(self) -> float:
-        """What the planes' nodes are spread over."""
         return math.pi if self.pattern == "star" else 2 * math.pi
 
     @property
     def kozai_rad_min(self) -> float:
-        """Mean motion for element sets of these satellites, as ``sgp4init`` takes it: radians a minute.
+        """Mean motion for element sets of these satellites, as ``sgp4init`` takes it: radians per minute.
 
         Raises:
             InvalidInput: the model is ``paper``, which is not SGP4's.
@@ -224,8 +221,9 @@ class Shell:
 
     @property
     def epoch_cell(self) -> tuple[float, float]:
-        """``(node_rad, slots)``: what all planes' nodes and offsets have in common, for shells that are no Walker
-        constellation; there (0, 0)."""
+        """Pair ``(node_rad, slots)`` that all planes' nodes and offsets share, for shells that are not Walker
+        constellations; otherwise (0, 0).
+        """
         node_rad = slots = 0.0
         if self.plane_nodes_rad:
             parts = [node - self.span_rad * k / self.planes for k, node in enumerate(self.plane_nodes_rad)]
@@ -235,22 +233,23 @@ class Shell:
         return node_rad, slots
 
     def walker_slot(self, plane: int, slot: int) -> int:
-        """The slot that Walker's own numbering gives this satellite, in which slot j of plane k has the argument of
-        latitude 2π·(j + F·k/P)/M at the epoch.
+        """Return the slot of this satellite in Walker's numbering.
+
+        There, slot j of plane k has the argument of latitude 2π·(j + F·k/P)/M at the epoch.
         """
         return (slot - math.floor(self.phase * plane / self.planes + 0.5)) % self.slots_per_plane
 
     def node_rad(self, plane: int, now_s: float = 0.0) -> float:
-        """Right ascension of a plane's ascending node ``now_s`` seconds after the epoch."""
+        """Return the right ascension of a plane's ascending node ``now_s`` seconds after the epoch."""
         return self._nodes_rad[plane % self.planes] + self.node_rate_rad_s * now_s
 
     def argument_rad(self, plane: int, slot: int, now_s: float = 0.0) -> float:
-        """Argument of latitude of a satellite ``now_s`` seconds after the epoch."""
+        """Return the argument of latitude of a satellite ``now_s`` seconds after the epoch."""
         turns = (slot + self._offsets[plane % self.planes]) / self.slots_per_plane
         return 2 * math.pi * (turns + now_s / self.period_s)
 
     def position_m(self, u_rad: float, node_rad: float) -> tuple[float, float, float]:
-        """Inertial Cartesian position at argument of latitude ``u_rad`` of the orbit with its node at ``node_rad``."""
+        """Return the inertial position at argument of latitude ``u_rad`` of the orbit with its node at ``node_rad``."""
         i_rad = math.radians(self.inclination_deg)
         along, across, up = (math.cos(u_rad), math.sin(u_rad) * math.cos(i_rad), math.sin(u_rad) * math.sin(i_rad))
         cos_node, sin_node = math.cos(node_rad), math.sin(node_rad)
@@ -258,10 +257,10 @@ class Shell:
         return r * (cos_node * along - sin_node * across), r * (sin_node * along + cos_node * across), r * up
 
     def positions_m(self, now_s: float | NDArray[np.float64] = 0.0) -> NDArray[np.float64]:
-        """Inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``; with an array of times
+        """Return inertial positions of all satellites, shape ``(planes, slots_per_plane, 3)``; for an array of times
         ``(times, planes, slots_per_plane, 3)``.
         """
-        import numpy as np  # local: verbs that only need delays and maps start without numpy
+        import numpy as np  # local: verbs that need only delays and maps start without numpy
 
         times = np.asarray(now_s, dtype=np.float64)[..., None, None]
         i_rad = math.radians(self.inclination_deg)
@@ -271,30 +270,33 @@ class Shell:
         along, sine = np.cos(u), np.sin(u)
         across = sine * math.cos(i_rad)
         cos_node, sin_node = np.cos(node), np.sin(node)
-        found = np.empty((*u.shape, 3))
-        found[..., 0] = cos_node * along - sin_node * across
-        found[..., 1] = sin_node * along + cos_node * across
-        found[..., 2] = sine * math.sin(i_rad)
-        found *= self.radius_m
-        return found
+        positions = np.empty((*u.shape, 3))
+        positions[..., 0] = cos_node * along - sin_node * across
+        positions[..., 1] = sin_node * along + cos_node * across
+        positions[..., 2] = sine * math.sin(i_rad)
+        positions *= self.radius_m
+        return positions
 
     # --- Links ---
 
     def d_m_m(self) -> float:
-        """Equation 1: distance of neighbours in a plane, constant."""
+        """Return the constant distance of neighbours in a plane (equation 1)."""
         if self.model == "paper":
             return neighbour_chord_m(self.slots_per_plane, self.altitude_m)
         return 2 * self.radius_m * math.sin(math.pi / self.slots_per_plane)
 
     def d_n_max_m(self) -> float:
-        """Equation 2: largest distance to the same slot of a neighbouring plane (at the equator, phase 0)."""
+        """Return the largest distance to the same slot of a neighbouring plane (equation 2; at the equator,
+        phase 0).
+        """
         if self.model == "paper":
             return neighbour_chord_m(self.planes, self.altitude_m)
         return 2 * self.radius_m * math.sin(math.pi / self.planes)
 
     def d_n_m(self, now_s: float, slot: int = 0, plane: int = 0) -> float:
-        """Disclosure's D_N(t): distance to the same slot of the next plane. Its closed form holds for planes that are
-        spread evenly, in phase; for others the distance of the positions.
+        """Return the distance to the same slot of the next plane (the disclosure's D_N(t)).
+
+        The closed form holds for evenly spread planes in phase; otherwise the positions give it.
         """
         u_rad = self.argument_rad(plane, slot, now_s)
         if self.phase or self.pattern == "star" or self.plane_offsets or self.plane_nodes_rad:
@@ -303,29 +305,31 @@ class Shell:
         return self.d_n_max_m() * math.hypot(math.cos(u_rad), cos_i * math.sin(u_rad))
 
     def chord_m(self, d_slot: int, d_plane: int, u_rad: float = 0.0, plane: int = 0) -> float:
-        """Exact straight distance from a satellite of ``plane`` at argument ``u_rad`` to the one ``d_slot``,
-        ``d_plane`` on. (In phase and evenly spread all planes are alike.)
+        """Return the exact straight distance from a satellite of ``plane`` at ``u_rad`` to the satellite at this
+        offset.
+
+        Planes that are in phase and evenly spread are all alike.
         """
-        here = self.position_m(u_rad, 0.0)
+        own_m = self.position_m(u_rad, 0.0)
         u_there = u_rad + self.argument_rad(plane + d_plane, d_slot) - self.argument_rad(plane, 0)
         if self.pattern == "delta" and not self.plane_nodes_rad:
             node_rad = 2 * math.pi * d_plane / self.planes
         else:
             node_rad = self.node_rad(plane + d_plane) - self.node_rad(plane)
-        return math.dist(here, self.position_m(u_there, node_rad))
+        return math.dist(own_m, self.position_m(u_there, node_rad))
 
     def longest_plane_link_m(self, plane: int) -> float:
-        """Length of the links from ``plane`` to the next, where in the orbit they are longest."""
-        # The product of the two unit vectors is A − |B|·cos(2u + δ), where δ is the difference of their arguments.
+        """Return the maximum length, over the orbit, of the links from ``plane`` to the next plane."""
+        # The scalar product of the two unit vectors is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         delta_rad = self.argument_rad(plane + 1, 0) - self.argument_rad(plane, 0)
         return self.chord_m(0, 1, -delta_rad / 2, plane)
 
     def nearest_approach_m(self) -> float:
-        """The least distance that two satellites of different planes ever have; infinity with a single plane.
+        """Return the least distance that satellites of different planes ever have; infinity with a single plane.
 
         Exact: planes and slots keep their differences of node Δ and argument δ, and the scalar product of the two unit
-        vectors is A − |B|·cos(2u + δ) with A = ½·(cos Δ + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), and
-        K = cos²i·cos Δ + sin²i. As u runs through a revolution it reaches A + |B|.
+        vectors is A − |B|·cos(2u + δ) with A = ½·(cos Δ + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), and K =
+        cos²i·cos Δ + sin²i. Over a revolution of u its maximum is A + |B|.
         """
         import numpy as np
 
@@ -345,11 +349,11 @@ class Shell:
 
     @property
     def longest_link_m(self) -> float:
-        """A longer one would pass through the Earth or its atmosphere."""
+        """Maximum length of a link that does not pass through the Earth or its atmosphere."""
         return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
 
     def link_blocked(self, chord_m: float) -> bool:
-        """Whether a link of this length would pass through the Earth or its atmosphere."""
+        """Return True if a link of this length would pass through the Earth or its atmosphere."""
         if chord_m >= 2 * self.radius_m:
             return True
         return math.sqrt(self.radius_m**2 - (chord_m / 2) ** 2) < self.earth_radius_m + LINK_CLEARANCE_M
@@ -357,10 +361,10 @@ class Shell:
     def slant_m(
         self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact", plane: int = 0
     ) -> float:
-        """From the ground below a satellite of ``plane`` at argument ``u_rad`` to the satellite at this offset from it.
+        """Return the distance from the ground below a satellite of ``plane`` to the satellite at this offset from it.
 
-        ``exact``: sqrt(h² + chord²·r_E/(r_E+h)), on a sphere. ``paper``: equations 3 and 4 (a flat sky; planes
-        furthest apart).
+        ``exact``: sqrt(h² + chord²·r_E/(r_E+h)), on a sphere. ``paper``: equations 3 and 4 (a flat sky; planes at their
+        maximum distance).
         """
         if model == "paper":
             return math.hypot(self.d_m_m() * d_slot, self.d_n_max_m() * d_plane, self.altitude_m)
@@ -371,35 +375,38 @@ class Shell:
     def slant_one_way_s(
         self, d_slot: int, d_plane: int, u_rad: float = 0.0, model: DistanceModel = "exact", plane: int = 0
     ) -> float:
-        """Light time of ``slant_m``."""
         return self.slant_m(d_slot, d_plane, u_rad, model, plane) / SPEED_OF_LIGHT_M_S
 
     def isl_one_way_s(self, axis: Axis) -> float:
-        """Light time of one link, to the next slot or the next plane. Links between planes change with the place in the
-        orbit and, out of phase, from plane to plane: this is the mean over the planes of their longest.
+        """Return the light time of a link to the next slot or the next plane.
+
+        The length of a link between planes varies over the orbit and, out of phase, between planes; the mean over the
+        planes of their maximum is used.
         """
         if axis == "slot":
             return self.d_m_m() / SPEED_OF_LIGHT_M_S
         return _plane_links_s(self)[0]
 
     def plane_link_one_way_s(self, plane: int) -> float:
-        """Light time of the link from ``plane`` to the next, at its longest."""
+        """Return the light time of the link from ``plane`` to the next plane, at its maximum length."""
         return _plane_links_s(self)[1][plane % self.planes]
 
     def hop_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
-        """Light time of the link of two neighbours on this grid; over a gap, of the links that the gap's satellites
-        would have, which is no less.
+        """Return the light time between neighbours on this grid.
+
+        Over a gap it is that of the links of the gap's missing satellites, which is no less.
         """
         return self.path_one_way_s(here.plane, *torus.delta(here, there))
 
     def route_one_way_s(self, torus: Torus, here: SatelliteId, there: SatelliteId) -> float:
-        """Light time of the route from one satellite to another."""
         if not torus.gaps:
             return self.path_one_way_s(here.plane, *torus.delta(here, there))
         return sum(self.hop_one_way_s(torus, *link) for link in pairwise(torus.path(here, there)))
 
     def path_one_way_s(self, plane: int, d_slot: int, d_plane: int) -> float:
-        """Light time of a path over the links: ``d_slot`` along a plane, and ``d_plane`` across, from ``plane`` on."""
+        """Return the light time of ``d_slot`` links along a plane and ``d_plane`` links across planes, starting in
+        ``plane``.
+        """
         if not (self.phase or self.plane_offsets or self.plane_nodes_rad):
             return abs(d_slot) * self.isl_one_way_s("slot") + abs(d_plane) * self.isl_one_way_s("plane")
         crossed = range(plane, plane + d_plane) if d_plane > 0 else range(plane + d_plane, plane)
@@ -408,9 +415,9 @@ class Shell:
 
 @lru_cache(maxsize=64)
 def _plane_links_s(shell: Shell) -> tuple[float, tuple[float, ...]]:
-    """Light times of the links between planes at their longest: the mean, and each plane's."""
+    """Return the maximum light times of the links between planes: their mean, and each plane's."""
     links_s = tuple(shell.longest_plane_link_m(plane) / SPEED_OF_LIGHT_M_S for plane in range(shell.planes))
     linked = links_s[:-1] if shell.pattern == "star" and shell.planes > 1 else links_s
-    # Alike but for rounding where planes are in phase: then exactly the first.
+    # In phase, planes are equal except for rounding: use the first exactly.
     alike = not (shell.phase or shell.plane_offsets or shell.plane_nodes_rad)
     return links_s[0] if alike else sum(linked) / len(linked), links_s

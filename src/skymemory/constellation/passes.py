@@ -1,8 +1,8 @@
-"""Passes of satellites over a place: when each rises above a mask, culminates and sets, and what is in sight meanwhile.
+"""Passes of satellites over a place: rise above a mask, culmination and set, and the satellites in sight meanwhile.
 
-Positions are taken every minute or less; between two of them a cubic with both positions and velocities is within a
-metre of the orbit. Every culmination lies beside a sample that is higher than its neighbours, so no pass is too short
-to be found; culminations are then refined by golden sections and crossings of the mask by halving, all at once.
+Positions are sampled every minute or less; a cubic through two positions and velocities is within a metre of the orbit
+in between. Every culmination is next to a sample that is higher than its neighbours, so no pass is too short to be
+found. Culminations are refined by golden-section search and crossings of the mask by bisection, vectorised.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     Whole = NDArray[np.int64]
 
 STEP_S = 60.0
-"""Of the positions that are taken; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
+"""Interval of the sampled positions; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
 HIGHEST_EVERY_S = 2.0
-"""How often the highest satellite is looked for: one that is the highest for less may be overlooked."""
+"""Interval of the search for the highest satellite; a satellite that is highest for less may be missed."""
 MAX_HOURS = 168.0
 _SAMPLES_AT_ONCE = 1_000_000
 _TIMES_AT_ONCE = 64
 _GOLDEN = (math.sqrt(5) - 1) / 2
-# The ellipsoid's vertical is within 0.2° of the direction to its centre; the rest is the motion within a step.
+# The ellipsoid's vertical is within 0.2° of the direction to its centre; the remainder covers motion within a step.
 _VERTICAL_DEG = 0.5
 
 
 class Sky(Protocol):
-    """Satellites that move: their states in a frame that stands still while the Earth turns in it by ``angle_rad``."""
+    """Moving satellites, in an inertial frame in which the Earth has turned by ``angle_rad``."""
 
     @property
     def satellites(self) -> int: ...
@@ -57,8 +57,10 @@ class Sky(Protocol):
     def name(self, satellite: int) -> str: ...
 
     def states(self, first: int, last: int, unix_s: Array) -> tuple[Array, Array]:
-        """Positions (m) and velocities (m/s) of satellites from ``first`` and before ``last``, shape ``(satellites,
-        times, 3)``, NaN where there is none; ``unix_s`` is evenly spaced.
+        """Return positions (m) and velocities (m/s) of satellites ``first`` to ``last`` − 1, shape ``(satellites,
+        times, 3)``.
+
+        Invalid values are NaN. ``unix_s`` must be evenly spaced.
         """
         ...
 
@@ -66,7 +68,7 @@ class Sky(Protocol):
 
 
 class ElementSky:
-    """Satellites by their element sets and SGP4. ``left_out`` are those that it cannot propagate, with its reason."""
+    """Satellites by their element sets and SGP4. ``left_out`` has the reason for each that SGP4 cannot propagate."""
 
     def __init__(self, elements: Sequence[ElementSet]) -> None:
         self.elements = elements
@@ -95,7 +97,7 @@ class ElementSky:
 
 @dataclass(frozen=True, slots=True)
 class ShellSky:
-    """The satellites of a shell whose slot 0 of plane 0 is at the vernal equinox at the epoch."""
+    """Satellites of a shell whose slot 0 of plane 0 is at the vernal equinox at the epoch."""
 
     shell: Shell
     epoch_unix_s: float
@@ -111,19 +113,19 @@ class ShellSky:
     def states(self, first: int, last: int, unix_s: Array) -> tuple[Array, Array]:
         import numpy as np
 
-        # Three more times at each end: velocities are differences of sixth order, exact to 1e-9 at this step.
+        # Three extra times at each end: velocities are sixth-order differences, exact to 1e-9 at this step.
         step = float(unix_s[1] - unix_s[0])
-        beside = step * np.arange(1, 4)
-        times = np.concatenate([unix_s[0] - beside[::-1], unix_s, unix_s[-1] + beside]) - self.epoch_unix_s
-        whole = np.empty((last - first, len(times), 3))
+        extra_s = step * np.arange(1, 4)
+        times = np.concatenate([unix_s[0] - extra_s[::-1], unix_s, unix_s[-1] + extra_s]) - self.epoch_unix_s
+        positions = np.empty((last - first, len(times), 3))
         for at in range(0, len(times), _TIMES_AT_ONCE):
             some = self.shell.positions_m(times[at : at + _TIMES_AT_ONCE])
-            whole[:, at : at + len(some)] = some.reshape(len(some), -1, 3)[:, first:last].swapaxes(0, 1)
+            positions[:, at : at + len(some)] = some.reshape(len(some), -1, 3)[:, first:last].swapaxes(0, 1)
         differences = [
-            whole[:, 3 + by : len(times) - 3 + by] - whole[:, 3 - by : len(times) - 3 - by] for by in (1, 2, 3)
+            positions[:, 3 + by : len(times) - 3 + by] - positions[:, 3 - by : len(times) - 3 - by] for by in (1, 2, 3)
         ]
         velocity = (45 * differences[0] - 9 * differences[1] + differences[2]) / (60 * step)
-        return whole[:, 3:-3], velocity
+        return positions[:, 3:-3], velocity
 
     def angle_rad(self, unix_s: Array) -> Array:
         return ground_angle_rad(self.shell.model, self.epoch_unix_s, unix_s - self.epoch_unix_s)
@@ -131,42 +133,38 @@ class ShellSky:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One satellite above the mask once: times in Unix seconds, angles at culmination, azimuth from north by east."""
+    """Pass of a satellite above the mask: times in Unix seconds, angles at culmination, azimuth from north by east."""
 
     satellite: int
     rise_unix_s: float | None
-    """None: it was in sight at the start."""
+    """Time of rise; None: it was in sight at the start."""
     culmination_unix_s: float
     set_unix_s: float | None
-    """None: it is in sight at the end."""
+    """Time of set; None: it is in sight at the end."""
     elevation_deg: float
     azimuth_deg: float
 
 
 @dataclass(frozen=True, slots=True)
 class InSight:
-    """What a place sees during the time asked about."""
-
     fewest: int
     mean: float
     most: int
     longest_gap_s: float
-    """Without any satellite above the mask; 0 where there is always one."""
+    """Longest time without a satellite above the mask; 0 if a satellite is always in sight."""
     covered: float
-    """Share of the time with at least one."""
     highest_for_s: float | None
-    """Mean time for which one satellite is the highest; None where none is ever in sight."""
+    """Mean time for which the same satellite is the highest; None if none is ever in sight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     passes: tuple[Pass, ...]
-    """In the order of their rise; those in sight at the start first."""
+    """Passes in the order of their rise, those in sight at the start first."""
     in_sight: InSight
     highest_deg: float
-    """The highest elevation at any sample, below the mask too."""
+    """Highest elevation at any sample, also below the mask."""
     highest: int | None
-    """Its satellite."""
 
 
 def find_passes(
@@ -177,9 +175,9 @@ def find_passes(
     mask_deg: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Passes:
-    """All passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction) within ``duration_s``.
+    """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction) within ``duration_s``.
 
-    ``progress`` is called with the satellites done and their number.
+    ``progress`` is called with the number of satellites done and their total.
 
     Raises:
         InvalidInput: mask or duration is out of range.
@@ -193,7 +191,7 @@ def find_passes(
     times = start_unix_s + np.linspace(0.0, duration_s, steps + 1)
     at_once = max(1, _SAMPLES_AT_ONCE // len(times))
     envelope = _Envelope(start_unix_s, duration_s)
-    found: list[Pass] = []
+    passes: list[Pass] = []
     highest_deg, highest = -90.0, None
     for first in range(0, sky.satellites, at_once):
         last = min(first + at_once, sky.satellites)
@@ -203,15 +201,15 @@ def find_passes(
             highest_deg = math.degrees(math.asin(top))
             highest = first + int(np.nanargmax(piece.sines)) // len(times)
         inside = piece.passes(mask_deg)
-        found += inside
+        passes += inside
         envelope.add(piece, inside)
         progress(last, sky.satellites)
-    found.sort(key=lambda one: (one.rise_unix_s or 0.0, one.culmination_unix_s))
-    return Passes(tuple(found), _in_sight(found, envelope, start_unix_s, duration_s), highest_deg, highest)
+    passes.sort(key=lambda one: (one.rise_unix_s or 0.0, one.culmination_unix_s))
+    return Passes(tuple(passes), _in_sight(passes, envelope, start_unix_s, duration_s), highest_deg, highest)
 
 
 class _Piece:
-    """Some satellites over a place: samples, and elevations at any moment between them."""
+    """Some satellites over a place: samples, and elevations at any time in between."""
 
     def __init__(self, sky: Sky, place: GroundHost, first: int, last: int, unix_s: Array) -> None:
         import numpy as np
@@ -226,7 +224,7 @@ class _Piece:
         angle = sky.angle_rad(unix_s)
         offset = self._position - _turned(self._ground, angle)
         self.sines: Array = np.einsum("ntk,tk->nt", offset, _turned(self._up, angle)) / np.linalg.norm(offset, axis=-1)
-        """Of the elevation, by satellite and sample."""
+        """Sine of the elevation, by satellite and sample."""
 
     def passes(self, mask_deg: float) -> list[Pass]:
         import numpy as np
@@ -242,16 +240,22 @@ class _Piece:
         top = self.sine(satellite, peak)
         below = self.sines < mask
         numbers = np.arange(last + 1)
-        # The samples below the mask before and behind each culmination: the mask is crossed next to them.
+        # The samples below the mask before and after each culmination: the mask is crossed next to them.
         earlier = np.maximum.accumulate(np.where(below, numbers, -1), axis=1)
         later = np.minimum.accumulate(np.where(below, numbers, last + 1)[:, ::-1], axis=1)[:, ::-1]
-        left = self._sample_before(peak)
-        rise_at, set_at = earlier[satellite, left], later[satellite, left + 1]
-        # Of several culminations of one pass (high orbits) the highest stands for it.
+        before = self._sample_before(peak)
+        rise_at, set_at = earlier[satellite, before], later[satellite, before + 1]
+        # If a pass has several culminations (high orbits), the highest represents it.
         order = np.lexsort((-top, rise_at, set_at, satellite))
         same = (np.diff(satellite[order]) == 0) & (np.diff(rise_at[order]) == 0) & (np.diff(set_at[order]) == 0)
-        one = order[np.append(True, ~same)] if len(order) else order
-        satellite, peak, top, rise_at, set_at = satellite[one], peak[one], top[one], rise_at[one], set_at[one]
+        chosen = order[np.append(True, ~same)] if len(order) else order
+        satellite, peak, top, rise_at, set_at = (
+            satellite[chosen],
+            peak[chosen],
+            top[chosen],
+            rise_at[chosen],
+            set_at[chosen],
+        )
         low = np.maximum(rise_at, 0)
         rise = self._crossing(satellite, self._times[low], np.minimum(self._times[low + 1], peak), mask)
         high = np.minimum(set_at, last)
@@ -266,11 +270,13 @@ class _Piece:
                 elevation_deg=math.degrees(math.asin(min(1.0, top[at]))),
                 azimuth_deg=float(azimuth[at]),
             )
-            for at in range(len(one))
+            for at in range(len(chosen))
         ]
 
     def _candidates(self, mask_deg: float) -> tuple[Whole, Whole]:
-        """Samples that are higher than their neighbours and so near that the mask may be passed beside them."""
+        """Return samples that are higher than their neighbours and near enough that the mask may be passed next to
+        them.
+        """
         import numpy as np
 
         padded = np.pad(self.sines, ((0, 0), (1, 1)), constant_values=-np.inf)
@@ -279,11 +285,11 @@ class _Piece:
         radius = np.linalg.norm(position, axis=-1)
         ground = _turned(self._ground, self._sky.angle_rad(self._times[sample]))
         ground_radius = float(np.linalg.norm(self._ground))
-        apart = np.arccos(np.clip(np.einsum("ck,ck->c", position, ground) / radius / ground_radius, -1, 1))
+        distance_rad = np.arccos(np.clip(np.einsum("ck,ck->c", position, ground) / radius / ground_radius, -1, 1))
         mask = math.radians(mask_deg)
         widest = np.arccos(np.clip(ground_radius / radius * math.cos(mask), -1, 1)) - mask
         within_step = (np.linalg.norm(velocity, axis=-1) / radius + EARTH_ROTATION_RAD_S) * self._step
-        near = apart <= widest + within_step + math.radians(_VERTICAL_DEG)
+        near = distance_rad <= widest + within_step + math.radians(_VERTICAL_DEG)
         return satellite[near], sample[near]
 
     def _sample_before(self, unix_s: Array) -> Whole:
@@ -293,22 +299,22 @@ class _Piece:
         return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
-        """From the place to each satellite at its moment, and the Earth's angle then."""
+        """Return the vector from the place to each satellite at its time, and the Earth's angle then."""
         at = self._sample_before(unix_s)
         x = ((unix_s - self._times[at]) / self._step)[:, None]
-        here, there = self._position[satellite, at], self._position[satellite, at + 1]
+        start, end = self._position[satellite, at], self._position[satellite, at + 1]
         speed, speed_there = self._velocity[satellite, at] * self._step, self._velocity[satellite, at + 1] * self._step
         position = (
-            (1 + 2 * x) * (1 - x) ** 2 * here
+            (1 + 2 * x) * (1 - x) ** 2 * start
             + x * (1 - x) ** 2 * speed
-            + x**2 * (3 - 2 * x) * there
+            + x**2 * (3 - 2 * x) * end
             + x**2 * (x - 1) * speed_there
         )
         angle = self._sky.angle_rad(unix_s)
         return position - _turned(self._ground, angle), angle
 
     def sine(self, satellite: Whole, unix_s: Array) -> Array:
-        """Of the elevations of satellites (numbers within the piece), each at its moment."""
+        """Return the sine of the elevation of each satellite (numbers within the piece) at its time."""
         import numpy as np
 
         offset, angle = self._offsets(satellite, unix_s)
@@ -327,16 +333,16 @@ class _Piece:
     def _refined_maximum(self, satellite: Whole, low: Array, high: Array) -> Array:
         import numpy as np
 
-        # Golden sections, 25 of them: two steps shrink below a millisecond.
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        at_left, at_right = self.sine(satellite, left), self.sine(satellite, right)
+        # 25 golden sections: two steps shrink below a millisecond.
+        lower, upper = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        at_lower, at_upper = self.sine(satellite, lower), self.sine(satellite, upper)
         for _ in range(25):
-            rising = at_left < at_right
-            low, high = np.where(rising, left, low), np.where(rising, high, right)
-            fresh = np.where(rising, low + _GOLDEN * (high - low), high - _GOLDEN * (high - low))
-            value = self.sine(satellite, fresh)
-            left, right = np.where(rising, right, fresh), np.where(rising, fresh, left)
-            at_left, at_right = np.where(rising, at_right, value), np.where(rising, value, at_left)
+            rising = at_lower < at_upper
+            low, high = np.where(rising, lower, low), np.where(rising, high, upper)
+            probe = np.where(rising, low + _GOLDEN * (high - low), high - _GOLDEN * (high - low))
+            value = self.sine(satellite, probe)
+            lower, upper = np.where(rising, upper, probe), np.where(rising, probe, lower)
+            at_lower, at_upper = np.where(rising, at_upper, value), np.where(rising, value, at_lower)
         return (low + high) / 2
 
     def _crossing(self, satellite: Whole, below: Array, above: Array, mask: float) -> Array:
@@ -354,7 +360,7 @@ class _Piece:
 
 
 class _Envelope:
-    """The highest satellite, every ``HIGHEST_EVERY_S`` seconds."""
+    """Highest satellite every ``HIGHEST_EVERY_S`` seconds."""
 
     def __init__(self, start_unix_s: float, duration_s: float) -> None:
         import numpy as np
@@ -371,44 +377,44 @@ class _Envelope:
             return
 
         def moments(times: Sequence[float | None], none: float) -> Array:
-            given = np.array([none if time is None else (time - self._start) / HIGHEST_EVERY_S for time in times])
-            return np.asarray(given, dtype=np.float64)
+            positions = np.array([none if time is None else (time - self._start) / HIGHEST_EVERY_S for time in times])
+            return np.asarray(positions, dtype=np.float64)
 
-        first = np.ceil(moments([one.rise_unix_s for one in passes], 0.0)).astype(np.int64)
-        last = np.floor(moments([one.set_unix_s for one in passes], self._last)).astype(np.int64)
+        first = np.ceil(moments([pass_.rise_unix_s for pass_ in passes], 0.0)).astype(np.int64)
+        last = np.floor(moments([pass_.set_unix_s for pass_ in passes], self._last)).astype(np.int64)
         count = np.maximum(last - first + 1, 0)
         which = np.repeat(np.arange(len(passes)), count)
         at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
-        within = np.array([piece.number_within(one) for one in passes])
-        sine = piece.sine(within[which], self._start + at * HIGHEST_EVERY_S)
+        numbers = np.array([piece.number_within(pass_) for pass_ in passes])
+        sine = piece.sine(numbers[which], self._start + at * HIGHEST_EVERY_S)
         order = np.lexsort((sine, at))
         best = order[np.append(np.diff(at[order]) > 0, True)] if len(order) else order
         best = best[sine[best] > self._sine[at[best]]]
         self._sine[at[best]] = sine[best]
-        self._who[at[best]] = np.array([one.satellite for one in passes])[which[best]]
+        self._who[at[best]] = np.array([pass_.satellite for pass_ in passes])[which[best]]
 
     def mean_reign_s(self) -> float | None:
         import numpy as np
 
-        seen = self._who >= 0
-        if not seen.any():
+        in_sight = self._who >= 0
+        if not in_sight.any():
             return None
-        begins = seen & (np.diff(self._who, prepend=-1) != 0)
-        return float(seen.sum() / begins.sum() * HIGHEST_EVERY_S)
+        begins = in_sight & (np.diff(self._who, prepend=-1) != 0)
+        return float(in_sight.sum() / begins.sum() * HIGHEST_EVERY_S)
 
 
 def _in_sight(passes: Sequence[Pass], envelope: _Envelope, start_unix_s: float, duration_s: float) -> InSight:
     import numpy as np
 
-    rises = [one.rise_unix_s for one in passes if one.rise_unix_s is not None]
-    sets = [one.set_unix_s for one in passes if one.set_unix_s is not None]
+    rises = [pass_.rise_unix_s for pass_ in passes if pass_.rise_unix_s is not None]
+    sets = [pass_.set_unix_s for pass_ in passes if pass_.set_unix_s is not None]
     at_start = len(passes) - len(rises)
     times = np.array([*rises, *sets])
     order = np.argsort(times, kind="stable")
     counts = at_start + np.cumsum(np.array([1] * len(rises) + [-1] * len(sets), dtype=np.int64)[order])
     counts = np.concatenate([[at_start], counts])
     lasting = np.diff(np.concatenate([[start_unix_s], times[order], [start_unix_s + duration_s]]))
-    # Where one sets as another rises there is a moment of no length between them.
+    # If a satellite sets as another rises, there is an interval of zero length between them.
     real = lasting > 0
     counts, lasting = counts[real], lasting[real]
     return InSight(
@@ -422,7 +428,7 @@ def _in_sight(passes: Sequence[Pass], envelope: _Envelope, start_unix_s: float, 
 
 
 def _turned(vector: Array, angle_rad: Array) -> Array:
-    """An Earth-fixed vector in the frame that stands still, at each angle of the Earth; shape ``(angles, 3)``."""
+    """Return an Earth-fixed vector in the inertial frame, at each angle of the Earth; shape ``(angles, 3)``."""
     import numpy as np
 
     cosine, sine = np.cos(angle_rad), np.sin(angle_rad)

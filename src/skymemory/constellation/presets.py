@@ -14,16 +14,18 @@ from skymemory.constellation.visibility import GroundHost, anchor
 from skymemory.errors import InvalidInput, UnknownPreset
 
 EPOCH_UNIX_S = 1_735_689_600.0
-"""2025-01-01T00:00:00Z: plane 0 has its node at the vernal equinox and slot 0 of each plane is at its node.
-"""
+"""Time 2025-01-01T00:00:00Z, at which plane 0 has its node at the vernal equinox and slot 0 of each plane is at its
+node."""
 DEFAULT_HOST = GroundHost(latitude_deg=40.0, longitude_deg=-75.0)
 DEFAULT_PRESET = "testbed-19x5"
 
 
 @dataclass(frozen=True, slots=True)
 class FlownShell:
-    """A shell of real satellites: all that a plan needs to rebuild it, without their element sets. ``source``: where it
-    is from. Orbits are those of a ``Shell`` of model ``j2`` at ``epoch_unix_s``, offsets in slots, one of each plane.
+    """Shell of real satellites: all that a plan needs to rebuild it without the element sets.
+
+    ``source`` names its origin. Orbits are those of a ``Shell`` of model ``j2`` at ``epoch_unix_s``; offsets are in
+    slots, one offset per plane.
     """
 
     source: str
@@ -34,12 +36,12 @@ class FlownShell:
     nodes_rad: tuple[float, ...]
     offsets_slots: tuple[float, ...]
     gaps: tuple[SatelliteId, ...]
-    """Cells without a satellite, or with one that no links lead to."""
+    """Cells without a satellite, or with a satellite that no links lead to."""
     star: bool = False
-    """Whether no links join the last plane and the first. (Such a shell flies in scenarios only.)"""
+    """True if no links join the last plane and the first. (Such a shell flies in scenarios only.)"""
 
     def preset(self) -> Preset:
-        """It as a constellation.
+        """Return it as a constellation.
 
         Raises:
             InvalidInput: an impossible shell, or satellites that no links join.
@@ -47,24 +49,25 @@ class FlownShell:
         return _flown_preset(self)
 
     def linked(self) -> FlownShell:
-        """Without the satellites that no links lead to from most others: they count as gaps."""
+        """Return the shell reduced to the largest set of linked satellites; the others count as gaps."""
         torus = self.torus()
-        rest, most = set(torus.satellites()), list[SatelliteId]()
-        while len(rest) > len(most):
-            part = reached_from(torus, min(rest))
-            rest -= set(part)
+        unreached, most = set(torus.satellites()), list[SatelliteId]()
+        while len(unreached) > len(most):
+            part = reached_from(torus, min(unreached))
+            unreached -= set(part)
             most = max(most, part, key=len)
         return replace(self, gaps=tuple(sorted(set(replace(torus, gaps=frozenset()).satellites()) - set(most))))
 
     def torus(self) -> Torus:
-        """Its grid, with links as long as they never pass through the Earth (planes taken as evenly spread)."""
+        """Return its grid, with links only as long as they never pass through the Earth (planes taken as evenly
+        spread).
+        """
         most_slots, most_planes = _widest(self.shell())
         return Torus(
             len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes
         )
 
     def shell(self) -> Shell:
-        """Its orbits."""
         return Shell(
             len(self.nodes_rad),
             self.slots_per_plane,
@@ -78,11 +81,11 @@ class FlownShell:
 
 
 def _widest(shell: Shell) -> tuple[int, int]:
-    """How many slots and planes a link may span without ever passing through the Earth, at least one."""
+    """Return the number of slots and planes that a link may span without ever passing through the Earth, at least 1."""
     slots = planes = 1
     while slots < shell.slots_per_plane // 2 and not shell.link_blocked(shell.chord_m(slots + 1, 0)):
         slots += 1
-    # Planes at their mean spacing, and where in the orbit they are furthest apart.
+    # Planes at their mean spacing, at the point of the orbit with the largest distance.
     while planes < shell.planes // 2 and not shell.link_blocked(
         2 * shell.radius_m * math.sin(shell.span_rad / 2 * (planes + 1) / shell.planes)
     ):
@@ -113,12 +116,12 @@ def _flown_preset(flown: FlownShell) -> Preset:
 
 @dataclass(frozen=True)
 class Preset:
-    """A constellation with its defaults.
+    """Constellation with its defaults.
 
-    ``shell`` gives lengths, delays and the pace of moves; ``torus`` is the grid of satellites that exist.
-    They agree for real constellations. For the testbed the grid is smaller than the shell whose geometry it
-    borrows. ``fixed_centre`` is the satellite overhead at moves (0, 0); None takes the anchor of ``host`` at
-    the epoch. Where satellites of a ``version`` are, at any time, never changes: plans name theirs.
+    ``shell`` gives lengths, delays and the pace of moves; ``torus`` is the grid of existing satellites. They agree for
+    real constellations. The testbed's grid is smaller than the shell from which it takes its geometry. ``fixed_centre``
+    is the satellite overhead at moves (0, 0); None takes the anchor of ``host`` at the epoch. The positions of a
+    ``version`` never change, because plans name it.
     """
 
     name: str
@@ -127,7 +130,7 @@ class Preset:
     torus: Torus
     fixed_centre: SatelliteId | None = None
     access: Literal["ideal", "hybrid"] = "ideal"
-    """Of new plans, with the gateway rule: what can be flown, or the paper's idealization."""
+    """Access of new plans: real beams, or the paper's idealization."""
     gateway: Literal["nearest", "climbing"] = "nearest"
     servers: int = 10
     strategy: Literal["rotation", "hop", "rotation_hop", "cost", "baseline"] = "rotation_hop"
@@ -135,32 +138,31 @@ class Preset:
     epoch_unix_s: float = EPOCH_UNIX_S
     version: int = 1
     flown: FlownShell | None = None
-    """Of real satellites."""
 
     @cached_property
     def centre(self) -> SatelliteId:
-        """The satellite overhead at moves (0, 0)."""
+        """Satellite overhead at moves (0, 0)."""
         if self.fixed_centre is not None:
             return self.fixed_centre
         return anchor(self.shell, self.host, self.epoch_unix_s, 0.0).satellite
 
     def moves_at(self, now_s: float) -> tuple[int, int]:
-        """``(slot_moves, plane_moves)`` of the overhead point ``now_s`` seconds after the epoch."""
+        """Return ``(slot_moves, plane_moves)`` of the overhead point ``now_s`` seconds after the epoch."""
         return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
 
 
 def _real(
     name: str, planes: int, slots: int, altitude_m: float, inclination_deg: float, phase: int
 ) -> tuple[Preset, Preset]:
-    """The constellation in this version, and in that of the papers: phase 0 and a spherical Earth."""
+    """Return the constellation in its present version, and in the papers' version: phase 0 and a spherical Earth."""
     where = f"{altitude_m / 1000:.0f} km, {inclination_deg:g}°"
     title = name.replace("-", " ").title()
     words = f"{title}: {planes} planes of {slots} satellites at {where}"
     shell = Shell(planes, slots, altitude_m, inclination_deg, phase, model="j2")
     before = Shell(planes, slots, altitude_m, inclination_deg)
-    # A hybrid host with a climbing gateway reads fastest in all four, at each of 17 places through one revolution:
-    # 2.9 MB on Starlink A in 38 ms in the median and 58 ms in p99; with the nearest gateway in 66 and 410 ms. Through
-    # the gateway alone it takes as long, and longer where beams have rates (``sim.sky.physical``).
+    # A hybrid host with a climbing gateway has the fastest reads in all four, at 17 places through a revolution: 2.9 MB
+    # on Starlink A in 38 ms in the median and 58 ms in p99; with the nearest gateway in 66 and 410 ms. Access through
+    # the gateway alone takes as long, and longer if beams have rates (``sim.sky.physical``).
     newest = Preset(name, words, shell, shell.torus, access="hybrid", gateway="climbing", version=2)
     return newest, Preset(name, words, before, before.torus)
 
@@ -168,9 +170,9 @@ def _real(
 _STARLINK_A = Shell(72, 22, 550_000.0, 53.0)
 _PAPER = Shell(15, 15, 550_000.0, 53.0)
 
-# Walker phases, none of which lets two satellites of a shell come nearer than 49 km (``nearest_approach_m``).
+# Walker phases, with which no two satellites of a shell come nearer than 49 km (``nearest_approach_m``).
 # Starlink A: 39, estimated from filings and ephemerides by Stock, Fraire and Hermanns (2022); also in the examples of
-# draft-piraux-space-constellation-code. For the others we know of none: of all phases these keep satellites furthest
+# draft-piraux-space-constellation-code. For the others we found no published phase: these keep satellites furthest
 # apart (Starlink B 69 km, Kuiper A 78, Kuiper B 109). Altitudes are filed above the equatorial radius.
 _REAL = (
     _real("starlink-a", 72, 22, 550_000.0, 53.0, phase=39),
@@ -199,25 +201,24 @@ PRESETS: dict[str, Preset] = {
         *(newest for newest, _ in _REAL),
     )
 }
-"""The newest version of each."""
+"""Newest version of each constellation."""
 _VERSIONS = {(preset.name, preset.version): preset for preset in (*PRESETS.values(), *(before for _, before in _REAL))}
 
 
 def preset_named(name: str, version: int | None = None) -> Preset:
-    """The preset of this name, in its newest version or the given one; an unknown name is answered with the nearest
-    one we know.
+    """Return the preset of this name, in its newest version or the given version.
 
     Raises:
-        UnknownPreset: no such name, or no such version of it.
+        UnknownPreset: no such name (the message suggests the nearest), or no such version of it.
     """
-    found = PRESETS.get(name.lower().replace("_", "-"))
-    if found is None:
+    preset = PRESETS.get(name.lower().replace("_", "-"))
+    if preset is None:
         raise UnknownPreset(f"unknown constellation preset {name!r}; {suggestion(name.lower(), PRESETS)}")
-    if version is None or version == found.version:
-        return found
-    if (found.name, version) not in _VERSIONS:
+    if version is None or version == preset.version:
+        return preset
+    if (preset.name, version) not in _VERSIONS:
         raise UnknownPreset(
-            f"version {version} of constellation preset {found.name}: expected 1 to {found.version}; a later release "
+            f"version {version} of constellation preset {preset.name}: expected 1 to {preset.version}; a later release "
             "may know it"
         )
-    return _VERSIONS[found.name, version]
+    return _VERSIONS[preset.name, version]

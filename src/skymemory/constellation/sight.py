@@ -1,8 +1,8 @@
 """Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
 
-The arguments include the *centre* of the box as its host counts it, so a grid that an operator pushed is seen as if the
-satellites had flown that far. Two implementations: the real orbits, and (for presets whose grid is not an orbit) fixed
-offsets from the overhead point.
+The arguments include the *centre* of the box as its host counts it, so if an operator pushed the grid, it is seen as if
+the satellites had flown that far. There are two implementations: the real orbits, and, for presets whose grid is not an
+orbit, fixed offsets from the overhead point.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest on the climbing
-branch, on which the box is (over a Walker star it may be the descending one), if there is one; satellites of the other
-branch are as near to the ground, but half the grid away along the links.
+"""Rules for the gateway.
+
+``nearest``: the highest satellite in sight (on a sphere the nearest). ``climbing``: the highest satellite on the branch
+of the box, if there is any; usually the climbing branch, over a Walker star sometimes the descending branch. Satellites
+of the other branch are as near to the ground, but half the grid away along the links.
 """
 
 
 class Sight(Protocol):
-    """What a host sees, ``sky_s`` seconds after the epoch as satellites fly. ``centre``: of its box."""
+    """View of a host, ``sky_s`` seconds after the epoch of the satellites' flight. ``centre`` is that of its box."""
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
-        """Satellites at or above the mask, the gateway first."""
+        """Return the satellites at or above the mask, the gateway first."""
         ...
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        """Light time of the beam to this satellite; for one out of sight, by the paper's model, as if it were
-        reachable: access ``ideal`` sends by such beams, and no other.
+        """Return the light time of the beam to this satellite.
+
+        For a satellite out of sight it is by the paper's model, as if it were reachable: only access ``ideal`` uses
+        such beams.
         """
         ...
 
@@ -47,23 +51,28 @@ class Sight(Protocol):
 
     @property
     def any_blocked(self) -> bool:
-        """Whether ``blocked`` is ever true."""
+        """True if ``blocked`` can be true."""
         ...
 
     def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
-        """Whether the Earth, or its atmosphere, is between two neighbours."""
+        """Return True if the Earth or its atmosphere is between two neighbours."""
         ...
 
 
 def check_mask(mask_deg: float) -> None:
-    """Raises ``InvalidInput`` for an impossible elevation mask."""
+    """Check an elevation mask.
+
+    Raises:
+        InvalidInput: it is not from 0 to less than 90 degrees.
+    """
     if not 0 <= mask_deg < 90:
         raise InvalidInput(f"elevation mask {mask_deg:g}: expected 0 to less than 90 degrees")
 
 
 def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = None) -> float:
-    """Cosine of the angle at the centre of the Earth between a host and a satellite exactly at the mask. On a sphere:
-    of the shell's Earth, or of ``ground_radius_m``.
+    """Return the cosine of the angle at the Earth's centre between a host and a satellite exactly at the mask.
+
+    The Earth is a sphere, of the shell's radius or of ``ground_radius_m``.
     """
     mask_rad = math.radians(mask_deg)
     share = (ground_radius_m or shell.earth_radius_m) / shell.radius_m
@@ -71,15 +80,18 @@ def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = 
 
 
 def farthest_latitude_deg(shell: Shell, mask_deg: float) -> float:
-    """Beyond this latitude, north and south, no satellite ever rises above the mask; to a quarter of a degree, as on a
-    sphere.
+    """Return the latitude, north and south, beyond which no satellite ever rises above the mask.
+
+    Exact to a quarter of a degree, as on a sphere.
     """
     inclination_deg = min(shell.inclination_deg, 180 - shell.inclination_deg)
     return min(90.0, inclination_deg + math.degrees(math.acos(reach_cosine(shell, mask_deg))) + 0.25)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Light time to a satellite at this angle (by its cosine) from the host at the centre of the Earth, on a sphere."""
+    """Return the light time, on a sphere, to a satellite at this angle (its cosine) from the host at the Earth's
+    centre.
+    """
     r, ground_m = shell.radius_m, shell.earth_radius_m
     return math.sqrt(ground_m**2 + r * r - 2 * ground_m * r * cosine) / SPEED_OF_LIGHT_M_S
 
@@ -92,20 +104,20 @@ def _dot(a: Vector, b: Vector) -> float:
 
 
 class _Host(NamedTuple):
-    """A host in the frame of the satellites."""
-
     below: Vector
-    """Unit vector from the centre of the Earth to it."""
+    """Unit vector from the centre of the Earth to the host."""
     up: Vector
-    """Unit vector away from its horizon; ``below`` on a sphere."""
+    """Unit vector perpendicular to its horizon; on a sphere ``below``."""
     radius_m: float
-    """Its distance from the centre of the Earth."""
+    """Distance from the centre of the Earth."""
     height_m: float
-    """Of its horizon's plane above the centre of the Earth, along ``up``."""
+    """Height of its horizon's plane above the centre of the Earth, along ``up``."""
 
     def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
-        """Sine of the elevation, and distance, of a satellite ``r`` from the centre of the Earth, by the scalar
-        products of its direction with ``below`` and ``up``.
+        """Return the sine of the elevation, and the distance, of a satellite at distance ``r`` from the centre of the
+        Earth.
+
+        ``below`` and ``up`` are the scalar products of its direction with the vectors of that name.
         """
         slant_m = math.sqrt(max(0.0, r * r + self.radius_m**2 - 2 * r * self.radius_m * below))
         return (r * up - self.height_m) / slant_m, slant_m
@@ -113,7 +125,7 @@ class _Host(NamedTuple):
 
 @dataclass(frozen=True)
 class OrbitSight:
-    """The real orbits above a place, in closed form: per plane, the arc that is above the mask."""
+    """View of the real orbits above a place, in closed form: per plane, the arc above the mask."""
 
     shell: Shell
     place: Place
@@ -121,11 +133,10 @@ class OrbitSight:
     mask_deg: float = DEFAULT_MASK_DEG
     rule: GatewayRule = "nearest"
     gaps: frozenset[SatelliteId] = frozenset()
-    """Cells of the grid without a satellite: never in sight."""
+    """Cells of the grid without a satellite, which are never in sight."""
     descending: bool = False
-    """Whether the box is on the descending branch: over a Walker star, half of each day."""
+    """True if the box is on the descending branch; over a Walker star that is half of each day."""
     track: Track = field(init=False, repr=False)
-    """Of the box."""
     any_blocked: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -150,23 +161,23 @@ class OrbitSight:
         if not self.any_blocked or here.plane == there.plane:
             return False
         shell, (planes, slots) = self.shell, self._pushed(centre, sky_s)
-        one, other = (
+        own_m, target_m = (
             shell.position_m(shell.argument_rad(plane, slot, sky_s), shell.node_rad(plane, sky_s))
-            for plane, slot in (shell.torus.wrap(each.plane - planes, each.slot - slots) for each in (here, there))
+            for plane, slot in (shell.torus.wrap(end.plane - planes, end.slot - slots) for end in (here, there))
         )
-        return shell.link_blocked(math.dist(one, other))
+        return shell.link_blocked(math.dist(own_m, target_m))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
-        """How far operators have pushed the box: its centre relative to the anchor."""
+        """Return the distance by which operators have pushed the box: its centre relative to the anchor."""
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Cells above the mask on the grid without pushes, the gateway first."""
+        """Return the cells above the mask on the grid without pushes, the gateway first."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
-        # On the ellipsoid the vertical leans against the line to the centre of the Earth, by a fifth of a degree at
-        # most: arcs are for a mask as much lower, and each satellite on them is looked at.
+        # On the ellipsoid the vertical deviates from the line to the centre of the Earth, by at most a fifth of a
+        # degree. So the arcs are for a lower mask, and each satellite on them is checked exactly.
         exact = host.up is not host.below
         lean_deg = math.degrees(math.acos(min(1.0, _dot(host.below, host.up)))) + 1e-6 if exact else 0.0
         reach = reach_cosine(shell, self.mask_deg - lean_deg, host.radius_m)
@@ -176,7 +187,7 @@ class OrbitSight:
         i_rad = math.radians(shell.inclination_deg)
         cos_i, sin_i = math.cos(i_rad), math.sin(i_rad)
         east, north, up = host.below
-        found: list[tuple[bool, float, SatelliteId]] = []
+        cells: list[tuple[bool, float, SatelliteId]] = []
         for plane in range(shell.planes):
             node = shell.node_rad(plane, sky_s)
             cos_node, sin_node = math.cos(node), math.sin(node)
@@ -200,8 +211,8 @@ class OrbitSight:
                     if height < least_sine:
                         continue
                 other_branch = self.rule == "climbing" and (math.cos(u_rad) <= 0) != self.descending
-                found.append((other_branch, -height, SatelliteId(plane, slot % slots)))
-        return [satellite for _, _, satellite in sorted(found)]
+                cells.append((other_branch, -height, SatelliteId(plane, slot % slots)))
+        return [satellite for _, _, satellite in sorted(cells)]
 
     def _host(self, sky_s: float) -> _Host:
         host, model = host_at(self.place, sky_s), self.shell.model
@@ -237,8 +248,10 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """A grid that is not an orbit (the paper's testbed): distances, elevations by offset from the overhead point. Its
-    links count as free, for as a ring they would all pass through the Earth.
+    """View of a grid that is not an orbit (the paper's testbed): elevations depend on the offset from the overhead
+    point.
+
+    Its links count as free, because on a ring they would all pass through the Earth.
     """
 
     shell: Shell
@@ -247,7 +260,7 @@ class BoxSight:
     _one_way_s: dict[tuple[SatelliteId, SatelliteId], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """By satellite and centre: asked for each batch that a simulated beam carries."""
+    """Light times by satellite and centre, cached for simulated beams, which need them per batch."""
 
     any_blocked = False
 
@@ -256,16 +269,16 @@ class BoxSight:
 
     def in_sight(self, centre: SatelliteId, sky_s: float) -> tuple[SatelliteId, ...]:
         wrap = self.torus.wrap
-        seen = _offsets_in_sight(self.shell, self.torus, self.mask_deg)
-        return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in seen)
+        offsets = _offsets_in_sight(self.shell, self.torus, self.mask_deg)
+        return tuple(wrap(centre.plane + y, centre.slot + x) for x, y in offsets)
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        found = self._one_way_s.get((satellite, centre))
-        if found is None:
-            found = self._one_way_s[satellite, centre] = self.shell.slant_one_way_s(
+        light_time_s = self._one_way_s.get((satellite, centre))
+        if light_time_s is None:
+            light_time_s = self._one_way_s[satellite, centre] = self.shell.slant_one_way_s(
                 *self.torus.delta(centre, satellite)
             )
-        return found
+        return light_time_s
 
     def blocked(self, here: SatelliteId, there: SatelliteId, centre: SatelliteId, sky_s: float) -> bool:
         return False

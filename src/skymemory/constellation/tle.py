@@ -1,9 +1,8 @@
-"""Element sets of real satellites, as two lines or as OMM: read, checked, propagated by SGP4.
+"""Element sets of real satellites, as two lines or as OMM: reading, checks, propagation by SGP4.
 
-CelesTrak and Space-Track publish both. A two-line set is 69 columns a line with a checksum of its digits; OMM (CCSDS
-502.0) carries the same mean elements as CSV, JSON or XML. They mean nothing to any other propagator than SGP4, so the
-package ``sgp4`` does all mechanics. Its frame is TEME (true equator, mean equinox); ``visibility`` has the ground in
-it.
+CelesTrak and Space-Track publish both. A two-line set has 69 columns per line with a checksum of its digits; OMM (CCSDS
+502.0) has the same mean elements as CSV, JSON or XML. The elements are valid only with SGP4, so the package ``sgp4``
+does all mechanics. Its frame is TEME (true equator, mean equinox); ``visibility`` has the ground in it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 UNIX_EPOCH_JULIAN_DAYS = 2440587.5
 
 _LINE_LENGTH = 69
-# A minus sign counts one, digits count their value, all else nothing.
+# A minus sign counts as one, digits count their value, all else nothing.
 _CHECKSUM_WORTH = bytes(c - 48 if 48 <= c <= 57 else int(c == 45) for c in range(256))
-# Between fields a blank; sgp4 would read on into the next one.
+# A blank between fields; without it sgp4 would read on into the next field.
 _FIRST_COLUMNS = re.compile(r"1 .{5}\S .{8} .{14} .{10} .{8} .{8} [ 0-9] [ 0-9]{4}\d")
 _SECOND_COLUMNS = re.compile(r"2 .{5} .{8} .{8} .{7} .{8} .{8} .{11}[ 0-9]{5}\d")
 _EXPONENT = re.compile(r"[ +-][0-9 ]{5}[+-][0-9]| {8}")
@@ -64,14 +63,14 @@ _OMM_OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementSet:
-    """Mean elements of one satellite; ``where`` is their place in the file, such as ``line 3``."""
+    """Mean elements of a satellite; ``where`` is their place in the file, such as ``line 3``."""
 
     name: str
     number: int
-    """Catalogue number (NORAD)."""
+    """NORAD catalogue number."""
     where: str
     satrec: Any = field(repr=False)
-    """``sgp4``'s record. Propagating changes it, so two threads must not share one."""
+    """Record of ``sgp4``. Propagating changes it, so threads must not share it."""
 
     @property
     def epoch_unix_s(self) -> float:
@@ -84,19 +83,19 @@ class ElementSet:
 
 @dataclass(frozen=True, slots=True)
 class ElementFile:
-    """What a file holds: one set a satellite in the order of the file, and why records were skipped."""
+    """Content of a file: one set per satellite in the order of the file, and the reasons for skipped records."""
 
     elements: tuple[ElementSet, ...]
     skipped: tuple[str, ...] = ()
 
 
 def read_elements(text: str, *, skip_bad: bool = False) -> ElementFile:
-    """The element sets in the text of a file: two-line (with or without names), or OMM as CSV, JSON or XML.
+    """Return the element sets in the text of a file: two-line (with or without names), or OMM as CSV, JSON or XML.
 
-    ``skip_bad`` leaves bad records out, and all but the newest set of a satellite, and lists them.
+    ``skip_bad`` skips bad records, and all but the newest set of a satellite, and lists them.
 
     Raises:
-        InvalidInput: a record is bad (the message has its line), or nothing in it is an element set.
+        InvalidInput: a record is bad (the message has its line), or there is no element set.
         MissingExtra: ``sgp4`` is not installed.
     """
     if find_spec("sgp4") is None:
@@ -116,16 +115,16 @@ def read_elements(text: str, *, skip_bad: bool = False) -> ElementFile:
     else:
         records = _two_line(text.splitlines(), refuse)
     newest: dict[int, ElementSet] = {}
-    for one in records:
-        other = newest.get(one.number)
+    for record in records:
+        other = newest.get(record.number)
         if other is not None:
-            # Of two sets of one satellite only one can be right now, and a cluster would count it twice.
+            # Only one of two sets of a satellite can be current, and a cluster would count the satellite twice.
             refuse(
-                f"{one.where}: a second element set of {one}, after {other.where}: expected one of each satellite, "
-                "the newest"
+                f"{record.where}: a second element set of {record}, after {other.where}: "
+                "expected one of each satellite, the newest"
             )
-        if other is None or one.epoch_unix_s > other.epoch_unix_s:
-            newest[one.number] = one
+        if other is None or record.epoch_unix_s > other.epoch_unix_s:
+            newest[record.number] = record
     if not newest:
         reasons = f"; the first of {len(skipped)} bad records: {skipped[0]}" if skipped else ""
         raise InvalidInput(f"no element set in it: expected two-line elements, or OMM as CSV, JSON or XML{reasons}")
@@ -137,7 +136,7 @@ def _refuse(reason: str) -> None:
 
 
 def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[ElementSet]:
-    """Names are lines that begin neither with ``1 `` nor with ``2 ``; empty lines count for nothing."""
+    """Yield two-line sets. Names are lines that begin neither with ``1 `` nor with ``2 ``; empty lines are ignored."""
     from sgp4.api import SGP4_ERRORS, Satrec
 
     name = ""
@@ -154,7 +153,7 @@ def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[E
         if not kind:
             if name:
                 refuse(f"line {named_at}: {name[:40]!r} is not an element set, and none follows it")
-            # Space-Track's three-line form puts "0 " before the name.
+            # Space-Track's three-line form has "0 " before the name.
             name, named_at = line.removeprefix("0 ").strip(), at
         elif kind == "1 ":
             first = at, line
@@ -162,17 +161,17 @@ def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[E
             refuse(f"line {at}: line 2 of satellite {line[2:7].strip()} has no line 1 before it")
             name = ""
         else:
-            (first_at, one), first = first, None
-            wrong = _wrong_line(first_at, one, _FIRST_FIELDS) or _wrong_line(at, line, _SECOND_FIELDS)
-            if not wrong and one[2:7] != line[2:7]:
+            (first_at, first_line), first = first, None
+            wrong = _wrong_line(first_at, first_line, _FIRST_FIELDS) or _wrong_line(at, line, _SECOND_FIELDS)
+            if not wrong and first_line[2:7] != line[2:7]:
                 wrong = (
                     f"line {at}: line 2 of satellite {line[2:7].strip()} behind line 1 of satellite "
-                    f"{one[2:7].strip()}: expected two lines of one satellite"
+                    f"{first_line[2:7].strip()}: expected two lines of one satellite"
                 )
             if wrong:
                 refuse(wrong)
             else:
-                satrec = Satrec.twoline2rv(one, line)
+                satrec = Satrec.twoline2rv(first_line, line)
                 if satrec.error:
                     refuse(f"line {first_at}: SGP4 refuses these elements: {SGP4_ERRORS[satrec.error]}")
                 else:
@@ -185,12 +184,12 @@ def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[E
 
 
 def _fraction(text: str) -> float:
-    """Digits behind an implied point."""
+    """Return the value of digits after an implied decimal point."""
     return float(f"0.{int(text):0{len(text)}d}")
 
 
 def _exponent(text: str) -> float:
-    """`` 12345-3``: 0.12345e-3."""
+    """Check a number such as `` 12345-3`` (0.12345e-3); the value is not needed."""
     if not _EXPONENT.fullmatch(text):
         raise ValueError(text)
     return 0.0
@@ -206,7 +205,7 @@ class _Field:
     most: float = math.inf
 
 
-# Columns as in Space Track Report 3, from 0; only what SGP4 reads.
+# Columns as in Space Track Report 3, from 0; only the fields that SGP4 reads.
 _FIRST_FIELDS = (
     _Field(18, 20, "year of the epoch"),
     _Field(20, 32, "day of the epoch", float, 1, 367),
@@ -225,7 +224,7 @@ _SECOND_FIELDS = (
 
 
 def _wrong_line(at: int, line: str, fields: Sequence[_Field]) -> str | None:
-    """What is wrong with a line of elements."""
+    """Return the fault of a line of elements; None: it is valid."""
     if len(line) != _LINE_LENGTH:
         cut = "truncated" if len(line) < _LINE_LENGTH else "too long"
         return f"line {at}: {cut}, {len(line)} characters: expected {_LINE_LENGTH}"
@@ -238,14 +237,17 @@ def _wrong_line(at: int, line: str, fields: Sequence[_Field]) -> str | None:
         return f"line {at}: catalogue number {line[2:7]!r}: expected five digits, or a letter (not I, O) and four"
     if not (_FIRST_COLUMNS if line[0] == "1" else _SECOND_COLUMNS).fullmatch(line):
         return f"line {at}: columns out of place: expected a blank between fields, as in the two-line format"
-    for one in fields:
-        text = line[one.start : one.stop]
+    for field_ in fields:
+        text = line[field_.start : field_.stop]
         try:
-            value = one.read(text)
+            value = field_.read(text)
         except ValueError:
-            return f"line {at}: {one.what} in columns {one.start + 1} to {one.stop} is {text!r}: expected a number"
-        if not one.least <= value <= one.most:
-            return f"line {at}: {one.what} is {value:g}: expected {one.least:g} to {one.most:g}"
+            return (
+                f"line {at}: {field_.what} in columns {field_.start + 1} to {field_.stop} is {text!r}: "
+                "expected a number"
+            )
+        if not field_.least <= value <= field_.most:
+            return f"line {at}: {field_.what} is {value:g}: expected {field_.least:g} to {field_.most:g}"
     return None
 
 
@@ -256,8 +258,8 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
     from sgp4 import omm
     from sgp4.api import SGP4_ERRORS, Satrec
 
-    for where, given in records:
-        values = {key: value for key, value in given.items() if value not in (None, "")}
+    for where, raw in records:
+        values = {key: value for key, value in raw.items() if value not in (None, "")}
         try:
             for key, expected in _OMM_FIXED.items():
                 if str(values.get(key, expected[0])).upper() not in expected:
@@ -265,11 +267,11 @@ def _omm(records: Iterator[Record], refuse: Callable[[str], None]) -> Iterator[E
             for key in _OMM_NUMBERS:
                 _finite(key, values[key])
             number = int(values["NORAD_CAT_ID"])
-            # strptime in sgp4 wants a fraction; some writers append the zone, which is UTC in any case.
+            # strptime in sgp4 needs a fraction; some writers append the zone, which is always UTC.
             epoch = str(values["EPOCH"]).removesuffix("Z")
             values["EPOCH"] = epoch if "." in epoch else f"{epoch}.0"
             datetime.fromisoformat(values["EPOCH"])
-            # sgp4's record has room for the numbers that two lines can hold; analysts' numbers are larger.
+            # sgp4's record has room only for numbers of two-line sets; analysts' numbers are larger.
             small = {"NORAD_CAT_ID": number if 0 <= number <= _LARGEST_ALPHA5 else 0}
             satrec = Satrec()
             omm.initialize(satrec, {**_OMM_OPTIONAL, **values, **small})
@@ -306,12 +308,12 @@ def _csv_records(text: str) -> Iterator[Record]:
 
 
 def _json_records(text: str) -> Iterator[Record]:
-    found = parse_json(text)
-    if isinstance(found, dict) and "MEAN_MOTION" in found:
-        found = [found]
-    if not isinstance(found, list):
+    document = parse_json(text)
+    if isinstance(document, dict) and "MEAN_MOTION" in document:
+        document = [document]
+    if not isinstance(document, list):
         raise InvalidInput("JSON, but not a list of records: expected Orbit Mean-Elements Messages")
-    for at, record in enumerate(found, 1):
+    for at, record in enumerate(document, 1):
         yield f"record {at}", record if isinstance(record, dict) else {}
 
 
@@ -338,10 +340,10 @@ def _xml_records(text: str) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class MeanElements:
-    """SGP4's mean elements of several satellites at one moment: its secular terms with drag, no periodic ones.
+    """Mean elements by SGP4 of several satellites at a common time: secular terms with drag, no periodic terms.
 
-    Angles in radians, ``motion_rad_s`` and ``axis_m`` (semi-major) those of Brouwer. ``error``: SGP4's code, 0 where
-    the rest is valid.
+    Angles in radians; ``motion_rad_s`` and ``axis_m`` (semi-major) are Brouwer's. ``error`` is SGP4's code; 0 if the
+    values are valid.
     """
 
     inclination_rad: Array
@@ -354,21 +356,21 @@ class MeanElements:
 
 
 def mean_elements(elements: Sequence[ElementSet], unix_s: float) -> MeanElements:
-    """All brought to one moment, each by its own rates."""
+    """Return the mean elements of all satellites at a common time."""
     import numpy as np
 
     day, fraction = julian_days(np.array([unix_s]))
     rows = np.empty((len(elements), 5))
     errors = np.zeros(len(elements), dtype=np.int64)
-    for row, one in enumerate(elements):
-        satrec = one.satrec
+    for row, element_set in enumerate(elements):
+        satrec = element_set.satrec
         errors[row] = satrec.sgp4(float(day[0]), float(fraction[0]))[0]
         rows[row] = (satrec.im, satrec.Om, satrec.om + satrec.mm, satrec.em, satrec.am * satrec.radiusearthkm * 1000)
     return MeanElements(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4], errors)
 
 
 def julian_days(unix_s: Array) -> tuple[Array, Array]:
-    """Julian day in two parts, as ``sgp4`` wants it: one number would be exact to 40 µs only."""
+    """Return the Julian day in two parts, as ``sgp4`` needs it: a single number would be exact to 40 µs only."""
     import numpy as np
 
     day = np.floor(unix_s / 86400.0)
@@ -376,19 +378,21 @@ def julian_days(unix_s: Array) -> tuple[Array, Array]:
 
 
 def teme_states(elements: Sequence[ElementSet], unix_s: Array) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and SGP4's first error code of each
-    satellite (0: none); where there is one, its numbers are not valid.
+    """Return positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and SGP4's error codes.
+
+    The code of a satellite is its first error (0: none); with an error, its values are invalid.
     """
     import numpy as np
     from sgp4.api import SatrecArray
 
     day, fraction = julian_days(unix_s)
-    errors, position_km, velocity_km_s = SatrecArray([one.satrec for one in elements]).sgp4(day, fraction)
+    errors, position_km, velocity_km_s = SatrecArray([element_set.satrec for element_set in elements]).sgp4(
+        day, fraction
+    )
     return 1000.0 * position_km, 1000.0 * velocity_km_s, np.max(errors, axis=1).astype(np.int64)
 
 
 def error_reason(code: int) -> str:
-    """What an error code of SGP4 means."""
     from sgp4.api import SGP4_ERRORS
 
     return str(SGP4_ERRORS.get(code, f"SGP4 error {code}"))

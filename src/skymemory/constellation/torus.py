@@ -1,16 +1,16 @@
 """The +GRID torus: the links between satellites, and the routes over them.
 
-SkyMemory paper §3.2 and §4. A constellation is ``planes`` orbital planes of ``slots_per_plane`` satellites.
-Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring
-planes; both rings close. With a *seam* (a Walker star, whose first and last plane fly in opposite directions) those
-two planes have no links with each other, and no route crosses.
+Source: SkyMemory paper §3.2 and §4. A constellation has ``planes`` orbital planes of ``slots_per_plane`` satellites.
+Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring planes; both
+rings close. With a *seam* (a Walker star, whose first and last planes fly in opposite directions), these two planes
+have no links with each other, and no route crosses between them.
 
 Real constellations have *gaps*: cells of the grid without a satellite. Both rings close over a gap: a satellite's
-neighbour along an axis is the next living one, on both sides of the gap alike, so links stay symmetric and four at
-most. (A link to the cell that stands in for the gap would have no counterpart at its other end.) What belongs to a gap
-is held by the next living satellite ahead in its plane.
+neighbour along an axis is the next living satellite, seen from both sides of the gap, so links are symmetric and at
+most four. (A link to the cell that replaces the gap would have no counterpart at its other end.) The data of a gap is
+held by the next living satellite ahead in its plane.
 
-Directions are those of the figures: the slot grows along the motion, which is east; the plane grows south.
+Directions are those of the figures: slots grow along the motion, which is east; planes grow south.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ ROUTING_MODES: tuple[RoutingMode, ...] = ("greedy", "alternate")
 
 
 class SatelliteId(NamedTuple):
-    """A satellite by its orbital plane and its slot in the plane, both 0-based."""
+    """Identity of a satellite: orbital plane and slot in the plane, both 0-based."""
 
     plane: int
     slot: int
 
     @property
     def label(self) -> str:
-        """``sat 5, orb 2``: 1-based, satellite first, as the paper's figures write it."""
+        """Label as in the paper's figures, ``sat 5, orb 2``: 1-based, satellite first."""
         return f"sat {self.slot + 1}, orb {self.plane + 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Torus:
-    """``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes, which is open
-    between the last and the first if there is a ``seam``. ``gaps`` are no satellites; a link spans ``most_slots`` slots
-    or ``most_planes`` planes at most.
+    """Grid of ``planes`` rings of ``slots_per_plane`` satellites; each slot is again a ring across the planes.
+
+    With a ``seam`` these rings are open between the last plane and the first. ``gaps`` are cells without a satellite. A
+    link spans at most ``most_slots`` slots or ``most_planes`` planes.
     """
 
     planes: int
@@ -65,7 +66,7 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of satellites."""
+        """Number of satellites, without gaps."""
         return self.cells - len(self.gaps)
 
     @property
@@ -79,29 +80,29 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def living(self, cell: SatelliteId) -> SatelliteId:
-        """Who holds what belongs to this cell: its satellite; of a gap the next one ahead in its plane, and where the
-        whole plane is empty, in the next plane that is not.
+        """Return the satellite that holds the data of this cell.
+
+        It is the cell's satellite, or for a gap the next satellite ahead in its plane, or, if the whole plane is empty,
+        in the next plane that is not.
         """
         return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
-        """The satellite at these indices, which may lie beyond either end of their rings."""
+        """Return the satellite at these indices, which may lie beyond either end of their rings."""
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
-        """Position in plane-major order, 0 … ``cells`` − 1."""
+        """Return the position in plane-major order, 0 … ``cells`` − 1."""
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
-        """Inverse of ``index``."""
         if not 0 <= index < self.cells:
             raise InvalidInput(f"satellite index {index}: expected 0 … {self.cells - 1}")
         return SatelliteId(*divmod(index, self.slots_per_plane))
 
     def satellites(self) -> list[SatelliteId]:
-        """All of them, plane by plane."""
         every = [SatelliteId(plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane)]
-        return [each for each in every if each not in self.gaps] if self.gaps else every
+        return [satellite for satellite in every if satellite not in self.gaps] if self.gaps else every
 
     def north(self, here: SatelliteId) -> SatelliteId:
         return SatelliteId((here.plane - 1) % self.planes, here.slot)
@@ -116,8 +117,10 @@ class Torus:
         return SatelliteId(here.plane, (here.slot - 1) % self.slots_per_plane)
 
     def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
-        """North, east, south, west: the order in which the placements walk. Across a seam there is none: in its place
-        is ``here`` itself, as on a ring of one; so where the next living one is too far for a link.
+        """Return the neighbours north, east, south, west, in the order in which placements walk.
+
+        If there is none, across a seam or if the next living satellite is too far for a link, ``here`` takes its place,
+        as on a ring of one satellite.
         """
         if self.gaps:
             return _over_gaps(self, here)
@@ -128,7 +131,9 @@ class Torus:
         return north, self.east(here), south, self.west(here)
 
     def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
-        """Signed hops ``(d_slot, d_plane)`` of a shortest path; exactly opposite on a ring counts as west or north."""
+        """Return signed hops ``(d_slot, d_plane)`` of a shortest path; exactly opposite on a ring counts as west or
+        north.
+        """
         d_slot = (there.slot - here.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
@@ -140,29 +145,29 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, here: SatelliteId, there: SatelliteId) -> int:
-        """Links on a shortest path: Manhattan distance on the torus, but for ways around gaps.
+        """Return the number of links on a shortest path: Manhattan distance on the torus, or more around gaps.
 
         Raises:
-            InvalidInput: no path between the two, over gaps too wide for links, or a gap.
+            InvalidInput: no path between the two (gaps too wide for links), or a gap.
         """
         if self.gaps:
-            found = _distances(self, there)[self.index(here)]
-            if found == _FAR:
+            links = _distances(self, there)[self.index(here)]
+            if links == _FAR:
                 raise InvalidInput(f"no links lead from {here.label} to {there.label}")
-            return found
+            return links
         d_slot, d_plane = self.delta(here, there)
         return abs(d_slot) + abs(d_plane)
 
     def next_hop(
         self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy", came_axis: Axis | None = None
     ) -> SatelliteId:
-        """The next hop of a packet for ``there``; ``here`` itself when it has arrived.
+        """Return the next hop of a packet to ``there``; ``here`` itself on arrival.
 
-        ``greedy`` is the rule of paper §4, planes first, corrected: where both ways around a ring are equally
-        long the printed rule stops, this one goes north or west. ``alternate`` swaps axes at each hop
-        (``came_axis`` is the axis of the link the packet came in on; without it, the axis with more hops
-        left), which spreads the flows of a box evenly over the four links of its centre, both in and out. With gaps:
-        the neighbour that this rule names, if it is on a shortest path, else the first neighbour that is.
+        ``greedy`` is the rule of paper §4, planes first, with a correction: if both ways around a ring are equally long
+        the printed rule stops; this rule goes north or west. ``alternate`` swaps axes at each hop, which spreads the
+        flows of a box evenly over the four links of its centre, both in and out (``came_axis`` is the axis of the
+        incoming link; without it, the axis with more remaining hops). With gaps: the neighbour that this rule names if
+        it is on a shortest path, else the first neighbour that is.
         """
         if self.gaps:
             return self._next_over_gaps(here, there, mode, came_axis)
@@ -171,11 +176,11 @@ class Torus:
     def _next_over_gaps(
         self, here: SatelliteId, there: SatelliteId, mode: RoutingMode, came_axis: Axis | None
     ) -> SatelliteId:
-        left = _distances(self, there)
-        links = left[self.index(here)]
+        links_to = _distances(self, there)
+        links = links_to[self.index(here)]
         if links in (0, _FAR):
             return here
-        nearer = [each for each in self.neighbours(here) if left[self.index(each)] == links - 1]
+        nearer = [neighbour for neighbour in self.neighbours(here) if links_to[self.index(neighbour)] == links - 1]
         usual = self._next_hop(here, there, mode, came_axis)
         return usual if usual in nearer else nearer[0]
 
@@ -199,10 +204,10 @@ class Torus:
             return came_axis == "slot"
         if abs(d_slot) != abs(d_plane):
             return abs(d_plane) > abs(d_slot)
-        return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that the diagonals spread over the four links too
+        return (d_slot > 0) != (d_plane > 0)  # by quadrant, so that diagonals also spread over the four links
 
     def path(self, here: SatelliteId, there: SatelliteId, mode: RoutingMode = "greedy") -> list[SatelliteId]:
-        """All satellites on the path, both ends included: ``hops(here, there) + 1``."""
+        """Return all satellites on the path, both ends included: ``hops(here, there) + 1``."""
         way = [here]
         came_axis: Axis | None = None
         while here != there:
@@ -216,31 +221,30 @@ class Torus:
 # --- Over gaps ---
 
 _FAR = 0xFFFF
-"""Links to where none lead."""
+"""Number of links if no path exists."""
 
 
 @lru_cache(maxsize=1 << 14)
 def _living(torus: Torus, cell: SatelliteId) -> SatelliteId:
     for plane in range(torus.planes):
         for slot in range(torus.slots_per_plane):
-            found = torus.wrap(cell.plane + plane, cell.slot + slot)
-            if found not in torus.gaps:
-                return found
+            candidate = torus.wrap(cell.plane + plane, cell.slot + slot)
+            if candidate not in torus.gaps:
+                return candidate
     raise AssertionError("a torus has a satellite")
 
 
 @lru_cache(maxsize=1 << 14)
 def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
-    """``Torus.neighbours``."""
 
     def next_along(d_plane: int, d_slot: int, most: int) -> SatelliteId:
         for steps in range(1, most + 1):
             plane = here.plane + steps * d_plane
             if torus.seam and not 0 <= plane < torus.planes:
                 return here
-            found = torus.wrap(plane, here.slot + steps * d_slot)
-            if found not in torus.gaps:
-                return found
+            candidate = torus.wrap(plane, here.slot + steps * d_slot)
+            if candidate not in torus.gaps:
+                return candidate
         return here
 
     slots, planes = torus.most_slots, torus.most_planes
@@ -249,22 +253,22 @@ def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteI
 
 @lru_cache(maxsize=2048)
 def _distances(torus: Torus, there: SatelliteId) -> array[int]:
-    """Links from each satellite to ``there``, by index; ``_FAR`` where none lead, and of gaps."""
-    found = array("H", [_FAR]) * torus.cells
+    """Return the links from each satellite to ``there``, by index; ``_FAR`` for gaps and if no path exists."""
+    links = array("H", [_FAR]) * torus.cells
     if there not in torus:
-        return found
-    found[torus.index(there)] = 0
+        return links
+    links[torus.index(there)] = 0
     edge = deque([there])
     while edge:
         here = edge.popleft()
-        for each in torus.neighbours(here):  # links are symmetric
-            if found[torus.index(each)] == _FAR:
-                found[torus.index(each)] = found[torus.index(here)] + 1
-                edge.append(each)
-    return found
+        for neighbour in torus.neighbours(here):  # links are symmetric
+            if links[torus.index(neighbour)] == _FAR:
+                links[torus.index(neighbour)] = links[torus.index(here)] + 1
+                edge.append(neighbour)
+    return links
 
 
 def reached_from(torus: Torus, there: SatelliteId) -> list[SatelliteId]:
-    """The satellites from which links lead to this one, itself included."""
-    left = _distances(torus, there)
-    return [each for each in torus.satellites() if left[torus.index(each)] != _FAR]
+    """Return the satellites from which links lead to ``there``, itself included."""
+    links_to = _distances(torus, there)
+    return [satellite for satellite in torus.satellites() if links_to[torus.index(satellite)] != _FAR]

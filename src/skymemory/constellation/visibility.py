@@ -1,16 +1,16 @@
 """Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
-The satellite nearest to a host changes every minute or so, mostly across planes and between the branches of
-orbits that climb and descend. A box that followed it would migrate all the time. So the box is centred on an
-*anchor*: the grid cell of the overhead point on one frozen branch, a pure function of host, epoch and time.
-It steps one slot west whenever the satellites have flown one slot, and one plane south whenever the Earth,
-and the drift of the nodes against it, have turned one plane.
+The satellite nearest to a host changes about every minute, mostly across planes and between the climbing and descending
+branches of orbits. A box that followed it would migrate all the time. So the box is centred on an *anchor*: the grid
+cell of the overhead point on a fixed branch, a pure function of host, epoch and time. It steps a slot west whenever the
+satellites have flown one slot, and a plane south whenever the Earth, relative to the drifting nodes, has turned one
+plane.
 
-The papers step slots only; then the plane of the box sinks below the horizon within two hours.
+The papers step slots only; the plane of the box then sinks below the horizon within two hours.
 
-With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are above the plane at right
-angles to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) wants it. With
-``paper`` it is a sphere that turns by the Earth rotation angle.
+With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are relative to the plane
+perpendicular to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) requires.
+With ``paper`` it is a sphere that turns by the Earth rotation angle.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 
 EARTH_ROTATION_RAD_S = 7.292115146706979e-5
 WGS84_E2 = 0.0066943799901413165
-"""Eccentricity squared of the ellipsoid."""
 Times = TypeVar("Times", float, "NDArray[np.float64]")
-"""A time, or an array of times."""
 DEFAULT_MASK_DEG = 25.0
-"""Lowest elevation at which a ground antenna talks to a satellite (Starlink's filing)."""
+"""Minimum elevation for a ground antenna (Starlink's filing)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroundHost:
-    """A place on the ground; latitude grows north, longitude east."""
+    """Place on the ground; latitude grows north, longitude east."""
 
     latitude_deg: float
     longitude_deg: float
@@ -53,7 +51,7 @@ class GroundHost:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The centre of a host's box, and the moves since the epoch that brought it there."""
+    """Centre of a host's box, and the moves since the epoch that led to it."""
 
     satellite: SatelliteId
     slot_moves: int
@@ -65,15 +63,17 @@ class Anchor:
 
 
 def earth_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Earth rotation angle ``now_s`` after the epoch (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
+    """Return the Earth rotation angle ``now_s`` after the epoch (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
     days_since_j2000 = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch = 2 * math.pi * (0.7790572732640 + 1.00273781191135448 * days_since_j2000)
     return math.fmod(at_epoch, 2 * math.pi) + EARTH_ROTATION_RAD_S * now_s
 
 
 def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x axis (UT1
-    taken as UTC). Linear in ``now_s``; that leaves 1e-9 rad after a year.
+    """Return Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x
+    axis.
+
+    UT1 is taken as UTC. Linear in ``now_s``; the error is 1e-9 rad after a year.
     """
     days = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch_s = 67310.54841 + 86400.0 * math.fmod(days, 1.0)
@@ -82,7 +82,7 @@ def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
 
 
 _SIDEREAL_PER_CENTURY_S = 8640184.812866
-"""By which sidereal time gains on mean solar time."""
+"""Gain of sidereal over mean solar time per century, in seconds."""
 
 
 def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
@@ -91,16 +91,16 @@ def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
 
 
 _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
-"""In J2000. It changes by 6e-12 of itself in a century."""
+"""Sidereal rate in J2000; its relative change is 6e-12 per century."""
 
 
 def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
-    """By how much the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
+    """Return the angle by which the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
     return earth_angle_rad(epoch_unix_s, now_s) if model == "paper" else sidereal_angle_rad(epoch_unix_s, now_s)
 
 
 def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
-    """Of a place at this latitude: its distance from the Earth's axis and, northward, from the plane of the equator."""
+    """Return a place's distance from the Earth's axis and, northward, from the plane of the equator."""
     sine, cosine = math.sin(math.radians(latitude_deg)), math.cos(math.radians(latitude_deg))
     if model == "paper":
         return EARTH_RADIUS_M * cosine, EARTH_RADIUS_M * sine
@@ -109,12 +109,14 @@ def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
 
 
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
-    """Argument of latitude where the climbing branch passes over the host, straight up (or comes nearest)."""
+    """Return the argument of latitude at which the climbing branch passes vertically over the host, or nearest
+    to it.
+    """
     i_rad = math.radians(shell.inclination_deg)
     if shell.model == "paper":
         sine = math.sin(math.radians(host.latitude_deg)) / math.sin(i_rad)
     else:
-        # Where the normal meets the shell: up by t, with |ground + t·normal| the radius.
+        # The intersection of the normal with the shell: up by t, with |ground + t·normal| equal to the radius.
         out_m, north_m = ground_m(shell.model, host.latitude_deg)
         latitude_rad = math.radians(host.latitude_deg)
         along_m = out_m * math.cos(latitude_rad) + north_m * math.sin(latitude_rad)
@@ -126,10 +128,10 @@ def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
 def overhead_cell(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, descending: bool = False
 ) -> tuple[float, float]:
-    """``(plane, slot)`` of the overhead point on one branch: real numbers that never wrap.
+    """Return ``(plane, slot)`` of the overhead point on a branch: real numbers that do not wrap.
 
-    Over a Walker star planes from the last one on do not exist: a host has its climbing branch above it for half of
-    each day, and its descending one for the other half.
+    Over a Walker star planes from the last plane on do not exist: a host is below the climbing branch for half of each
+    day, and below the descending branch for the other half.
     """
     u_rad = overhead_argument_rad(shell, host)
     if descending:
@@ -145,7 +147,6 @@ def overhead_cell(
 
 
 def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> Anchor:
-    """The anchor ``now_s`` seconds after the epoch."""
     plane0, slot0 = overhead_cell(shell, host, epoch_unix_s, 0.0)
     plane, slot = overhead_cell(shell, host, epoch_unix_s, now_s)
     slot_moves = nearest(slot0) - nearest(slot)
@@ -154,26 +155,23 @@ def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) ->
 
 
 def nearest(cell: float) -> int:
-    """The cell that a point lies in; a cell extends half a cell to either side."""
+    """Return the cell of a point; a cell extends half a cell to either side."""
     return math.floor(cell + 0.5)
 
 
 def slot_move_period_s(shell: Shell) -> float:
-    """Time between two slot moves."""
     return shell.period_s / shell.slots_per_plane
 
 
 def plane_move_period_s(shell: Shell) -> float:
-    """Time between two plane moves: Earth's rotation against the drifting nodes."""
+    """Return the time between two plane moves: the Earth's rotation relative to the drifting nodes."""
     rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
     return shell.span_rad / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
 def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Position of a place in the Earth-fixed frame, or in one in which the Earth has turned by ``angle_rad``; shape
-    ``(3,)``.
-    """
-    import numpy as np  # local, as below: verbs that only need delays and maps start without numpy
+    """Return the position of a place in the Earth-fixed frame turned by ``angle_rad``; shape ``(3,)``."""
+    import numpy as np  # local, as below: verbs that need only delays and maps start without numpy
 
     out_m, north_m = ground_m(model, place.latitude_deg)
     longitude = math.radians(place.longitude_deg) + angle_rad
@@ -181,7 +179,7 @@ def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -
 
 
 def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Unit vector at right angles to the horizon of a place, in the frame of ``place_m``; shape ``(3,)``."""
+    """Return the unit vector perpendicular to the horizon of a place, in the frame of ``place_m``; shape ``(3,)``."""
     import numpy as np
 
     latitude = math.radians(place.latitude_deg)
@@ -193,17 +191,17 @@ def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
-    """Inertial position of the host, shape ``(3,)``."""
+    """Return the inertial position of the host, shape ``(3,)``."""
     return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
-    """Inertial unit vector at right angles to the host's horizon, shape ``(3,)``."""
+    """Return the inertial unit vector perpendicular to the host's horizon, shape ``(3,)``."""
     return place_up(host, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Straight distances from the host to every satellite, through the Earth too; ``(planes, slots)``."""
+    """Return straight distances from the host to every satellite, also through the Earth; ``(planes, slots)``."""
     import numpy as np
 
     offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s, shell.model)
@@ -211,14 +209,14 @@ def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) 
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
+    """Return the elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
     return elevations_of(shell.positions_m(now_s), host, epoch_unix_s, now_s, shell.model)
 
 
 def elevations_of(
     positions_m: NDArray[np.float64], host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "j2"
 ) -> NDArray[np.float64]:
-    """Elevations of satellites at these inertial positions (``j2``: TEME), shape ``(…, 3)``, as from SGP4."""
+    """Return elevations of satellites at these inertial positions (``j2``: TEME), shape ``(…, 3)``, as from SGP4."""
     import numpy as np
 
     offsets = positions_m - host_position_m(host, epoch_unix_s, now_s, model)
@@ -229,7 +227,7 @@ def elevations_of(
 def visible(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> list[SatelliteId]:
-    """Satellites at or above the elevation mask, highest first."""
+    """Return the satellites at or above the elevation mask, highest first."""
     elevation = elevations_deg(shell, host, epoch_unix_s, now_s).ravel()
     order = (-elevation).argsort(kind="stable")
     return [shell.torus.satellite(int(index)) for index in order if elevation[index] >= mask_deg]
@@ -238,6 +236,6 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """The highest satellite in sight (on a sphere also the nearest); None when none is."""
+    """Return the highest satellite in sight (on a sphere also the nearest); None if there is none."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None

@@ -1,1 +1,1 @@
-"""What `skymemory demo` runs: each act one file."""
+"""Demos of the `skymemory demo` command, one file per demo."""

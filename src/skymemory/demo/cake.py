@@ -1,4 +1,4 @@
-"""``skymemory demo cake``: one prompt computed, loaded, and both at once from its two ends; then at other rates."""
+"""``skymemory demo cake``: a prompt computed, loaded, and both at once from its two ends, at several link rates."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from skymemory.units import format_size
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
 PROBE_TOKENS = 2 * STEP_TOKENS
 SIDES = (("compute", "compute"), ("load", "load"), ("both", "cake"))
-# The even rate first: it is the one that is drawn, and must not fall to the time limit.
+# The even rate is first: it is the rate that is drawn, and the time limit must not drop it.
 RATIOS = (1.0, 0.25, 0.5, 2.0, 4.0)
-# Bytes per second; faster than memory, so that nothing waits.
+# Bytes per second; faster than memory, so nothing waits.
 _UNLIMITED = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt brought to its first new token. Seconds include looking up and the tokens behind the last block."""
+    """Result of a prompt up to its first new token. Seconds include the lookup and the tokens after the last block."""
 
     seconds: float
     computed_tokens: int
@@ -52,11 +52,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """The three ways at one rate of the link."""
-
     bytes_per_s: float
     ratio: float
-    """1 where loading takes as long as computing."""
+    """Link rate relative to the rate at which loading and computing take equally long."""
     compute: Prompt
     load: Prompt
     both: Prompt
@@ -67,7 +65,7 @@ class RateRow:
 
 
 class CakeRuns:
-    """A model, a prompt stored in memory, and a link of any rate before it."""
+    """A model, a prompt stored in memory, and a link of any rate to that memory."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.model = build_llama(TWO_SECOND_SHAPE, args.seed)
@@ -86,8 +84,8 @@ class CakeRuns:
         self._steps: Pace | None = None
 
     def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
-        """Bring the first ``tokens`` of the prompt, and a few more, to their first new token."""
-        # Bytes still owed to the limited link by the run before would slow down this one.
+        """Process the first ``tokens`` of the prompt, and a few more, up to their first new token."""
+        # The limited link still owes bytes of the previous run, which would slow this run down.
         time.sleep(self.link.backlog_s)
         self.link.bytes_per_s = bytes_per_s
         kvc, ids = self.kvc, self.ids[:, : tokens + TAIL_TOKENS]
@@ -97,19 +95,19 @@ class CakeRuns:
             kvc.cake.beside = OtherPrompts(self.model, [self.ids[:, 64:1088]], self.share, piece_tokens=64, again=True)
         kvc.cake.on_chunks = bars.begin if bars else None
         kvc.cake.on_settled = bars.settled if bars else None
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         cache = kvc.get_cache_ids(ids)
         with torch.inference_mode():
-            rest = {"input_ids": ids[:, cache.begin() :], **cache_option(self.model, cache)}
-            logits = self.model(**rest, logits_to_keep=1).logits
-        first, seconds, loader = int(logits[0, -1].argmax()), time.perf_counter() - began_s, cache.result.loader
+            inputs = {"input_ids": ids[:, cache.begin() :], **cache_option(self.model, cache)}
+            logits = self.model(**inputs, logits_to_keep=1).logits
+        first, seconds, loader = int(logits[0, -1].argmax()), time.perf_counter() - started_s, cache.result.loader
         computed, loaded, met = 0, 0, None
         if loader:
             computed, loaded, met = loader.computed_tokens, loader.loaded_tokens, loader.met_at_token
         return Prompt(seconds, computed, loaded, met, first)
 
     def learn(self, bytes_per_s: float) -> None:
-        """Measure the pace of both sides with a short prompt, as a serving process has done by then."""
+        """Measure the pace of both sides with a short prompt, as a serving process would have done by then."""
         if self._steps is None:
             self._steps = self.kvc.cake.cake.pace = Pace()
             self.run(PROBE_TOKENS, "compute", bytes_per_s)
@@ -119,17 +117,17 @@ class CakeRuns:
 
 PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
 _AIM_S, _QUICK_AIM_S = 2.0, 0.8
-"""Seconds that computing the prompt should take: long enough to watch."""
+"""Intended seconds to compute the prompt: long enough to watch."""
 _LEAST_S = 10.0
-"""Time that runs get even where loading torch has used up what is promised."""
+"""Time for the runs even if loading torch has used up the promised time."""
 _PROBE_S = 1.5
 _MOST_PROBES = 12
 _AROUND = 1.2
-"""The runs, and what is done between them: measured on two cores of an Intel Xeon with AMX, with and without it."""
+"""Factor for the runs and the work between them, measured on two cores of an Intel Xeon with and without AMX."""
 
 
 def run_cake(args: argparse.Namespace, progress: Progress) -> int:
-    """Run the demo; exit code 1 if the three ways gave different tokens, or one did not work as it should."""
+    """Run the demo. Return 1 if the three ways gave different tokens or a way did not work as intended."""
     transformers_logging.set_verbosity_error()
     with progress.wait("a model with random weights is built", 1.0):
         runs = CakeRuns(args)
@@ -146,16 +144,18 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         progress.say(f"left out, since this computer is too slow or too busy: links of {left_out} times the even rate")
     bars = Bars(progress, colour=not args.no_color)
     try:
-        # Bars have the terminal to themselves; elsewhere they are printed when they are full, and a wait between them.
+        # Live bars own the terminal. Otherwise full bars are printed, with a wait between them.
         with progress.wait("the prompt is computed, and loaded", seconds) if not bars.live else nullcontext():
             rows = _rows(args, runs, bars, tokens, ratios)
     finally:
         bars.close()
-    same = len({one.first_token for row in rows for one in (row.compute, row.load, row.both)}) == 1
-    sound = same and all(row.compute.loaded_tokens == 0 == row.load.computed_tokens for row in rows)
+    same = len({result.first_token for row in rows for result in (row.compute, row.load, row.both)}) == 1
+    is_correct = same and all(row.compute.loaded_tokens == 0 == row.load.computed_tokens for row in rows)
     if args.json:
         print(
-            json.dumps({"tokens": tokens, "share": args.share, "sound": sound, "rows": [asdict(row) for row in rows]})
+            json.dumps(
+                {"tokens": tokens, "share": args.share, "sound": is_correct, "rows": [asdict(row) for row in rows]}
+            )
         )
     else:
         print()
@@ -163,26 +163,26 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         print()
         write("every way the same next token" if same else "the ways DIFFER in their next token")
     write(took(progress.seconds, estimate.first_s), progress.stream)
-    return 0 if sound else 1
+    return 0 if is_correct else 1
 
 
 def _probe(runs: CakeRuns) -> float:
-    """Seconds that a short prompt takes to compute: the mean of many, as beside busy programs single ones are lucky."""
-    runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # which also picks kernels
-    began_s, count = time.perf_counter(), 0
-    while time.perf_counter() - began_s < _PROBE_S:
+    """Return the mean seconds of many runs of a short prompt, because other programs disturb single runs."""
+    runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # this run also selects kernels
+    started_s, count = time.perf_counter(), 0
+    while time.perf_counter() - started_s < _PROBE_S:
         runs.run(PROBE_TOKENS, "compute", _UNLIMITED)
         count += 1
-    return (time.perf_counter() - began_s) / count
+    return (time.perf_counter() - started_s) / count
 
 
 def plan_runs(
     probe_s: float, left_s: float, *, quick: bool, tokens: int | None = None
 ) -> tuple[int, tuple[float, ...], float]:
-    """Tokens of the prompt, rates of the link, and seconds for all runs; ``probe_s`` computes ``PROBE_TOKENS``.
+    """Return the prompt's tokens, the link rates, and the seconds of all runs. ``probe_s`` computes ``PROBE_TOKENS``.
 
-    The longest prompt up to the aim with which all rates fit into ``left_s``. With the shortest prompt, as many rates
-    as fit, the even one in any case. Tokens that are given are kept, all rates with them.
+    The prompt is the longest up to the aim with which all rates fit into ``left_s``. If not even the shortest prompt
+    fits, as many rates as fit are kept, and always the even rate. Given ``tokens`` are kept, with all rates.
     """
     if tokens is not None:
         tokens = tokens // STEP_TOKENS * STEP_TOKENS
@@ -194,28 +194,28 @@ def plan_runs(
             return probes * PROBE_TOKENS, RATIOS, seconds
     ratios: tuple[float, ...] = RATIOS
     while len(ratios) > 1 and _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick) > left_s:
-        slowest = min(ratios[1:])  # takes the longest
+        slowest = min(ratios[1:])  # the slowest link takes the longest
         ratios = tuple(ratio for ratio in ratios if ratio != slowest)
     return PROBE_TOKENS, ratios, _seconds_of(probe_s, PROBE_TOKENS, ratios, quick=quick)
 
 
 def _seconds_of(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> float:
-    """Seconds of all runs: storing, two runs alone, and at each rate the probe and the three ways."""
+    """Return the seconds of all runs: storing, two runs alone, and at each rate the probe and the three ways."""
     compute_s = probe_s * tokens / PROBE_TOKENS
-    whole_s = 4 * compute_s
+    total_s = 4 * compute_s
     for at, ratio in enumerate(ratios):
         computed = 1 if not at or not quick else 0
-        whole_s += compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0))
-    return whole_s * _AROUND
+        total_s += compute_s * (computed + 1 / ratio + 1 / (1 + ratio)) + probe_s * (1 / ratio + (at == 0))
+    return total_s * _AROUND
 
 
 def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, ratios: Sequence[float]) -> list[RateRow]:
-    # 1. Store the shown prompt and compute it alone. Link rates are set relative to that time: at ratio 1 loading takes
-    #    as long as computing, where doing both gains most.
-    # 2. For each rate: learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
+    # 1. Store the shown prompt and compute it alone. Link rates are relative to that time: at ratio 1 loading takes as
+    #    long as computing, and doing both gains most.
+    # 2. For each rate, learn both speeds from the probe, then compute, load and do both. The first rate is drawn.
     size_bytes = runs.kvc.add_blocks_ids(runs.ids[:, :tokens]).blocks * (128 + runs.kvc.layout.block_bytes)
     runs.kvc.warm(tokens)
-    # The better of two: a moment in which others had the processor must not make all links slow.
+    # The better of two runs: a moment of other load must not make all links slow.
     compute_s = min(runs.run(tokens, "compute", _UNLIMITED).seconds for _ in range(2))
     even = size_bytes / compute_s
     bars.title(tokens, size_bytes, even, args.share)
@@ -225,7 +225,7 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, rat
         done = {}
         for word, loading in SIDES:
             if word == "compute" and rows and args.quick:
-                done[word] = rows[0].compute  # the link has no part in it
+                done[word] = rows[0].compute  # computing does not use the link
                 continue
             bars.way(word)
             done[word] = runs.run(tokens, loading, even * ratio, bars if not rows else None)
@@ -240,7 +240,6 @@ _TABLE_BAR = 16
 
 
 def _table(rows: list[RateRow], tokens: int) -> Table:
-    """The rates, and how much of the better side's time both take."""
     cells = []
     for row in rows:
         met = f"{row.both.met_at_token:,}" if row.both.met_at_token is not None else "-"
@@ -252,9 +251,7 @@ def _table(rows: list[RateRow], tokens: int) -> Table:
 
 
 LEAST_WIDTH, MOST_WIDTH = 4, 56
-"""Columns of a bar."""
 _NAME, _WORDS = 8, len(" 99.99 s, met at token 8,000")
-"""Columns that a bar's name and words take beside it."""
 COMPUTED, LOADED, NOTHING = "█", "▒", "·"
 _COLOURS = {COMPUTED: "\x1b[38;5;215m", LOADED: "\x1b[38;5;75m", NOTHING: "\x1b[2m"}
 _PLAIN = "\x1b[0m"
@@ -263,12 +260,11 @@ _WAYS = ("compute", "load", "both")
 
 
 def bar(computed: int, width: int) -> str:
-    """``computed`` of ``width`` columns computed, the rest loaded."""
     return COMPUTED * computed + LOADED * (width - computed)
 
 
 class Bars:
-    """Three bars that fill, drawn in place on a terminal and printed as lines elsewhere. Thread-safe."""
+    """Three bars that fill, drawn in place on a terminal, or printed as lines. Thread-safe."""
 
     def __init__(self, progress: Progress, *, colour: bool) -> None:
         self._screen = Screen(progress.stream, progress.began_s, line_every_s=float("inf"), progress=progress)
@@ -283,11 +279,9 @@ class Bars:
 
     @property
     def live(self) -> bool:
-        """Whether they are drawn in place."""
         return self._screen.live
 
     def title(self, tokens: int, size_bytes: int, bytes_per_s: float, share: float) -> None:
-        """What is about to be shown."""
         ours = f", {share:.0%} of each step ours" if share < 1 else ""
         self._title = (
             f"{tokens:,} tokens, {format_size(size_bytes)} of keys and values, over a link of "
@@ -300,7 +294,7 @@ class Bars:
             self._screen.say(words)
 
     def way(self, word: str) -> None:
-        """The next bar, or none of the three."""
+        """Select the next bar, or no bar if this way is complete already."""
         with self._lock:
             self._way = word if word not in self._words else ""
 
@@ -311,14 +305,12 @@ class Bars:
             self._draw()
 
     def settled(self, index: int, origin: str) -> None:
-        """A chunk is there."""
         with self._lock:
             self._chunks[self._way][index] = COMPUTED if origin == "computed" else LOADED
             if time.monotonic() - self._drawn_s >= _FRAME_S:
                 self._draw()
 
     def ended(self, seconds: float, met_at_token: int | None) -> None:
-        """The bar is full."""
         with self._lock:
             met = f", met at token {met_at_token:,}" if met_at_token is not None else ""
             self._words[self._way] = f"{seconds:.2f} s{met}"
@@ -331,7 +323,7 @@ class Bars:
         if self._screen.live:
             self._screen.show(self._frame)
 
-    # Called by the screen's thread, too, without the lock: it only reads.
+    # Called by the screen's thread as well, without the lock, so it only reads.
     def _frame(self, width: int) -> list[str]:
         lines = []
         for way in _WAYS:
@@ -347,14 +339,14 @@ class Bars:
         ]
 
     def _line(self, way: str, words: str, width: int) -> str:
-        """A way's bar between its name and ``words``, at most ``width`` wide; all bars are equally long."""
-        beside = _NAME + max(_WORDS, *(1 + len(one) for one in [words, *self._words.values()]))
-        return f"{way:<{_NAME}}{self._bar(way, max(LEAST_WIDTH, min(MOST_WIDTH, width - beside)))} {words}"
+        """Return a way's bar with its name and ``words``, at most ``width`` wide. All bars are equally long."""
+        label_width = _NAME + max(_WORDS, *(1 + len(text) for text in [words, *self._words.values()]))
+        return f"{way:<{_NAME}}{self._bar(way, max(LEAST_WIDTH, min(MOST_WIDTH, width - label_width)))} {words}"
 
     def _bar(self, way: str, width: int) -> str:
         chunks = self._chunks.get(way) or [NOTHING]
         columns = [chunks[at * len(chunks) // width] for at in range(width)]
-        return "".join(self._paint(one) for one in columns)
+        return "".join(self._paint(part) for part in columns)
 
     def _paint(self, one: str) -> str:
         return f"{_COLOURS[one]}{one}{_PLAIN}" if self._colour else one

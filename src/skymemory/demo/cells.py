@@ -1,8 +1,7 @@
-"""A user drives through a grid of base stations and reads all the while: a run over virtual time, and what it cost.
+"""``skymemory demo cells``: a user drives through a grid of base stations and reads continuously, in virtual time.
 
-The machines that fly, on a grid of cells (``constellation.ground_track``). A hop between base stations takes 1 ms
-(switches
-and some fibre) and the radio 4 ms, one way each; there are no queues and no limits.
+The state machines are those of flight, on a grid of cells (``constellation.ground_track``). A hop between base stations
+takes 1 ms (switches and some fibre) and the radio 4 ms, each one way. There are no queues and no limits.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ HOP_S, RADIO_S = 0.001, 0.004
 READ_EVERY_S = 5.0
 _LEAST_LEG_M = 1000.0
 MAX_VALUE_BYTES = 1 << 28
-"""The cells are simulated in one process, and some of them hold their share twice for a moment."""
+"""Limit of a value. The cells are simulated in one process, and some hold their share twice for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Town:
-    """The grid and what is kept on it: one value of ``value_bytes`` on the ``servers`` cells around the user."""
+    """The grid and its content: one value of ``value_bytes`` on the ``servers`` cells around the user."""
 
     grid: CellGrid
     cell_m: float = 500.0
@@ -64,32 +63,35 @@ class Town:
 
     @property
     def margin(self) -> int:
-        """Cells from the edge that the user keeps away: the box, and one cell for hand-overs."""
+        """Distance in cells that the user keeps from the edge: half of the box, and one cell for handovers."""
         side = 1
         while side * side < self.servers:
             side += 1
         return side // 2 + 1
 
     def drive(self, seed: int, legs: int, speed_m_s: float) -> list[Stop]:
-        """From the middle of the town straight to one random place after another, at least a kilometre each."""
+        """Draw a drive from the middle of the town, straight from one random place to the next.
+
+        Each leg is at least a kilometre, or a quarter of a smaller town.
+        """
         if legs < 1 or not 0 < speed_m_s < math.inf:
             raise InvalidInput(f"{legs} legs at {speed_m_s:g} m/s: expected at least one, and to move")
         draw = random.Random(seed)
         stops = [Stop(0.0, self.grid.rows / 2, self.grid.columns / 2)]
         farthest_m = self.cell_m * min(self.grid.rows, self.grid.columns) / 4
         while len(stops) <= legs:
-            here = stops[-1]
+            last_stop = stops[-1]
             row = draw.uniform(self.margin, self.grid.rows - self.margin - 1)
             column = draw.uniform(self.margin, self.grid.columns - self.margin - 1)
-            metres = self.cell_m * ((row - here.row) ** 2 + (column - here.column) ** 2) ** 0.5
+            metres = self.cell_m * ((row - last_stop.row) ** 2 + (column - last_stop.column) ** 2) ** 0.5
             if metres > min(_LEAST_LEG_M, farthest_m):
-                stops.append(Stop(here.time_s + metres / speed_m_s, row, column))
+                stops.append(Stop(last_stop.time_s + metres / speed_m_s, row, column))
         return stops
 
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
-    """One drive. Bytes are those of chunks that base stations handed to each other, and the least that could be."""
+    """Results of a drive. Bytes are those of chunks handed over between base stations, and the least possible."""
 
     strategy: str
     reads: int
@@ -111,7 +113,7 @@ def run_drive(
     value: bytes,
     passed: Callable[[float, int, int], None] | None = None,
 ) -> DriveReport:
-    """Store the value where the drive begins and read it every 5 s to its end.
+    """Store the value at the start of the drive and read it every 5 s until its end.
 
     ``passed`` is called after each read with the time, the reads so far and their hits.
     """
@@ -130,25 +132,25 @@ def run_drive(
     chunks_on = [len(range(server, chunks, town.servers)) for server in range(town.servers)]
     times_s, hits, wrong, farthest, least_chunks, crossings, before = [], 0, 0, 0, 0, 0, set_moves
     while cells.now_s < path[-1].time_s:
-        began_s = cells.now_s
-        found = store.get_many([key])[0]
-        times_s.append(cells.now_s - began_s)
-        hits += found is not None
-        wrong += found is not None and bytes(found) != value
+        read_start_s = cells.now_s
+        value_read = store.get_many([key])[0]
+        times_s.append(cells.now_s - read_start_s)
+        hits += value_read is not None
+        wrong += value_read is not None and bytes(value_read) != value
         now = clock.moves(cells.now_s)
-        here = sky.centre_at(now)
-        farthest = max(farthest, *(sky.torus.hops(here, there) for there in placement.locate_all(set_moves, now)))
+        centre = sky.centre_at(now)
+        farthest = max(farthest, *(sky.torus.hops(centre, server) for server in placement.locate_all(set_moves, now)))
         if passed is not None:
-            passed(began_s, len(times_s), hits)
-        # Reads are due at fixed times, not a fixed pause apart: both schemes read at the same places.
+            passed(read_start_s, len(times_s), hits)
+        # Reads are due at fixed times, not after a fixed pause, so both schemes read at the same places.
         until_s = READ_EVERY_S * len(times_s)
-        # Borders crossed before the next read. The least that could be moved: the chunks of just those servers whose
-        # cell changes; what the machines moved in fact is compared with it at the end.
-        while (at_s := clock.next_move_s(began_s)) is not None and at_s < until_s:
+        # Borders crossed before the next read. The least possible transfer is the chunks of the servers whose cell
+        # changes; it is compared at the end with what the machines moved.
+        while (at_s := clock.next_move_s(read_start_s)) is not None and at_s < until_s:
             after = clock.moves(at_s)
             least_chunks += sum(chunks_on[line.server] for line in server_moves(placement, set_moves, before, after))
             crossings += 1
-            before, began_s = after, at_s
+            before, read_start_s = after, at_s
         cells.settle(until_s)
     moved = sum(cell.counters.get("chunks_migrated_in") for cell in cells.satellites.values())
     ordered = sorted(times_s)
@@ -174,9 +176,9 @@ def _delay_s(sender: Node, receiver: Node) -> float:
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
 _READ_S, _CHUNK_S = 0.0023, 44e-6
-"""Time of one read and of each chunk in it, on the reference computer."""
+"""Time of a read and of each of its chunks, on the reference computer."""
 _FARTHER = 1.7
-"""Of a value that stays: its chunks cross more cells, and every hop is simulated."""
+"""Factor for a value that stays: its chunks cross more cells, and every hop is simulated."""
 
 
 def run_cells(args: argparse.Namespace) -> int:
@@ -202,13 +204,13 @@ def run_cells(args: argparse.Namespace) -> int:
     say_estimate(progress, estimate.first_s)
     reports = []
     for strategy, words in SCHEMES:
-        said_s = 0.0
+        last_line_s = 0.0
 
         def passed(time_s: float, reads: int, hits: int, words: str = words) -> None:
-            nonlocal said_s
+            nonlocal last_line_s
             wait.on_progress(time_s / path[-1].time_s, f"minute {time_s / 60:.0f} of {minutes:.0f}")
-            if time_s >= said_s + SAY_EVERY_S:
-                said_s = time_s
+            if time_s >= last_line_s + SAY_EVERY_S:
+                last_line_s = time_s
                 progress.write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", 11)
 
         with run.part(f"the cache {words}", words) as wait:

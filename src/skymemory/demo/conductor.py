@@ -1,4 +1,4 @@
-"""``skymemory demo conductor``: one overloaded cluster four times, each time under another scheduler, side by side."""
+"""``skymemory demo conductor``: an overloaded cluster under four schedulers, side by side."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ from skymemory.view.drawing import drawing_path
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8
 PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
-"""Of real time, from the first arrival to the last."""
+"""Real time of the playback, from the first arrival to the last."""
 PART, QUICK_PART = 1.0, 0.4
-"""Of the ten minutes of requests."""
 FRAMES_PER_S = 8.0
 _SIMULATED_S = 6.0
-"""Of two cores, for the ten minutes at twice the workload's rate under all schedulers, on the reference computer."""
+"""Seconds on two cores of the reference computer.
+
+They simulate ten minutes at twice the workload's rate under all schedulers.
+"""
 
 
 def run_conductor(args: argparse.Namespace) -> int:
@@ -54,10 +56,10 @@ def run_conductor(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--rate {args.rate:g}: expected 0.1 to 20 times the workload's own")
     if args.trace is not None:
         check_readable(args.trace)
-    options_of(args.admission)  # an unknown rule, or a wrong suffix, is refused before the simulation
+    options_of(args.admission)  # refuses an unknown rule or a wrong suffix before the simulation
     if args.report is not None:
         drawing_path(args.report)
-    # The same requests for each scheduler: what differs between the rows is the scheduler.
+    # The same requests for each scheduler, so the rows differ by the scheduler alone.
     source = Source(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
@@ -79,14 +81,14 @@ def run_conductor(args: argparse.Namespace) -> int:
     played_s = 0.0 if args.no_play else QUICK_PLAYED_S if args.quick else PLAYED_S
     estimate_s = simulated_s + played_s + 0.5
     say_estimate(progress, estimate_s)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     with progress.wait(f"the cluster is simulated under {len(cells)} schedulers", simulated_s):
         runs = sweep(run_of, cells)
     changed_s = progress.seconds + played_s
     if abs(changed_s - estimate_s) > 0.2 * estimate_s:
         progress.say(f"estimate corrected: {format_estimate(changed_s)} in all")
     write(
-        f"simulated under {len(cells)} schedulers in {time.monotonic() - began_s:.1f} s; "
+        f"simulated under {len(cells)} schedulers in {time.monotonic() - started_s:.1f} s; "
         "each bar below is a machine: its prefill queue, or its decoding batch",
         stream,
     )
@@ -96,7 +98,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     write("", stream)
     final(SCHEDULERS, metrics).print(stream)
     if args.pools == "elastic":
-        changes = ", ".join(f"{name} {one.role_changes}" for name, one in zip(SCHEDULERS, metrics, strict=True))
+        changes = ", ".join(f"{name} {result.role_changes}" for name, result in zip(SCHEDULERS, metrics, strict=True))
         write(f"changes between prefill and decode: {changes}", stream)
     if args.report is not None:
         from skymemory.view.cluster_report import write_cluster_report
@@ -114,14 +116,13 @@ def run_conductor(args: argparse.Namespace) -> int:
 
 
 def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, played_s: float) -> None:
-    """Play all runs back side by side, moment by moment, until the last request has arrived."""
     both = PREFILL + DECODE if setup.pools == "elastic" else 0
     players = [Playback(run, both or PREFILL, both or DECODE, setup.slo) for run in runs]
-    # To the last arrival, not the last answer: behind it queues only drain.
-    last_s = max(one.at_s for one in runs[0].outcomes)
+    # Until the last arrival, not the last answer: afterwards the queues only drain.
+    last_s = max(outcome.at_s for outcome in runs[0].outcomes)
     speed = last_s / played_s
-    began_s = time.monotonic()
-    screen = Screen(stream, began_s)
+    started_s = time.monotonic()
+    screen = Screen(stream, started_s)
 
     def show(now_s: float) -> None:
         moments = [player.at(now_s) for player in players]
@@ -131,7 +132,7 @@ def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, playe
         )
 
     try:
-        while (now_s := (time.monotonic() - began_s) * speed) < last_s:
+        while (now_s := (time.monotonic() - started_s) * speed) < last_s:
             show(now_s)
             time.sleep(1 / FRAMES_PER_S)
         if screen.live:
@@ -147,40 +148,40 @@ def _as_json(args: argparse.Namespace, source: Source, metrics: Sequence[Cluster
         "admission": args.admission,
         "pools": args.pools,
         "seed": args.seed,
-        "schedulers": {name: one.as_json() for name, one in zip(SCHEDULERS, metrics, strict=True)},
+        "schedulers": {name: result.as_json() for name, result in zip(SCHEDULERS, metrics, strict=True)},
     }
 
 
 def _check(metrics: Sequence[ClusterMetrics]) -> None:
-    """The same requests came each time, and each ended once."""
-    for name, one in zip(SCHEDULERS, metrics, strict=True):
-        ended = one.completed + one.refused + one.refused_after_prefill + one.failed
-        if ended != one.requests or one.requests != metrics[0].requests:
-            raise SkyMemoryError(f"{name}: {ended} of {one.requests} requests ended")
+    """Check that all runs had the same requests and that each request ended once.
+
+    Raises:
+        SkyMemoryError: they did not.
+    """
+    for name, result in zip(SCHEDULERS, metrics, strict=True):
+        ended_requests = result.completed + result.refused + result.refused_after_prefill + result.failed
+        if ended_requests != result.requests or result.requests != metrics[0].requests:
+            raise SkyMemoryError(f"{name}: {ended_requests} of {result.requests} requests ended")
 
 
 LATELY = 100
-"""Number of latest first tokens in the running mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _LINE_STEP, _BATCH_STEP = 2, 1
-"""Requests of one step of a bar."""
 
 
-# Padded to what their numbers grow to, so that columns stay where they are while it plays.
+# Padded for the largest numbers, so that columns do not shift during the playback.
 _HEAD = ("scheduler", "in line", "waiting", "batches", "  done", "within", "refused", "TTFT now", "hits", "moved")
 _FRAME_WORDS = (0, 1, 3)
-"""Columns of the frame that are not numbers."""
 
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
-    """The moment: lines before the machines that prefill, batches of those that decode, and counts up to now."""
+    """Return the lines of the moment: prefill queues, decode batches, and counts until now."""
     title = f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests arrived"
     rows = [_row(name, moment) for name, moment in zip(names, moments, strict=True)]
     return [*wrapped(title, width), *Table(_HEAD, rows, _FRAME_WORDS).lines(width)]
 
 
 def line(names: Sequence[str], moments: Sequence[Moment], now_s: float) -> list[str]:
-    """The moment in words, for a log."""
     parts = [f"{now_s:.0f} s: {moments[0].arrived} arrived"]
     for name, moment in zip(names, moments, strict=True):
         refused = moment.refused + moment.refused_after_prefill
@@ -202,20 +203,19 @@ RESULTS = ("scheduler", "done", "refused", "within both", "goodput") + (
 
 
 def final(names: Sequence[str], metrics: Sequence[ClusterMetrics]) -> Table:
-    """The results, a row for each scheduler."""
     rows = []
-    for name, one in zip(names, metrics, strict=True):
-        sources = ", ".join(f"{source} {part:.0%}" for source, part in one.hits.tokens_by_source.items() if part)
+    for name, result in zip(names, metrics, strict=True):
+        sources = ", ".join(f"{source} {part:.0%}" for source, part in result.hits.tokens_by_source.items() if part)
         rows.append(
             [
                 name,
-                f"{one.completed:,}",
-                f"{one.refused + one.refused_after_prefill:,}",
-                f"{one.attainment:.1%}",
-                f"{one.goodput_per_s:.2f}/s",
-                *(_seconds(value) for value in (one.ttft_s.mean, one.ttft_s.p90, one.ttft_s.p99)),
-                _milliseconds(one.tbt_request_s.p90),
-                f"{one.hits.tokens:.0%}",
+                f"{result.completed:,}",
+                f"{result.refused + result.refused_after_prefill:,}",
+                f"{result.attainment:.1%}",
+                f"{result.goodput_per_s:.2f}/s",
+                *(_seconds(value) for value in (result.ttft_s.mean, result.ttft_s.p90, result.ttft_s.p99)),
+                _milliseconds(result.tbt_request_s.p90),
+                f"{result.hits.tokens:.0%}",
                 sources,
             ]
         )
@@ -256,19 +256,17 @@ def _milliseconds(value: float) -> str:
 
 
 def _bars(counts: Sequence[int], step: int) -> str:
-    """A bar of at most eight steps for each machine; blank at 0."""
+    """Return a bar of at most eight steps for each machine; blank at 0."""
     return "".join(_BARS[min(8, -(-count // step))] for count in counts)
 
 
 @dataclass(slots=True)
 class Moment:
-    """Counts so far, and where requests are now."""
+    """Counts so far, and the present places of the requests."""
 
     waiting: list[int]
-    """Requests in line, by prefilling instance."""
     prefilling: list[int]
     decoding: list[int]
-    """Requests in the batch, by decoding instance."""
     arrived: int = 0
     completed: int = 0
     met: int = 0
@@ -276,11 +274,10 @@ class Moment:
     refused_after_prefill: int = 0
     failed: int = 0
     prompt_tokens: int = 0
-    """Of prompts whose prefill has begun."""
     held_tokens: int = 0
     loaded_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
-    """Of the first tokens that came, sorted by when."""
+    """TTFTs of the first tokens so far, in order of their time."""
 
     @property
     def hits(self) -> float:
@@ -288,20 +285,21 @@ class Moment:
 
     @property
     def loaded(self) -> float:
-        """Part of the tokens that came from elsewhere."""
         return self.loaded_tokens / max(1, self.prompt_tokens)
 
 
-# A run is a list of outcomes with times, not a log of events: ``_steps`` turns each into at most four events (arrives,
-# begins, first token, ends), and a heap merges them. ``at`` applies all up to a time to one ``Moment``, so that a frame
-# costs what happened since the last one, not the whole run.
+# A run is a list of outcomes with times, not a log of events. ``_steps`` turns each outcome into at most four events
+# (arrives, begins, first token, ends), and a heap merges them. ``at`` applies all events up to a time to a single
+# ``Moment``, so the cost of a frame depends on the events since the last frame, not on the whole run.
 class Playback:
-    """A run, moment by moment. Time only goes on."""
+    """Playback of a run. Time only increases."""
 
     def __init__(self, run: ClusterRun, prefills: int, decodes: int, slo: Slo) -> None:
         self.moment = Moment([0] * prefills, [0] * prefills, [0] * decodes)
         self._slo = slo
-        self._events = [(at_s, number, step) for number, one in enumerate(run.outcomes) for at_s, step in _steps(one)]
+        self._events = [
+            (at_s, number, step) for number, outcome in enumerate(run.outcomes) for at_s, step in _steps(outcome)
+        ]
         heapq.heapify(self._events)
         self._outcomes = run.outcomes
         self.end_s = run.end_s
@@ -349,7 +347,6 @@ _ARRIVES, _BEGINS, _FIRST_TOKEN, _ENDS = range(4)
 
 
 def _steps(one: RequestOutcome) -> Iterator[tuple[float, int]]:
-    """The times of a request's events."""
     yield one.at_s, _ARRIVES
     if one.prefill is not None:
         yield one.at_s + one.queue_s, _BEGINS

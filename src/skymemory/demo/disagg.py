@@ -1,8 +1,8 @@
-"""`skymemory demo disagg`: one engine prefills, another decodes, and what lies between them went through the sky.
+"""`skymemory demo disagg`: prefill and decode on separate engines, with KV transfer through the satellites.
 
-A constellation of 95 satellites with the delays of its geometry, the store daemon in front of it, two engines (vLLM, or
-the project's own where there is no vLLM), and `skymemory route`, which takes the two steps of each request. Ten
-requests one after the other show who computed what; a burst shows that requests refused early have cost no prefill.
+The demo starts a constellation of 95 satellites with the delays of its geometry, its store daemon, two engines (vLLM,
+or the project's own engine without vLLM), and `skymemory route`, which takes the two steps of each request. Ten
+sequential requests show which engine computed what. A burst shows that requests refused early cost no prefill.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from skymemory.text import Table, width_of, write
 
 _NEW_TOKENS = 16
 _AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
-"""Of the constellation and the routers, of two engines' start, and of one request, on the reference computer."""
+"""Seconds of constellation and routers, of the start of two engines, and of a request, on the reference computer."""
 _CHECKED = 3
-"""Requests that the prefill engine answers alone as well: the words must be the same."""
+"""Requests that the prefill engine also answers alone. The words must be the same."""
 _PATIENCE_S = 300.0
 _QUESTIONS = (
     "How is a satellite started?",
@@ -56,9 +56,12 @@ _QUESTIONS = (
 _COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 _PROMPTS = "vllm:request_prompt_tokens_sum"
 _LOADED = ("vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
-"""vLLM counts what its connector loads, our engine what its prefix cache supplies, into which it loads."""
+"""Counters of loaded tokens.
+
+vLLM counts what its connector loads. The project's engine counts the hits of its prefix cache, into which it loads.
+"""
 _TTFT_TIMES = 2.5
-"""The burst's promise: so many times the slowest first token of a request that was alone."""
+"""Promise of the burst, as a multiple of the slowest first token among the sequential requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,11 @@ class Answer:
     text: str = ""
     ttft_s: float = 0.0
     tbt_s: float = 0.0
-    """Mean between tokens."""
     retry_after_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of the first part; tokens by the engines' own counters."""
-
     prompt: str
     tokens: int
     prefilled: int
@@ -85,8 +85,9 @@ class Row:
 
 
 def run_disagg(args: argparse.Namespace) -> int:
-    """Prints the table and the burst; 1 if an answer failed or differed, nothing was moved, or a refused request cost
-    a prefill.
+    """Print the table and the burst.
+
+    Return 1 if an answer failed or differed, nothing was moved, or a refused request cost a prefill.
     """
     own = args.engine == "own" or (args.engine is None and not args.python.is_file())
     python = args.python if own else python_of_vllm(args.python, "; --engine own does without")
@@ -94,8 +95,8 @@ def run_disagg(args: argparse.Namespace) -> int:
         check_model_folder(args.model)
     progress, slow = Progress(sys.stderr if args.json else sys.stdout), slowdown() * contention(2)
     start_s, request_s = (_OWN_START_S, _OWN_REQUEST_S) if own else (_VLLM_START_S, _VLLM_REQUEST_S)
-    asked = args.requests + min(_CHECKED, args.requests) + 4 + args.burst / 2
-    estimate_s = slow * (_AROUND_S + start_s + asked * request_s)
+    request_count = args.requests + min(_CHECKED, args.requests) + 4 + args.burst / 2
+    estimate_s = slow * (_AROUND_S + start_s + request_count * request_s)
     say_estimate(progress, estimate_s)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sky-")))
@@ -144,7 +145,7 @@ def run_disagg(args: argparse.Namespace) -> int:
 
 
 def _prompts(count: int) -> Iterator[str]:
-    """Documents with a question each; each document comes twice, so that its second request finds it prefilled."""
+    """Yield a document with a question each. Each document comes twice, so its second request finds it prefilled."""
     text = shipped_document()
     for number in range(count):
         begin = 900 * (number // 2)
@@ -152,10 +153,10 @@ def _prompts(count: int) -> Iterator[str]:
 
 
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
-    """The rows, which are printed, and whether those that were checked have the words of one engine."""
+    """Print and return the rows, and return True if the checked answers have the words of a single engine."""
     rows, same = list[Row](), True
     _asked(url, "The first request takes longer. " * 40)
-    # Rows are printed as they come; where they are too wide for that, at the end, as a table cut between its columns.
+    # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
     at_once = len(_line(_HEAD)) <= width_of(progress.stream)
     if at_once:
         progress.write(_line(_HEAD))
@@ -181,11 +182,14 @@ _Figures = dict[str, float]
 
 
 def _settled(prefill: str, decode: str, before: tuple[_Figures, _Figures]) -> tuple[_Figures, _Figures]:
-    """The engines' counters once they have counted the request: some do so behind the answer."""
+    """Return the engines' counters after they have counted the request, which may be after the answer."""
     ends_s = time.monotonic() + 5.0
     while True:
         now = _figures(prefill), _figures(decode)
-        if all(one[_COMPUTED + "/count"] > was[_COMPUTED + "/count"] for one, was in zip(now, before, strict=True)):
+        if all(
+            counters[_COMPUTED + "/count"] > earlier[_COMPUTED + "/count"]
+            for counters, earlier in zip(now, before, strict=True)
+        ):
             return now
         if time.monotonic() > ends_s:
             return now
@@ -202,19 +206,19 @@ def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tu
 
 
 def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
-    """``count`` new prompts at once, each with the promise of a first token within ``promise_s``."""
+    """Send ``count`` new prompts at once, each with the promise of a first token within ``promise_s``."""
     text = shipped_document()
-    fresh = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
-    for prompt in fresh[count:]:  # the router learns how fast the engine prefills
+    prompts = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
+    for prompt in prompts[count:]:  # the router learns the engine's prefill speed
         _asked(url, prompt)
     before = _figures(prefill)
     with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda prompt: _asked(url, prompt), fresh[:count]))
+        answers = list(pool.map(lambda prompt: _asked(url, prompt), prompts[:count]))
     time.sleep(0.5)
     now = _figures(prefill)
     admitted = [answer for answer in answers if answer.status == 200]
     refused = [answer for answer in answers if answer.status == 429]
-    # Of prompts that were refused nothing may have been computed: all that was is in the prompts of the others.
+    # A refused prompt must not be computed: all computed tokens must belong to admitted prompts.
     return {
         "requests": count,
         "admitted": len(admitted),
@@ -231,11 +235,10 @@ def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, fl
 
 
 def _asked(url: str, prompt: str) -> Answer:
-    """One streamed completion."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE_S)
     body = {"model": "sky", "prompt": prompt, "max_tokens": _NEW_TOKENS, "temperature": 0, "stream": True}
-    began_s, times, text = time.monotonic(), list[float](), ""
+    started_s, times, text = time.monotonic(), list[float](), ""
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -256,25 +259,25 @@ def _asked(url: str, prompt: str) -> Answer:
     if not times:
         return Answer(502, "the answer had no token")
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    return Answer(200, text, times[0] - began_s, statistics.fmean(gaps) if gaps else 0.0)
+    return Answer(200, text, times[0] - started_s, statistics.fmean(gaps) if gaps else 0.0)
 
 
 _SAMPLE = re.compile(r"^([\w:]+?)(_count)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 def _figures(url: str) -> _Figures:
-    """An engine's counters: sums over labels; of a histogram also ``…_sum/count``."""
+    """Return an engine's counters, as sums over labels; for a histogram also ``…_sum/count``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
         text = page.read().decode()
-    found: _Figures = dict.fromkeys((*_LOADED, _COMPUTED, f"{_COMPUTED}/count", _PROMPTS), 0.0)
+    counters: _Figures = dict.fromkeys((*_LOADED, _COMPUTED, f"{_COMPUTED}/count", _PROMPTS), 0.0)
     for name, count, value in _SAMPLE.findall(text):
         key = f"{name}_sum/count" if count else name
-        if key in found:
-            found[key] += float(value)
-    return found
+        if key in counters:
+            counters[key] += float(value)
+    return counters
 
 
-# Each row is printed when its request is answered, so widths are fixed: those of the largest numbers.
+# Each row is printed when its request is answered, so widths are fixed to those of the largest numbers.
 _HEAD = ("request", "tokens", "prefilled", "moved", "decode computed", "first token", "between")
 
 

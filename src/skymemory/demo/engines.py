@@ -1,4 +1,4 @@
-"""What the demos with vLLM start: a constellation, the store daemon in front of it, and engines, as processes."""
+"""Processes of the vLLM demos: a constellation, its store daemon, and engines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ import importlib.util
 print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
 """
 _FIND_S = 120.0
-"""A Python that starts takes a tenth of a second; on a busy computer with a cold disk, some."""
+"""Timeout for finding a Python's packages: 0.1 s usually, some seconds on a busy computer with a cold disk."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> Path:
-    """Of 280 million parameters: two cores compute the prompt in seconds, so that loading it pays. ``windows``: five of
-    six layers see 512 tokens, of which alone they load what is in sight.
+    """Make a model of 280 million parameters, whose prefill takes seconds on two cores, so that loading pays.
+
+    With ``windows``, five of six layers have a sliding window of 512 tokens and load only the KV inside it.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -84,8 +85,8 @@ def _gemma(common: Mapping[str, int], tokenizer: PreTrainedTokenizerFast) -> Pre
 def constellation(folder: Path) -> Iterator[None]:
     command = [*_SKYMEMORY, "constellation", "up", "--foreground", "--base-port", "auto", "--delay", "real"]
     log = folder / "constellation.log"
-    with _process([*command, "--run-dir", str(folder / "run")], log) as started:
-        _until(lambda: " is up: " in log.read_text("utf-8"), started, "the constellation", log)
+    with _process([*command, "--run-dir", str(folder / "run")], log) as process:
+        _until(lambda: " is up: " in log.read_text("utf-8"), process, "the constellation", log)
         yield
 
 
@@ -93,12 +94,14 @@ def constellation(folder: Path) -> Iterator[None]:
 def _process(
     command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """In a group of its own: ended by SIGTERM, after a while by force, with all that it started. It ends, too, when
-    this process is killed: ours by their standard input, others by a guard.
+    """Run a process in its own group.
+
+    It is ended by SIGTERM, and later by force, with all processes that it started. It also ends when this process is
+    killed: `skymemory` commands by their standard input, others by a guard.
     """
     ours = command[: len(_SKYMEMORY)] == [*_SKYMEMORY]
     with log.open("ab") as file:
-        started = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if ours else subprocess.DEVNULL,
             stdout=file,
@@ -106,19 +109,19 @@ def _process(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-    guarded = None if ours else guard(started.pid)
+    guarded = None if ours else guard(process.pid)
     try:
-        yield started
+        yield process
     finally:
         if guarded is not None:
             guarded.kill()
             guarded.communicate()
-        started.terminate()
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            started.wait(_GRACE_S)
+            process.wait(_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: str, log: Path) -> None:
@@ -132,20 +135,22 @@ def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: st
 
 @contextmanager
 def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
-    """The address of a daemon in front of ``store``; empty: of the constellation of this folder."""
+    """Yield the address of a daemon for ``store``; empty: for the constellation of this folder."""
     command = [*_SKYMEMORY, "store", "serve", store or f"constellation://{folder / 'run'}"]
     log, path = folder / "daemon.log", folder / "sky.sock"
-    with _process([*command, "--listen", f"unix://{path}"], log) as started:
-        _until(path.is_socket, started, "the store daemon", log)
+    with _process([*command, "--listen", f"unix://{path}"], log) as process:
+        _until(path.is_socket, process, "the store daemon", log)
         yield f"unix://{path}"
 
 
 class HttpServer(NamedTuple):
-    """A server that was started."""
-
     url: str
     wait: Callable[[], None]
-    """Until its /health answers 200. Raises SkyMemoryError if it ends or makes no progress (``testbed.liveness``)."""
+    """Wait until its /health answers 200.
+
+    Raises:
+        SkyMemoryError: it ends or makes no progress (``testbed.liveness``).
+    """
 
 
 @contextmanager
@@ -155,7 +160,6 @@ def http_server(
     log: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[HttpServer]:
-    """The command ``words(port)``, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -168,14 +172,14 @@ def http_server(
         except OSError:
             return False
 
-    with _process(words(port), log, environment) as started:
-        yield HttpServer(url, lambda: _until(healthy, started, what, log))
+    with _process(words(port), log, environment) as process:
+        yield HttpServer(url, lambda: _until(healthy, process, what, log))
 
 
 def vllm_server(
     python: Path, model: Path, folder: Path, name: str, store: str, role: str = "both"
 ) -> AbstractContextManager[HttpServer]:
-    """A vLLM with the connector; ``role`` as in ``transfer_config``."""
+    """Run vLLM with the connector. ``role`` is as in ``transfer_config``."""
     transfer = transfer_config({"store": store}, role)
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "sky"),
@@ -194,28 +198,28 @@ def vllm_server(
 
 
 def python_of_vllm(given: Path, otherwise: str = "") -> Path:
-    """The absolute path of ``given``, a Python that finds vLLM and the openai client.
+    """Return the absolute path of ``given``, a Python that finds vLLM and the openai client.
 
     Raises:
-        InvalidInput: It is none, or lacks one of them; how to come to such an environment. ``otherwise``: what else
-            can be done.
+        InvalidInput: it is no such Python; the message says how to make an environment. ``otherwise`` is an alternative
+            for the message.
     """
     python = given.absolute()
     if not python.is_file():
-        lacking = "no such file"
+        problem = "no such file"
     else:
         done = subprocess.run([str(python), "-c", _FIND], capture_output=True, text=True, timeout=_FIND_S)
         if done.returncode == 0 and done.stdout == "":
             return python
-        lacking = f"has no {done.stdout.strip()}" if done.returncode == 0 else "is no Python that runs"
+        problem = f"has no {done.stdout.strip()}" if done.returncode == 0 else "is no Python that runs"
     raise InvalidInput(
-        f"--python {given}: {lacking}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
+        f"--python {given}: {problem}; {make_command('demo-vllm')} makes an environment with vLLM in .venv-vllm there, "
         f"or name the Python of any other{otherwise}"
     )
 
 
 def own_engine(folder: Path, name: str, store: str, role: str, *options: str) -> AbstractContextManager[HttpServer]:
-    """The project's own engine with the small model that is shipped. ``options``: of `skymemory serve`."""
+    """Run the project's own engine with the shipped small model. ``options`` are those of `skymemory serve`."""
     command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role, *options]
     return http_server(
         lambda port: [*command, "--listen", f"127.0.0.1:{port}"], "the engine", folder / f"{name}.log", _ONE_THREAD
@@ -223,7 +227,6 @@ def own_engine(folder: Path, name: str, store: str, role: str, *options: str) ->
 
 
 def router(folder: Path, name: str, *options: str) -> AbstractContextManager[HttpServer]:
-    """`skymemory route` with these options."""
     return http_server(
         lambda port: [*_SKYMEMORY, "route", "--listen", f"127.0.0.1:{port}", *options],
         "the router",
@@ -232,5 +235,5 @@ def router(folder: Path, name: str, *options: str) -> AbstractContextManager[Htt
 
 
 def our_package() -> str:
-    """For vLLM's environment, which need not have this package installed."""
+    """Return the path of this package, for vLLM's environment, in which it need not be installed."""
     return str(Path(__file__).parents[2])

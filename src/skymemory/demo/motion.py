@@ -1,7 +1,7 @@
-"""`skymemory demo motion`: a fast orbit with continuous reads, one plane killed in the middle and revived.
+"""`skymemory demo motion`: a fast orbit with continuous reads, in which a plane is killed and revived.
 
-``Reader`` reads known values, compares them byte for byte and stores them again where they are gone; ``Watch`` polls
-the satellites; ``MotionReport`` is what came of it.
+``Reader`` reads known values, compares them byte for byte and stores lost values again. ``Watch`` polls the satellites.
+``MotionReport`` is the result.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from skymemory.view.layout_map import LEGEND, OrbitFrame, render_frame
 
 @dataclass(slots=True)
 class ReadTally:
-    """Counters of reads; ``seconds`` are of correct reads, in order."""
+    """Counters of reads. ``seconds`` are of correct reads, in order."""
 
     right: int = 0
     wrong: int = 0
     missed: int = 0
     recomputed: int = 0
     refused: int = 0
-    """Computed again, but not (yet) stored."""
+    """Recomputed values that could not be stored yet."""
     recomputed_bytes: int = 0
     longest_miss_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -63,23 +63,20 @@ class ReadTally:
         return self.right, self.reads
 
     def percentile_s(self, percent: float) -> float:
-        """Percentile of correct reads; 0 without any."""
         return percentile(self.seconds, percent) if self.seconds else 0.0
 
 
 class Reader(threading.Thread):
-    """Reads ``values`` in turn until stopped. After a miss the (known) value is stored again."""
+    """Thread that reads ``values`` in turn until stopped. After a miss the (known) value is stored again."""
 
     def __init__(self, store: ConstellationStore, values: Mapping[bytes, bytes], pause_s: float) -> None:
         super().__init__(name="reader", daemon=True)
         self.tally = ReadTally()
         self.copies = store.settings.replicas
         self.absent: set[bytes] = set()
-        """Missed keys that are not stored again yet."""
         self.at_death: Counts = (0, 0)
         self.at_return: Counts = (0, 0)
         self.error: Exception | None = None
-        """The error that ended the reader early."""
         self._store = store
         self._values = values
         self._pause_s = pause_s
@@ -90,7 +87,6 @@ class Reader(threading.Thread):
         return list(self._values)
 
     def store(self, key: bytes) -> bool:
-        """Stores the value of ``key``; returns whether that succeeded."""
         return self._store.put_many([(key, self._values[key])])[0]
 
     def run(self) -> None:
@@ -100,24 +96,23 @@ class Reader(threading.Thread):
                     self.read(key)
                     if self._stopping.wait(self._pause_s):
                         break
-        # Kept for the main thread, which raises it: a thread's own trace would be drawn over.
+        # Kept for the main thread, which raises it: the screen would draw over a traceback of this thread.
         except Exception as error:
             self.error = error
 
     def stop(self) -> None:
-        """Stops after the read in progress, and waits for it."""
         self._stopping.set()
         if self.is_alive():
             self.join()
 
     def read(self, key: bytes) -> bool:
-        """One verified read; True if its bytes are correct. A miss is stored again."""
+        """Read and verify a value. Return True if its bytes are correct. A miss is stored again."""
         tally, value = self.tally, self._values[key]
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         ticket = self._store.prepare_load([key])
-        # The view is memory of the store: compare before it is released.
+        # The view is memory of the store, so compare before it is released.
         view = self._store.complete_load(ticket)[0]
-        seconds = time.perf_counter() - began_s
+        seconds = time.perf_counter() - started_s
         right = view is not None and bytes(view) == value
         self._store.release(ticket)
         if right:
@@ -143,7 +138,6 @@ class Reader(threading.Thread):
 
     @property
     def words(self) -> str:
-        """A one-line summary."""
         tally = self.tally
         return (
             f"{copies(self.copies)}: {tally.right:,} of {tally.reads:,} reads right, {tally.missed} missed, "
@@ -171,22 +165,20 @@ class Reader(threading.Thread):
 
 
 Counts = tuple[int, int]
-"""Correct reads, and all reads."""
+"""Numbers of correct reads and of all reads."""
 
 
 def counted(moves: Moves) -> str:
-    """``(1, 2)`` → "1 slot move and 2 plane moves"."""
+    """Format ``(1, 2)`` as "1 slot move and 2 plane moves"."""
     slots, planes = moves
     return f"{slots} slot move{'s' * (slots != 1)} and {planes} plane move{'s' * (planes != 1)}"
 
 
 def copies(count: int) -> str:
-    """``2`` → "2 copies"."""
     return "1 copy" if count == 1 else f"{count} copies"
 
 
 def minus(later: Counts, earlier: Counts) -> Counts:
-    """The difference."""
     return later[0] - earlier[0], later[1] - earlier[1]
 
 
@@ -210,7 +202,6 @@ class ReadReport:
     longest_miss_s: float
 
     def cells(self) -> list[str]:
-        """Its row of the report."""
         periods = (f"{right:,} of {reads:,}" for right, reads in (self.before, self.while_down, self.after))
         again = f"{self.recomputed} values"
         return [copies(self.copies), *periods, again, format_duration(self.p50_s), format_duration(self.p99_s)]
@@ -221,7 +212,7 @@ _HEAD = ("right", "before", "while dead", "after", "recomputed", "p50", "p99")
 
 @dataclass(frozen=True, slots=True)
 class MotionReport:
-    """Counts, bytes and seconds of one run. Moved chunks and bytes are between satellites."""
+    """Counts, bytes and seconds of a run. Moved chunks and bytes are between satellites."""
 
     seconds: float
     satellite_seconds: float
@@ -238,28 +229,26 @@ class MotionReport:
     satellites_at_end: int
     satellites: int
     reads: tuple[ReadReport, ...]
-    """By the number of copies."""
 
     @property
     def wrong(self) -> int:
-        return sum(one.wrong for one in self.reads)
+        return sum(report.wrong for report in self.reads)
 
     @property
     def values(self) -> int:
-        return sum(one.values for one in self.reads)
+        return sum(report.values for report in self.reads)
 
     @property
     def sound(self) -> bool:
-        """No wrong byte; at the end all satellites answer and all values are readable."""
-        whole = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
-        return self.wrong == 0 and all(one.right > 0 for one in self.reads) and whole
+        """True if no byte was wrong, and at the end all satellites answer and all values are readable."""
+        is_complete = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
+        return self.wrong == 0 and all(report.right > 0 for report in self.reads) and is_complete
 
     def as_object(self) -> dict[str, object]:
         return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
 
     def lines(self, width: int) -> list[str]:
-        """The report as text."""
-        refused = sum(one.recompute_refused for one in self.reads)
+        refused = sum(report.recompute_refused for report in self.reads)
         facts = {
             "flown": f"{self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
             f"{counted((self.slot_moves, self.plane_moves))}",
@@ -269,12 +258,12 @@ class MotionReport:
             "in the end": f"{self.readable_at_end} of {self.values} values can be read, "
             f"{self.satellites_at_end} of {self.satellites} satellites answer",
             "reads": f"{self.wrong} wrong; values of {format_size(self.value_bytes)}; the longest miss took "
-            f"{format_duration(max(one.longest_miss_s for one in self.reads))}; "
-            f"{format_size(sum(one.recomputed_bytes for one in self.reads))} recomputed; {refused} times a value was "
+            f"{format_duration(max(read.longest_miss_s for read in self.reads))}; "
+            f"{format_size(sum(read.recomputed_bytes for read in self.reads))} recomputed; {refused} times a value was "
             "computed again and the sky could not take it yet",
         }
         lines = [line for name, words in facts.items() for line in wrapped(f"{name:<12}{words}", width, 12)]
-        return [*lines, "", *Table(_HEAD, [one.cells() for one in self.reads]).lines(width)]
+        return [*lines, "", *Table(_HEAD, [read.cells() for read in self.reads]).lines(width)]
 
 
 _COUNTED = ("chunks_migrated_out", "chunks_served", "chunks_set", "chunks_evicted", "migrations_retransmitted")
@@ -283,7 +272,7 @@ _EVERY_S = 0.6
 
 
 class Watch(threading.Thread):
-    """Polls all satellites. Counters of a restarted one continue from their last values."""
+    """Thread that polls all satellites. Counters of a restarted satellite continue from their last values."""
 
     def __init__(self, plan: ConstellationPlan) -> None:
         super().__init__(name="watch", daemon=True)
@@ -303,42 +292,44 @@ class Watch(threading.Thread):
             self.join()
 
     def ask(self) -> int:
-        """Ask all satellites now; how many answered."""
         with self._asking:
             answers = ping_all(self._plan, _PATIENCE_S)
-            for satellite, found in answers.items():
-                if found is not None:
+            for satellite, answer in answers.items():
+                if answer is not None:
                     before = self._latest.get(satellite)
-                    # A counter that fell: the process was restarted between two answers, and counts from 0 again.
-                    if before is not None and any(found[name] < before[name] for name in _COUNTED):
+                    # A smaller counter means that the process was restarted between two answers and counts from 0
+                    # again.
+                    if before is not None and any(answer[name] < before[name] for name in _COUNTED):
                         self._keep(before)
-                    self._latest[satellite] = found
-            return sum(found is not None for found in answers.values())
+                    self._latest[satellite] = answer
+            return sum(answer is not None for answer in answers.values())
 
     def died(self, satellites: Iterable[SatelliteId]) -> tuple[int, int]:
-        """Removes dead satellites: ``(chunks, bytes)`` that they held at their last answer."""
+        """Remove dead satellites. Return the ``(chunks, bytes)`` that they held at their last answer."""
         with self._asking:
-            gone = [found for satellite in satellites if (found := self._latest.pop(satellite, None)) is not None]
-            for found in gone:
-                self._keep(found)
-        return sum(found["chunks_held"] for found in gone), sum(found["memory_used_bytes"] for found in gone)
+            last_answers = [
+                answer for satellite in satellites if (answer := self._latest.pop(satellite, None)) is not None
+            ]
+            for answer in last_answers:
+                self._keep(answer)
+        return sum(answer["chunks_held"] for answer in last_answers), sum(
+            answer["memory_used_bytes"] for answer in last_answers
+        )
 
     def _keep(self, found: Housekeeping) -> None:
         for name in _COUNTED:
             self._earlier[name] += found[name]
 
     def total(self, name: str) -> int:
-        """Sum of a counter over all satellites since the start."""
-        return self._earlier[name] + sum(found[name] for found in list(self._latest.values()))
+        return self._earlier[name] + sum(answer[name] for answer in list(self._latest.values()))
 
     @property
     def holding(self) -> frozenset[SatelliteId]:
-        """Satellites that held chunks at their last answer."""
-        return frozenset(satellite for satellite, found in list(self._latest.items()) if found["chunks_held"])
+        return frozenset(satellite for satellite, answer in list(self._latest.items()) if answer["chunks_held"])
 
 
 def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
-    """Number of satellites that answer, once all do or after ``patience_s``."""
+    """Return the number of satellites that answer, once all do or after ``patience_s``."""
     deadline_s = time.monotonic() + patience_s
     while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
         time.sleep(_EVERY_S / 4)
@@ -346,30 +337,27 @@ def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
 
 
 VALUES = {1: 4, 2: 4}
-"""Number of values by number of copies."""
 CHUNKS_PER_VALUE = 480
-"""A block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
+"""Chunks of a block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
 KILL_AT, DOWN_FOR = 0.4, 0.2
-"""As shares of the run."""
+"""Time of the kill and duration of the outage, as shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 AROUND_S = 2.0
-"""Starting the constellation, storing the values, and the last look, on the reference computer."""
+"""Seconds to start the constellation, store the values and check the end state, on the reference computer."""
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
-# A client waits this long for a satellite before the read counts as a miss; a dead plane never answers.
+# Time after which a client counts an unanswered read as a miss. A dead plane never answers.
 GIVE_UP_S = 0.5
 PATIENCE_S = 20.0
-"""Timeout for the first stores, and for the last values and satellites to come back; 5 s suffice on an idle machine."""
+"""Timeout for the first stores, and for the last values and satellites to return. An idle machine needs 5 s."""
 
 
 # The run: store known values (four with one copy, four with two), read them continuously in two threads, kill the
-# process of the plane overhead at 40 % of the time, start it again at 60 %, read to the end. A read's bytes are
-# compared with the value's; a miss is stored again, as an engine would that computes a missing block. At the end
-# everything must be readable and every satellite must answer.
+# process of the plane overhead at 40 % of the time, restart it at 60 %, read to the end. A read's bytes are compared
+# with the value's. A miss is stored again, as an engine would that computes a missing block. At the end everything must
+# be readable and every satellite must answer.
 @dataclass(slots=True)
 class _Flight:
-    """One run in progress."""
-
     plan: ConstellationPlan
     directory: RunDirectory
     children: dict[str, Child]
@@ -380,16 +368,14 @@ class _Flight:
     placement: Placement
     colour: bool
     began_s: float
-    """On the clock of satellites and clients (Unix time)."""
+    """Start on the clock of satellites and clients (Unix time)."""
     dead: HostShare | None = None
     absent: int = 0
-    """Unreadable values at the last report."""
 
     def moves(self) -> Moves:
         return clock_of(self.plan).moves(time.time())
 
     def picture(self) -> Draw:
-        """The map of this moment."""
         dead = frozenset(satellite for satellite, _ in self.plan.addresses_of(self.dead)) if self.dead else frozenset()
         frame = OrbitFrame(self.placement, (0, 0), self.moves(), dead, self.watch.holding)
         return lambda width: [*render_frame(frame, self.colour, width), *flowed(LEGEND, width)]
@@ -405,7 +391,6 @@ class _Flight:
         ]
 
     def report_absent(self) -> None:
-        """Prints when values become unreadable, and when all are readable again."""
         absent = sum(len(reader.absent) for reader in self.readers)
         if absent and not self.absent:
             self.screen.say("a value is missed: it is computed again, and stored as soon as the sky can take it")
@@ -415,7 +400,11 @@ class _Flight:
         self.absent = absent
 
     def until(self, elapsed_s: float) -> None:
-        """Draws until ``elapsed_s`` after the start. Raises KeyboardInterrupt on a signal to stop."""
+        """Draw until ``elapsed_s`` after the start.
+
+        Raises:
+            KeyboardInterrupt: a signal to stop arrived.
+        """
         while (left_s := self.began_s + elapsed_s - time.time()) > 0:
             self.gate.check()
             for reader in self.readers:
@@ -431,7 +420,7 @@ class _Flight:
 def _constellation(
     speed: float, satellite: Choice, gate: SignalGate, progress: Progress
 ) -> Iterator[tuple[Started, RunDirectory]]:
-    """A testbed whose processes end with this one, however it ends; its directory is removed."""
+    """Run a testbed whose processes always end with this process. Its directory is removed."""
 
     def plan_at(ports: Ports | int) -> ConstellationPlan:
         return make_plan(
@@ -444,10 +433,10 @@ def _constellation(
     kinds = kinds_for(satellite, plan_at(DEFAULT_BASE_PORT))
     with temporary_run_directory("motion-") as folder:
         directory = RunDirectory(folder)
-        started: Started | None = None
+        running: Started | None = None
         try:
             with progress.wait("the constellation starts", 2.0):
-                started = start_on_free_ports(
+                running = start_on_free_ports(
                     directory,
                     plan_at,
                     preset_named(DEFAULT_PRESET).torus.size,
@@ -456,10 +445,10 @@ def _constellation(
                     gate=gate,
                     kinds=kinds,
                 )
-            yield started, directory
+            yield running, directory
         finally:
-            if started is not None:
-                end_children(started.children)
+            if running is not None:
+                end_children(running.children)
 
 
 def _host_of(plan: ConstellationPlan, plane: int) -> HostShare:
@@ -475,14 +464,14 @@ def _planes(host: HostShare) -> str:
 
 
 def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
-    """Kills the process of the plane overhead: ``(host, chunks lost, bytes lost)``."""
+    """Kill the process of the plane overhead. Return ``(host, chunks lost, bytes lost)``."""
     flight.watch.ask()
-    # The plane overhead: its satellites hold chunks for certain.
+    # The satellites of the plane overhead certainly hold chunks.
     host = _host_of(flight.plan, flight.placement.centre_at(flight.moves()).plane)
     child = flight.children[host.name]
     child.process.kill()
     child.process.wait()
-    # Its supervisor line, too: the restarted process gets a new one.
+    # Its supervisor line is closed as well: the restarted process gets a new line.
     child.line.close()
     flight.dead = host
     chunks, size_bytes = flight.watch.died(_satellites_of(flight.plan, host))
@@ -492,17 +481,16 @@ def _kill(flight: _Flight) -> tuple[HostShare, int, int]:
 
 
 def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
-    """Starts the host's process again, with empty memory."""
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     revive(flight.directory, flight.gate, started.children)
     flight.dead = None
     flight.screen.say(
-        f"{host.name} ({_planes(host)}) is back after {time.perf_counter() - began_s:.2f} s, empty", flight.picture()
+        f"{host.name} ({_planes(host)}) is back after {time.perf_counter() - started_s:.2f} s, empty", flight.picture()
     )
 
 
 def _closing(flight: _Flight) -> tuple[int, int]:
-    """Reads everything once more, storing what is lost: ``(values readable, satellites that answer)``."""
+    """Read all values once more and store lost values. Return ``(values readable, satellites that answer)``."""
     for reader in flight.readers:
         reader.stop()
     readable, deadline_s = 0, time.monotonic() + PATIENCE_S
@@ -575,7 +563,7 @@ def _random_values(seed: int, copies: int, size_bytes: int) -> dict[bytes, bytes
 
 
 def run_motion(args: argparse.Namespace) -> int:
-    """Runs the demo; exit code 0 if no byte was wrong and everything is readable at the end."""
+    """Run the demo. Return 0 if no byte was wrong and everything is readable at the end."""
     if not LEAST_SECONDS <= args.seconds <= MOST_SECONDS:
         raise InvalidInput(f"--seconds {args.seconds:g}: expected {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
     if not 0 < args.speed <= 2000:

@@ -1,4 +1,4 @@
-"""Engines and the router of the routing demo as processes, started with the `skymemory` command."""
+"""Processes of the routing demo: engines and the router, started with the `skymemory` command."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from skymemory.testbed.liveness import StartWait
 _LOOK_S = 0.5
 GRACE_S = 5.0
 _ADDRESS = re.compile(r"http://[^\s/]+:\d+")
-# Four engines share the cores: with a pool of threads each they would slow each other down, and unevenly.
+# Four engines share the cores. With a thread pool each, they would slow each other down, and unevenly.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @asynccontextmanager
 async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
-    """``skymemory WORDS``, from the output of its ``addresses`` addresses to the end of the block.
+    """Run ``skymemory WORDS``, and yield its first ``addresses`` addresses as soon as it has printed them.
 
-    It has its own session, so that Ctrl-C reaches only this process, and ends with this process: its standard input is
-    a pipe from here.
+    It has its own session, so Ctrl-C reaches only this process. It ends with this process, because its standard input
+    is a pipe from this process.
 
     Raises:
         SkyMemoryError: the command ended, or made no progress (``testbed.liveness``), before it printed its addresses.
@@ -52,32 +52,31 @@ async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[
 
 
 async def _addresses(what: str, addresses: int, process: asyncio.subprocess.Process, log: IO[bytes]) -> list[str]:
-    """The addresses in its first lines."""
     assert process.stdout is not None
-    found: list[str] = []
+    urls: list[str] = []
     wait = StartWait(what, process.pid, lambda: _read(log))
     reading = asyncio.ensure_future(process.stdout.readline())
     try:
-        while len(found) < addresses:
+        while len(urls) < addresses:
             if not (await asyncio.wait([reading], timeout=_LOOK_S))[0]:
                 wait.check()
                 continue
             if not (line := reading.result()):
                 raise wait.on_exit(await asyncio.wait_for(process.wait(), GRACE_S))
-            found += _ADDRESS.findall(line.decode(errors="replace"))
+            urls += _ADDRESS.findall(line.decode(errors="replace"))
             reading = asyncio.ensure_future(process.stdout.readline())
     finally:
         reading.cancel()
-    return found
+    return urls
 
 
 def _read(log: IO[bytes]) -> str:
-    # At an offset: the child writes at the position that it shares with us.
+    # With an offset, because the child writes at the file position that it shares with this process.
     return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Closes its input, which ends it; kills it after ``GRACE_S``."""
+    """Close its input, which ends it. Kill it after ``GRACE_S``."""
     if process.stdin is not None:
         process.stdin.close()
     try:

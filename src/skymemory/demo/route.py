@@ -1,4 +1,4 @@
-"""``skymemory demo route``: four real engines behind the router, the same requests once for each strategy."""
+"""``skymemory demo route``: four real engines behind the router, the same requests for each strategy."""
 
 from __future__ import annotations
 
@@ -36,49 +36,54 @@ from skymemory.serving.replay.report import Outcome, Status, samples_of
 from skymemory.sim.workload import WORKLOADS, generate, render_text
 from skymemory.text import Table, write, write_line
 
-# 1. Generate prompts of the workload, scaled to the small model; 2. start four engines and measure what they compute
-# together with nothing cached; 3. offer 85 % of that, so that queues form but do not grow without end; 4. for each
-# strategy: clear the caches, start a router, send the same requests at the same times, watch the engines' own counters.
+# 1. Generate prompts of the workload, scaled to the small model.
+# 2. Start four engines and measure their joint speed with nothing cached.
+# 3. Offer 85 % of that, so that queues form but do not grow without end.
+# 4. For each strategy, clear the caches, start a router, send the same requests at the same times, and watch the
+#    engines' own counters.
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
-"""Requests of a round. In the second one other prompts are sent and the strategies come in reverse order: what drifts
-meanwhile, as other programs on the computer do, then harms all alike. ``--quick`` has one round.
+"""Rounds, and requests per round.
+
+The second round has other prompts and the strategies in reverse order, so a drift of the computer's load affects all
+strategies equally. ``--quick`` has one round.
 """
 CACHE_SHARE = 1 / 3
-"""Of all distinct blocks of the prompts, what each engine's cache holds: no engine has room for everything."""
+"""Share of all distinct blocks that an engine's cache holds: no engine has room for everything."""
 BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96
-"""Of text for each 512 tokens of the generator: prompts of some 12,000 tokens become some 600 of the small model."""
+"""Characters per 512 tokens of the generator: prompts of 12,000 tokens become about 600 tokens of the small model."""
 MOST_TOKENS = 100_000
-"""Of the generator; longer prompts are left out, as its own limit is."""
+"""Limit in the generator's tokens. Longer prompts are left out."""
 NEW_TOKENS = (4, 12)
 TRACE_S_PER_REQUEST = 25.0
-"""Time of the generator per request: conversations begin so seldom that a short run sees their later turns."""
+"""Generator time per request: conversations start so rarely that a short run contains their later turns."""
 PATIENCE_S = 120.0
 _CONTEXT = bytes(32)
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
-"""Of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers, bytes."""
+"""Block bytes of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers,
+bytes.
+"""
 OFFERED = 0.85
-"""Of what the engines together can answer where nothing is cached."""
+"""Offered share of what the engines together can answer with nothing cached."""
 PROBE_TOKENS = 600
 _PROBES = 2
-"""For each engine, at once."""
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
-"""Plans for the time that the README promises, with a margin."""
+"""Limits of the plan, with a margin to the time that the README promises."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
-"""Of text that slower and slower computers send, in one round: as many requests, of which as much is shared."""
+"""Characters per block that slower and slower computers send, in one round: as many requests, with the same shares."""
 _START_S, _ROUTER_S = 8.0, 1.2
-"""Of the engines' start, and of a router's start and end, on the reference computer."""
+"""Seconds to start the engines, and to start and end a router, on the reference computer."""
 _TAIL = 1.4
-"""The last answers end after the last request was sent."""
+"""Factor for the last answers, which end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
-"""Of a backend's settings, and of what an engine says of its events."""
+"""Keys of a backend's settings, and the fields of an engine's report of events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: when, as a part of the whole run, what, and how much of an answer."""
+    """A request: its time as a part of the whole run, the prompt, and the answer length."""
 
     at: float
     prompt: str
@@ -91,34 +96,30 @@ class Load:
     asked: tuple[Asked, ...]
     tokens: int
     distinct_blocks: int
-    """Blocks of 16 tokens that one cache needs to hold everything."""
+    """Blocks of 16 tokens that a single cache needs to hold everything."""
     best_hits: float
-    """Share of tokens that one such cache would supply."""
+    """Share of tokens that such a cache would supply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of all engines together."""
-
     tokens_per_s: float
-    """Of prompts, none of them cached."""
     request_s: float
-    """That an answer takes besides."""
+    """Additional time of an answer."""
 
     def span_s(self, load: Load) -> float:
-        """Within which a load is sent, so that queues form but do not grow without end."""
+        """Return the time in which to send a load, so that queues form but do not grow without end."""
         return (load.tokens / self.tokens_per_s + len(load.asked) * self.request_s) / OFFERED
 
 
 def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> Load:
-    """Requests with the statistics of ``workload``; equal arguments give equal requests."""
+    """Return requests with the statistics of ``workload``. Equal arguments give equal requests."""
     kind = WORKLOADS[workload]
     span_s = requests * TRACE_S_PER_REQUEST
     rate = kind.conversations_per_s
     drawn: list[Any] = []
     kind = replace(kind, batch_s=0.0, most_tokens=MOST_TOKENS)
-    # Conversations are drawn at a rate, so their requests vary in number.
-    for _ in range(8):  # the number of requests is drawn, too: ask for more conversations until there are enough
+    for _ in range(8):  # the number of requests is random too: ask for more conversations until there are enough
         drawn = generate(replace(kind, conversations_per_s=rate), span_s, seed)
         if requests <= len(drawn) <= 1.3 * requests:
             break
@@ -127,19 +128,19 @@ def make_load(workload: str, requests: int, seed: int, characters_per_block: int
     tokenizer = Tokenizer.from_file(str(small_model_folder() / "tokenizer.json"))
     dice = random.Random(seed)
     known: set[bytes] = set()
-    asked, supplied = [], 0
+    requests_made, supplied = [], 0
     for request in drawn:
         prompt = render_text(request, characters_per_block)
         ids = tokenizer.encode(prompt).ids
         blocks = hash_blocks(_CONTEXT, ids, BLOCK_TOKENS)
-        held = sum(block in known for block in blocks)
-        # Of one cache with room for everything; at least the last token is computed, as engines do.
-        supplied += min(held * BLOCK_TOKENS, len(ids) - 1)
+        held_blocks = sum(block in known for block in blocks)
+        # Hits of a single cache with room for everything. At least the last token is computed, as engines do.
+        supplied += min(held_blocks * BLOCK_TOKENS, len(ids) - 1)
         known.update(blocks)
         at = (request.at_s - drawn[0].at_s) / max(1e-9, drawn[-1].at_s - drawn[0].at_s)
-        asked.append(Asked(at, prompt, len(ids), dice.randint(*NEW_TOKENS)))
-    tokens = sum(one.tokens for one in asked)
-    return Load(tuple(asked), tokens, len(known), supplied / tokens)
+        requests_made.append(Asked(at, prompt, len(ids), dice.randint(*NEW_TOKENS)))
+    tokens = sum(request.tokens for request in requests_made)
+    return Load(tuple(requests_made), tokens, len(known), supplied / tokens)
 
 
 async def replay(
@@ -147,7 +148,8 @@ async def replay(
 ) -> None:
     """Send every request at its time within ``span_s``, and wait for all answers."""
     planned = [
-        PlannedRequest(at, asked.at * span_s, (), asked.tokens, asked.new_tokens) for at, asked in enumerate(load.asked)
+        PlannedRequest(at, request.at * span_s, (), request.tokens, request.new_tokens)
+        for at, request in enumerate(load.asked)
     ]
     sender = Client(client, Target(url, "small", patience_s=PATIENCE_S))
     await OpenLoop(
@@ -158,11 +160,13 @@ async def replay(
 
 
 def error_of(answer: Outcome) -> str:
-    """Why it does not count; empty for a complete answer."""
+    """Return the reason that an answer does not count; empty for a complete answer."""
     if answer.status is not Status.COMPLETED:
         return answer.error or str(answer.status)
-    whole = answer.whole and answer.output_tokens == answer.wanted_output_tokens and answer.prompt_tokens is not None
-    return "" if whole else "the answer is incomplete"
+    is_complete = (
+        answer.whole and answer.output_tokens == answer.wanted_output_tokens and answer.prompt_tokens is not None
+    )
+    return "" if is_complete else "the answer is incomplete"
 
 
 async def clear_caches(client: aiohttp.ClientSession, urls: Sequence[str]) -> None:
@@ -177,8 +181,6 @@ async def metrics(client: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 class Stage:
-    """The surroundings of one strategy's run."""
-
     def __init__(
         self, client: aiohttp.ClientSession, urls: Sequence[str], screen: Screen, strategies: Sequence[str]
     ) -> None:
@@ -189,12 +191,10 @@ class Stage:
         self.rows = [Row(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
 
     def expect(self, requests: int) -> None:
-        """Sets how many requests each strategy will get in all."""
         for row in self.rows:
             row.requests = requests
 
     async def measure(self, seed: int) -> Speed:
-        """How fast the engines compute together, none of the prompts cached."""
         dice = random.Random(seed)
 
         async def one(url: str, prompt_tokens: int, new_tokens: int) -> int:
@@ -205,24 +205,24 @@ class Stage:
             return answer.prompt_tokens or 0
 
         async def all_of(prompt_tokens: int, new_tokens: int) -> tuple[int, float]:
-            began_s = time.perf_counter()
-            asked = (one(url, prompt_tokens, new_tokens) for url in self.urls for _ in range(_PROBES))
-            return sum(await asyncio.gather(*asked)), time.perf_counter() - began_s
+            started_s = time.perf_counter()
+            probes = (one(url, prompt_tokens, new_tokens) for url in self.urls for _ in range(_PROBES))
+            return sum(await asyncio.gather(*probes)), time.perf_counter() - started_s
 
         tokens, seconds = await all_of(PROBE_TOKENS, 1)
         _, short_s = await all_of(4, sum(NEW_TOKENS) // 2)
         return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
     async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
-        """The requests of one round, through a router of this strategy over engines that have nothing cached."""
+        """Send the requests of a round through a router of this strategy, with empty caches."""
         await clear_caches(self.client, self.urls)
         before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
         async with service("the router", 1, *words) as (router,):
             watching = asyncio.create_task(self._watch(row, before))
             try:
-                began_s = time.perf_counter()
+                started_s = time.perf_counter()
                 await replay(self.client, router, load, span_s, row.answers.append)
-                row.seconds += time.perf_counter() - began_s
+                row.seconds += time.perf_counter() - started_s
             finally:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -230,9 +230,8 @@ class Stage:
         row.served = [now - then for now, then in zip(await self._counts(), before, strict=True)]
 
     async def _counts(self) -> list[int]:
-        """Number of prompts that each engine has begun."""
         counters = [await metrics(self.client, url) for url in self.urls]
-        return [int(one.get("vllm:time_to_first_token_seconds_count", 0)) for one in counters]
+        return [int(counter_values.get("vllm:time_to_first_token_seconds_count", 0)) for counter_values in counters]
 
     async def _watch(self, row: Row, before: Sequence[int]) -> None:
         while True:
@@ -245,13 +244,13 @@ class Stage:
 
 
 def router_words(strategy: str, folder: Path) -> list[str]:
-    """``skymemory route`` arguments. ``precise`` needs the engines' tokenizer."""
+    """Return ``skymemory route`` arguments. ``precise`` needs the engines' tokenizer."""
     file = folder / ("precise.toml" if strategy == "precise" else "route.toml")
     return ["route", "--listen", "127.0.0.1:0", "--strategy", strategy, "--settings", str(file)]
 
 
 async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
-    """Writes both files for ``router_words``; the engines report where they publish events."""
+    """Write both files for ``router_words``. The engines report their event endpoints."""
     common = [f"seed = {seed}", 'drain = "1s"']
     tokens = ["[prompts]", f"tokenizer = {json.dumps(str(small_model_folder()))}", f"block_tokens = {BLOCK_TOKENS}"]
     backends, followed = list[str](), list[str]()
@@ -266,7 +265,7 @@ async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], see
 
 
 def run_route(args: argparse.Namespace) -> int:
-    """Run the demo; exit code 0 if every request got one complete answer under every strategy."""
+    """Run the demo. Return 0 if every request got one complete answer under every strategy."""
     progress = Progress(sys.stderr if args.json else sys.stdout)
     screen = Screen(progress.stream, progress.began_s)
     progress.say("four engines are started, and their speed is measured, which decides how long the prompts are")
@@ -276,25 +275,25 @@ def run_route(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt from None
     finally:
         screen.close()
-    sound = all(not row.failed and len(row.answers) == row.requests == sum(row.served) for row in stage.rows)
+    is_correct = all(not row.failed and len(row.answers) == row.requests == sum(row.served) for row in stage.rows)
     if args.json:
-        print(json.dumps(_report(args, stage, loads, sound), indent=1))
+        print(json.dumps(_report(args, stage, loads, is_correct), indent=1))
     else:
-        if not screen.live:  # there it stands already
+        if not screen.live:  # a live screen shows it already
             print()
             final(stage.rows).print()
-        words = "every request was answered" if sound else "FAILED: requests were not answered"
+        words = "every request was answered" if is_correct else "FAILED: requests were not answered"
         print()
         write(f"{words}; the engines are down again")
     write(took(progress.seconds, estimate_s), progress.stream)
     for row in stage.rows:
-        for error in sorted({error for one in row.answers if (error := error_of(one))}):
+        for error in sorted({error for answer in row.answers if (error := error_of(answer))}):
             write_line(f"{row.strategy}: {error}", sys.stderr)
-    return 0 if sound else 1
+    return 0 if is_correct else 1
 
 
 async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
-    """What was measured, what was sent, and the estimate of the whole."""
+    """Return the measurements, the loads that were sent, and the estimate of the whole."""
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
@@ -314,11 +313,11 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
         # A shuffled order: no strategy always runs first, on a cold machine.
         stage = Stage(client, urls, screen, order)
         with progress.wait("the engines' speed is measured", 4.0):
-            await stage.measure(args.seed)  # what is slow only the first time
+            await stage.measure(args.seed)  # warms up what is slow only the first time
             speed = await stage.measure(args.seed + 1)
         around_s = len(order) * _ROUTER_S * slowdown()
         left_s = (_QUICK_PROMISED_S if args.quick else _PROMISED_S) - progress.seconds
-        # A slow computer sends shorter prompts, in one round rather than in two: --requests is obeyed.
+        # A slow computer sends shorter prompts, in one round instead of two. --requests is obeyed.
         if args.requests is None:
             for characters in _SHORTER:
                 if _seconds_of(loads, speed, order, around_s) <= left_s:
@@ -364,12 +363,11 @@ def _tokens(loads: Sequence[Load]) -> int:
 
 
 def _distinct(loads: Sequence[Load]) -> float:
-    """Blocks of a round, on average."""
     return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
 def _seconds_of(loads: Sequence[Load], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
-    """Seconds of all requests under all strategies; ``around_s``: of the routers' starts in one round."""
+    """Return the seconds of all requests under all strategies. ``around_s`` is for the router starts of one round."""
     return len(strategies) * sum(map(speed.span_s, loads)) * _TAIL + len(loads) * around_s
 
 
@@ -393,7 +391,7 @@ def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound
 
 
 async def _until_interrupted(work: Any) -> Any:
-    """``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP; more of them change nothing, so that it can end."""
+    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP. Later signals are ignored."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -403,34 +401,29 @@ async def _until_interrupted(work: Any) -> Any:
 
 _HEAD = ("strategy", "answered", "TTFT mean", "p90", "p99", "hits", "by server")
 _WORDS = (0, 6, 7)
-"""Columns that are not numbers."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One strategy's run."""
-
     strategy: str
     requests: int
     answers: list[Outcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
-    """Number of requests that each engine received."""
     loads: list[int] = field(default_factory=list)
-    """Requests at each engine now: in line, in prefill, being answered."""
+    """Requests at each engine now: queued, in prefill, being answered."""
     seconds: float = 0.0
 
     @property
     def failed(self) -> int:
-        return sum(bool(error_of(one)) for one in self.answers)
+        return sum(bool(error_of(answer)) for answer in self.answers)
 
     @property
     def hits(self) -> float:
-        """Part of the prompts' tokens that caches supplied, as the engines say."""
+        """Share of the prompts' tokens that caches supplied, by the engines' reports."""
         return self.total("cached_tokens") / max(1, self.total("prompt_tokens"))
 
     def total(self, name: str) -> int:
-        """Sum of an engine's token count over the answers."""
-        return sum(getattr(one, name) or 0 for one in self.answers)
+        return sum(getattr(answer, name) or 0 for answer in self.answers)
 
     @property
     def mean_s(self) -> float:
@@ -441,7 +434,6 @@ class Row:
         return percentile(self._times(), percent)
 
     def cells(self) -> list[str]:
-        """Its row of the table."""
         times = (self.mean_s, self.percentile_s(90), self.percentile_s(99))
         hits = f"{self.hits:.0%}" if self.answers else "-"
         answered = f"{len(self.answers)}/{self.requests}"
@@ -463,22 +455,21 @@ class Row:
         }
 
     def _times(self) -> list[float]:
-        return sorted(one.ttft_s for one in self.answers if not error_of(one))
+        return sorted(answer.ttft_s for answer in self.answers if not error_of(answer))
 
 
 def frame(rows: Sequence[Row], current: Row | None) -> Table:
-    """All strategies in their order; with the current one, the load at each engine now."""
+    """Return all strategies in order; for the current strategy with the present load of each engine."""
     cells = []
     for row in rows:
-        begun = bool(row.answers) or row is current
+        has_started = bool(row.answers) or row is current
         cells.append(
-            [*(row.cells() if begun else [row.strategy, *[""] * 6]), _bars(row.loads) if row is current else ""]
+            [*(row.cells() if has_started else [row.strategy, *[""] * 6]), _bars(row.loads) if row is current else ""]
         )
     return Table((*_HEAD, "now    "), cells, _WORDS)
 
 
 def figures(row: Row) -> list[str]:
-    """The moment in words, for a log."""
     return [
         f"{row.strategy}: {len(row.answers)} of {row.requests} answered",
         f"TTFT {_seconds(row.mean_s)}",
@@ -488,7 +479,6 @@ def figures(row: Row) -> list[str]:
 
 
 def final(rows: Sequence[Row]) -> Table:
-    """The table, best mean first."""
     return Table(_HEAD, [row.cells() for row in sorted(rows, key=lambda row: row.mean_s)], _WORDS)
 
 
@@ -501,5 +491,5 @@ def _each(counts: Sequence[int]) -> str:
 
 
 def _bars(loads: Sequence[int]) -> str:
-    """A bar for each engine: one step for each request there, eight at most."""
+    """Return a bar per engine, with a step per request and at most eight steps."""
     return " ".join(" ▁▂▃▄▅▆▇█"[min(8, load)] for load in loads)

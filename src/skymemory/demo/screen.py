@@ -1,8 +1,7 @@
-"""Where the moving demos are drawn: in place on a terminal, as plain lines anywhere else.
+"""Drawing of the animated demos: in place on a terminal, as plain lines otherwise.
 
-A drawing has the whole terminal (the alternate screen) to itself while it moves: so a terminal that is resized leaves
-no pieces of older frames behind. When it ends, the terminal is as it was before, with what was reported and the last
-frame printed below.
+A drawing has the whole terminal (the alternate screen) while it moves, so a resized terminal leaves no pieces of older
+frames. Afterwards the terminal is as before, with the reported events and the last frame printed below.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ if TYPE_CHECKING:
     from skymemory.progress import Progress
 
 Draw = Callable[[int], Sequence[str]]
-"""The picture for a terminal of this width; its lines may have ANSI colours."""
+"""Picture for a terminal of this width. Its lines may have ANSI colours."""
 
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
-"""A smaller terminal gets lines of words."""
+"""Limits of a drawing; a smaller terminal gets lines of words."""
 _INDENT = " " * 10
 _REDRAWN_PER_S = 4.0
-"""Without a new frame, so that one that no longer fits a resized terminal is cut soon."""
+"""Redraws without a new frame, so that a frame that no longer fits a resized terminal is cut soon."""
 
 
 class Screen:
-    """``live`` redraws a frame in place; otherwise pictures come at events and a line of figures every few seconds.
+    """A frame redrawn in place, or pictures at events and a line of figures every few seconds.
 
     Attributes:
-        live: whether frames are drawn.
+        live: true if frames are drawn in place.
     """
 
     def __init__(
         self, stream: TextIO, began_s: float, line_every_s: float = 2.0, progress: Progress | None = None
     ) -> None:
-        """``progress``: of the same stream, if it may show a wait while lines are printed: they go above its bar."""
+        """Initialise; ``progress`` belongs to the same stream if it may show a wait: lines then go above its bar."""
         columns, rows = size_of(stream)
         self.live = is_terminal(stream) and columns >= LEAST_COLUMNS and rows >= LEAST_ROWS
         self._stream = stream
@@ -48,18 +47,16 @@ class Screen:
         self._line_every_s = line_every_s
         self._next_line_s = 0.0
         self._events: list[str] = []
-        """Reported while a frame is drawn."""
         self._draw: Draw | None = None
         self._figures: Sequence[str] = ()
         self._live: Live | None = None
 
     @property
     def width(self) -> int:
-        """Columns of the terminal now, or of lines."""
         return width_of(self._stream)
 
     def say(self, words: str, picture: Draw | None = None) -> None:
-        """Report an event; ``picture`` is printed with it where no frames are drawn."""
+        """Report an event. ``picture`` is printed with it if no frames are drawn."""
         event = shown(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", self._stream)
         if self._live is not None:
             self._events.append(event)
@@ -70,7 +67,7 @@ class Screen:
         self._print(lines)
 
     def show(self, picture: Draw, figures: Sequence[str] = ()) -> None:
-        """Draw the moment over the last one; without a terminal, print its figures as a line now and then."""
+        """Draw the moment over the last frame; without a terminal, print its figures as a line now and then."""
         if self.live:
             self._draw, self._figures = picture, figures
             if self._live is None:
@@ -83,7 +80,6 @@ class Screen:
             self.say("; ".join(figures))
 
     def close(self) -> None:
-        """Give the terminal back, with the events and the last frame below what was there before."""
         if self._live is None:
             return
         self._live.stop()
@@ -122,16 +118,14 @@ class Screen:
         return live
 
     def render(self, width: int, rows: int) -> list[str]:
-        """The frame with the latest events above it, as many as there is room for."""
+        """Return the frame with the latest events above it, as many as fit."""
         frame = self._frame(width)
-        left = rows - len(frame) - 1
+        free_rows = rows - len(frame) - 1
         events = [line for event in self._events for line in wrapped(event, width, _INDENT)]
-        return [*events[-left:], "", *frame] if events and left > 0 else frame
+        return [*events[-free_rows:], "", *frame] if events and free_rows > 0 else frame
 
 
 class _Whole:
-    """What rich draws: the screen's frame at the size that the terminal has now."""
-
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
 

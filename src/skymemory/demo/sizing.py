@@ -1,7 +1,7 @@
-"""Chooses what ``skymemory demo`` runs, from measured speeds: data type, layers, prompt and new tokens.
+"""Choice of the size of ``skymemory demo`` from measured speeds: data type, layers, prompt and new tokens.
 
-The paper's model and prompt are taken wherever they fit into the promised time. Where they do not, tokens that are
-generated go first, since they only repeat what one shows, then layers, then the prompt.
+The paper's model and prompt are used if they fit into the promised time. Otherwise generated tokens are cut first,
+because they only repeat what a single token shows, then layers, then the prompt.
 """
 
 from __future__ import annotations
@@ -17,48 +17,43 @@ from skymemory.engine.inputs import is_model_name, small_model_folder
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 """Limits of the whole demo, from its first line to its last."""
 PLANNED_SHARE = 0.85
-"""Share of the promised time that a run may be estimated to take: others may begin to use the computer meanwhile."""
+"""Share of the promised time that the estimate may take, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
-"""Tokens that ``Speeds.prefill_s`` is about."""
 DTYPES = {"bfloat16": 2, "float32": 4}
 """Bytes of a number; the paper's type first."""
 _WORTH_LEAVING_16_BIT = 0.67
-"""Share of bfloat16's time below which float32 is taken, although both fit: 16 bit is what the paper ran."""
+"""Share of bfloat16's time below which float32 is used although both fit: the paper ran 16 bit."""
 _TAIL_TOKENS = 12
 _STAYS_FREE_BYTES = 700 << 20
-"""Memory of torch, the constellation's processes and the prompt's keys and values, beside the weights."""
+"""Memory of torch, the constellation's processes and the prompt's keys and values, without the weights."""
 CODECS = ("raw", "quanto8", "hqq8")
-"""Compared in table 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model that decide its time. Parameters of one layer, and of the output layer."""
+    """Sizes of a model that determine its time. Parameters are of a layer, and of the output layer."""
 
     layers: int
     layer_parameters: int
     head_parameters: int
     kv_numbers: int
-    """Keys and values of one token in one layer."""
     name: str = ""
-    """What it is called where it is not of TinyLlama's shape."""
+    """Name of a model that is not of TinyLlama's shape."""
 
     @property
     def parameters(self) -> int:
-        """All of them: the input's table is as large as the output layer."""
         return self.layers * self.layer_parameters + 2 * self.head_parameters
 
 
 PAPER_LAYERS = 22
 PAPER = Shape(PAPER_LAYERS, 44_044_288, 65_536_000, 512)
-"""TinyLlama-1.1B."""
 SMALL_RANDOM = Shape(3, 46_144, 65_536, 64, "a small model of random weights")
 PAPER_TOKENS, PAPER_NEW_TOKENS = 524, 30
-"""Four blocks and a question; tokens that are generated."""
+"""Tokens of four blocks and a question, and generated tokens."""
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of a model by name or folder, by its configuration; that of the paper's where this does not say."""
+    """Return a model's shape by name or folder, from its configuration; the paper's shape if that is unreadable."""
     if is_model_name(model) and model != "small":
         named = {"small-random": SMALL_RANDOM, "tinyllama-6-random": replace(PAPER, layers=6)}
         return named.get(model, PAPER)
@@ -77,8 +72,6 @@ def shape_of(model: str) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is run."""
-
     shape: Shape
     tokens: int
     new_tokens: int
@@ -95,24 +88,20 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds of this computer now, with all that runs beside us. Times are those of one layer of TinyLlama's shape."""
+    """Present speeds of this computer, with its other load. Times are those of a layer of TinyLlama's shape."""
 
     prefill_s: Mapping[str, float]
     """Seconds for ``PROBED_TOKENS`` at once, by data type."""
     decode_s: Mapping[str, float]
-    """Seconds for one token, by data type."""
     build_s: float
-    """Seconds to draw the weights."""
     digest_s: float
-    """Seconds to hash the weights in 16 bit."""
     slowdown: float
-    """``resources.slowdown``: time of plain Python, relative to the reference computer."""
+    """Time of plain Python relative to the reference computer, from ``resources.slowdown``."""
     threads: int
     free_bytes: int
 
 
 def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
-    """What may be run, the best first."""
     layers = [6, 4] if quick else [shape.layers, 16, 11, 8, 6, 4]
     most = 10 if quick else PAPER_NEW_TOKENS
     for new_tokens in dict.fromkeys((most, 20, 10)):
@@ -125,9 +114,9 @@ def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
 
 
 def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
-    """The first option that takes at most ``left_s`` in some data type, in the better type; and whether one does.
+    """Return the first option that takes at most ``left_s``, in its better data type, and True.
 
-    Where none does, the quickest of those whose weights fit into memory.
+    If no option does, return the quickest option whose weights fit into memory, and False.
     """
     for option in options:
         size = _in_best_dtype(speeds, option)
@@ -138,12 +127,11 @@ def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size
 
 
 def fits(speeds: Speeds, size: Size) -> bool:
-    """Whether the weights fit into the memory that is free."""
     return size.needed_bytes <= speeds.free_bytes
 
 
 def _in_best_dtype(speeds: Speeds, option: Size) -> Size | None:
-    """bfloat16, unless float32 is so much faster, or alone fits; None if neither fits into memory."""
+    """Return the option in bfloat16, unless float32 is much faster or alone fits; None if neither fits into memory."""
     typed = [size for dtype in DTYPES if fits(speeds, size := replace(option, dtype=dtype))]
     if len(typed) < 2:
         return typed[0] if typed else None
@@ -155,18 +143,17 @@ def seconds(speeds: Speeds, size: Size) -> float:
     return sum(part.seconds for part in parts(speeds, size))
 
 
-# Seconds of plain Python and small tensors on the reference computer, times ``slowdown``.
+# Seconds of plain Python and small tensors on the reference computer, to be multiplied by ``slowdown``.
 _IDENTITY_S, _MANAGER_S = 0.8, 0.3
 _STORE_S, _READ_S, _ROTATE_S = 0.06, 0.12, 0.4
 _EXAMINED = 7
 """Short passes by which a cache examines its model."""
 _TOKEN_S = 0.003
-"""Of one generated token, beside its layers."""
 _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 
 def parts(speeds: Speeds, size: Size) -> list[Part]:
-    """The run, in its order. Names are those that ``table3_measure`` reports."""
+    """Return the parts of the run in order. Names are those that ``table3_measure`` reports."""
     shape, slow, dtype = size.shape, speeds.slowdown, size.dtype
     layers = shape.layers * shape.layer_parameters / PAPER.layer_parameters
     head_s = speeds.decode_s[dtype] * shape.head_parameters / PAPER.layer_parameters
@@ -178,7 +165,7 @@ def parts(speeds: Speeds, size: Size) -> list[Part]:
     later_s = (size.new_tokens - 1) * token_s
     stored = size.tokens * shape.layers * shape.kv_numbers
     drawn = shape.parameters / PAPER.layer_parameters
-    found = [
+    result = [
         Part("identity", _IDENTITY_S * slow),
         Part("model", drawn * speeds.build_s),
         Part("warm-up", prefill_s(min(size.tokens, 128)) + token_s),
@@ -186,25 +173,25 @@ def parts(speeds: Speeds, size: Size) -> list[Part]:
     ]
     for at, codec in enumerate(CODECS):
         coded_s = stored * _CODEC_S_PER_NUMBER[codec] * slow
-        found += [
+        result += [
             Part(f"{codec}: manager", _MANAGER_S * slow + _EXAMINED * token_s, "manager"),
             Part(f"{codec}: first token", prefill_s(size.tokens), "prefill"),
             Part(f"{codec}: other tokens", later_s, "decode"),
             Part(f"{codec}: storing", _STORE_S * slow + coded_s, "storing"),
         ]
         if at == 0:
-            found += [Part("reference", prefill_s(size.tokens), "prefill"), Part("rotation", _ROTATE_S * slow)]
-        found += [
+            result += [Part("reference", prefill_s(size.tokens), "prefill"), Part("rotation", _ROTATE_S * slow)]
+        result += [
             Part(f"{codec}: error of the codec", coded_s / 2, "codec"),
             Part(f"{codec}: first token from the sky", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
             Part(f"{codec}: other tokens from the sky", later_s, "decode"),
             Part(f"{codec}: logits", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
         ]
-    return found
+    return result
 
 
 def reasons(speeds: Speeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
-    """What was taken, and why where it is not the paper's: lines for the table's caption."""
+    """Return lines for the table's caption: the chosen size, and the reasons if it is not the paper's."""
     shape = size.shape
     name = shape.name or f"TinyLlama-1.1B's shape, {_layers(shape.layers)}"
     lines = [f"{name}, {size.tokens} tokens of prompt, {size.new_tokens} generated, {size.dtype}"]
@@ -218,13 +205,13 @@ def reasons(speeds: Speeds, size: Size, *, quick: bool, promised_s: float) -> li
         first.tokens,
         first.new_tokens,
     ):
-        whole_s = min(seconds(speeds, replace(first, dtype=dtype)) for dtype in DTYPES)
+        needed_s = min(seconds(speeds, replace(first, dtype=dtype)) for dtype in DTYPES)
         fitting = any(fits(speeds, replace(first, dtype=dtype)) for dtype in DTYPES)
-        asked = f"{_layers(first.shape.layers)}, {first.tokens} tokens of prompt and {first.new_tokens} generated"
+        paper = f"{_layers(first.shape.layers)}, {first.tokens} tokens of prompt and {first.new_tokens} generated"
         why.append(
-            f"{asked} would take {whole_s:.0f} s more, of {promised_s:.0f} s in all"
+            f"{paper} would take {needed_s:.0f} s more, of {promised_s:.0f} s in all"
             if fitting
-            else f"{asked} need {first.needed_bytes / 1e9:.1f} GB of memory; {speeds.free_bytes / 1e9:.1f} GB are free"
+            else f"{paper} need {first.needed_bytes / 1e9:.1f} GB of memory; {speeds.free_bytes / 1e9:.1f} GB are free"
         )
     return [*lines, *why]
 

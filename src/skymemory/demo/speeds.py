@@ -1,4 +1,4 @@
-"""Measures in one or two seconds how fast this computer is now, for ``sizing``. Imports torch."""
+"""Measurement of this computer's present speed, for ``sizing``. It takes one or two seconds and imports torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
 
 _WIDTH = TINYLLAMA_SHAPE["hidden_size"]
 _SLICE_S = 0.06
-"""Least time of a measurement: as long as many turns of the scheduler, so that what runs beside us takes its part."""
+"""Least time of a measurement: many turns of the scheduler, so that other load has its effect."""
 _FEW_TOKENS = 64
 
 
 def measure_speeds() -> Speeds:
-    """Measures, and leaves torch with the number of threads that was the fastest."""
+    """Measure, and leave torch with the fastest number of threads."""
     threads = _best_threads(usable_cores())
     torch.set_num_threads(threads)
     linear_s = {dtype: _linear_s(dtype, PROBED_TOKENS // 4) for dtype in DTYPES}
     faster = min(linear_s, key=lambda dtype: linear_s[dtype])
-    # A real layer in the faster type; in the other one a layer takes longer by as much as a linear of its shape does.
-    # One token reads all weights: the times of the two types are those of their linears, which memory decides.
-    began_s = time.perf_counter()
+    # A real layer is measured in the faster type; in the other type it takes longer by the ratio of linears of its
+    # shape. A single token reads all weights, so its times relate like those of single-row linears, which memory
+    # limits.
+    started_s = time.perf_counter()
     model = build_llama({**TINYLLAMA_SHAPE, "num_hidden_layers": 1, "vocab_size": 64}, dtype=faster)
-    build_s = time.perf_counter() - began_s
-    began_s = time.perf_counter()
+    build_s = time.perf_counter() - started_s
+    started_s = time.perf_counter()
     weights_digest(model)
-    digest_s = (time.perf_counter() - began_s) * 2 / DTYPES[faster]
+    digest_s = (time.perf_counter() - started_s) * 2 / DTYPES[faster]
     tokens = PROBED_TOKENS if linear_s[faster] < 0.02 else PROBED_TOKENS // 4
     ids = torch.zeros((1, tokens), dtype=torch.long)
     with torch.inference_mode():
-        model(input_ids=ids[:, :_FEW_TOKENS], logits_to_keep=1)  # picks kernels
+        model(input_ids=ids[:, :_FEW_TOKENS], logits_to_keep=1)  # selects kernels
         layer_s = _seconds(lambda: model(input_ids=ids, logits_to_keep=1)) * PROBED_TOKENS / tokens
         cache = model(input_ids=ids[:, :_FEW_TOKENS], logits_to_keep=1).past_key_values
         token_s = _seconds(lambda: model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1))
@@ -53,7 +54,7 @@ def measure_speeds() -> Speeds:
 
 
 def _best_threads(cores: int) -> int:
-    """The number of threads that computes a linear the fastest: fewer than ``cores`` where others keep some busy."""
+    """Return the fastest number of threads for a linear: fewer than ``cores`` if other programs use some."""
     times = {}
     for threads in sorted({cores, max(1, cores // 2), max(1, cores - 1), 1}, reverse=True):
         torch.set_num_threads(threads)
@@ -64,26 +65,26 @@ def _best_threads(cores: int) -> int:
 
 
 def _linear_s(dtype: str, tokens: int, copies: int = 1) -> float:
-    """Seconds of one linear of the model's width; of ``copies`` in turn, so that weights come from memory."""
+    """Return the seconds of a linear of the model's width; with ``copies`` in turn, the weights come from memory."""
     kind = TORCH_DTYPES[dtype]
     weights = [torch.full((_WIDTH, _WIDTH), 0.01, dtype=kind) for _ in range(copies)]
-    given = torch.full((tokens, _WIDTH), 0.01, dtype=kind)
+    inputs = torch.full((tokens, _WIDTH), 0.01, dtype=kind)
 
     def compute() -> None:
         for weight in weights:
-            torch.nn.functional.linear(given, weight)
+            torch.nn.functional.linear(inputs, weight)
 
     with torch.inference_mode():
-        torch.nn.functional.linear(given[:1], weights[0])
+        torch.nn.functional.linear(inputs[:1], weights[0])
         return _seconds(compute) / copies
 
 
 def _seconds(compute: Callable[[], object]) -> float:
-    """Mean of the runs that fit into ``_SLICE_S``, one at least."""
-    began_s, runs = time.perf_counter(), 0
+    """Return the mean of the runs that fit into ``_SLICE_S``, at least one."""
+    started_s, runs = time.perf_counter(), 0
     while True:
         compute()
         runs += 1
-        elapsed_s = time.perf_counter() - began_s
+        elapsed_s = time.perf_counter() - started_s
         if elapsed_s >= _SLICE_S:
             return elapsed_s / runs

@@ -39,7 +39,6 @@ from skymemory.text import command_lines, width_of, write
 from skymemory.units import format_duration, format_size
 
 _END_S = 1.0
-"""Seconds in which the constellation is ended, on the reference computer."""
 _NEXT = {
     "skymemory constellation up": "",
     "skymemory kv put README.md": "",
@@ -47,20 +46,18 @@ _NEXT = {
     "skymemory demo --tokens 2048": "a longer context: the cache wins by more",
     "skymemory layout --rotations 1": "where the chunks are, and where they go",
 }
-"""Commands to try behind the demo, and what they show."""
+"""Commands to try after the demo, and what they show."""
 
 
 @contextmanager
 def _constellation(progress: Progress) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
-    """The testbed with real delays, in a run directory of its own, its processes on lines to us: gone at the end
-    whatever happens.
-    """
+    """Run the testbed with real delays in its own run directory. Its processes always end with this process."""
     with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
-        started: Started | None = None
+        running: Started | None = None
         try:
             with progress.wait("the constellation starts", 2.0):
-                started = start_on_free_ports(
+                running = start_on_free_ports(
                     directory,
                     # As in the paper: all values on ten satellites.
                     lambda ports: make_plan(
@@ -70,25 +67,24 @@ def _constellation(progress: Progress) -> Iterator[tuple[ConstellationPlan, RunD
                     foreground=True,
                     confirm=confirm_all_answer,
                 )
-            plan = started.plan
+            plan = running.plan
             progress.say(
-                f"constellation up in {started.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
+                f"constellation up in {running.seconds:.2f} s: {plan.torus.size} satellites in {len(plan.hosts)} "
                 f"processes, {plan.servers} servers by {plan.strategy}, "
                 f"round trip {format_duration(expected_round_trip_s(plan, 'ideal'))}"
             )
             yield plan, directory
         finally:
-            if started is not None:
-                end_children(started.children)
+            if running is not None:
+                end_children(running.children)
 
 
 def _check_input(args: argparse.Namespace, document: str) -> None:
-    """Check the options before anything is started."""
     if args.tokens is not None and args.tokens <= BLOCK_TOKENS:
         raise InvalidInput(f"--tokens {args.tokens}: at least {BLOCK_TOKENS + 1}, a block and a token to compute")
     if args.model is not None:
         check_model(args.model)
-    if len(document.encode()) <= BLOCK_TOKENS:  # a token is a byte at least; the exact count takes the tokenizer
+    if len(document.encode()) <= BLOCK_TOKENS:  # a token is a byte at least; the exact count needs the tokenizer
         raise InvalidInput(
             f"the document has {len(document.encode())} bytes: too few for at least {BLOCK_TOKENS + 1} tokens, which "
             f"fill a block of {BLOCK_TOKENS} and leave one to compute"
@@ -97,7 +93,7 @@ def _check_input(args: argparse.Namespace, document: str) -> None:
 
 
 def run_demo(args: argparse.Namespace, document: str) -> int:
-    """Run the demo; exit code 0 if the identity check held and every codec got its tokens from the sky."""
+    """Run the demo. Return 0 if the identity check held and every codec got its tokens from the satellites."""
     _check_input(args, document)
     progress = Progress(sys.stderr if args.json else sys.stdout)
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
@@ -125,7 +121,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         table = Table3(args, size, plan, directory, run)
         identical = table.check_identity(document)
         rows, moved = table.rows(document)
-    sound = identical and bool(rows) and all(row.tokens_from_sky > 0 for row in rows)
+    is_correct = identical and bool(rows) and all(row.tokens_from_sky > 0 for row in rows)
     if args.json:
         report = {
             "identical": identical,
@@ -138,15 +134,15 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         print(json.dumps(report, indent=1))
     else:
         print_table_3(rows, words)
-        verdict = "done" if sound else "FAILED: see above"
+        verdict = "done" if is_correct else "FAILED: see above"
         print()
         write(f"{verdict}; the constellation is down again; {run.took()}. Try next:")
         print("\n".join(command_lines(_NEXT, width_of())))
-    return 0 if sound else 1
+    return 0 if is_correct else 1
 
 
 def _size(args: argparse.Namespace, speeds: Speeds, promised_s: float, progress: Progress) -> tuple[Size, list[str]]:
-    """What is run, and the lines that say so; chosen where nothing is asked for."""
+    """Return the size of the run and the lines that describe it; chosen unless the options ask for a size."""
     options = list(sizes(PAPER, quick=args.quick))
     if args.model is not None or args.tokens is not None:
         shape = options[0].shape if args.model is None else shape_of(args.model)

@@ -1,6 +1,6 @@
-"""Measurements of ``skymemory demo``: outputs with and without the cache, then the paper's table 3, and its print.
+"""Measurements of ``skymemory demo``: outputs with and without the cache, then the paper's table 3, and its output.
 
-Imports torch, which takes seconds: ``table3`` loads this file when its constellation is up.
+The module imports torch, which takes seconds, so ``table3`` loads it after its constellation is up.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from skymemory.text import Table, write
 from skymemory.units import format_duration, format_size
 
 TAIL_TOKENS = 12
-"""What a question adds to a cached context."""
+"""Tokens that a question adds to a cached context."""
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
-"""Table 3 of the paper: 30 tokens on a Jetson Nano without and with the cache, seconds."""
+"""Table 3 of the paper: seconds of 30 tokens on a Jetson Nano without and with the cache."""
 _NAMES = {"raw": "none", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
 
 Say = Callable[[str], None]
-"""Prints a finished step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One codec's line of table 3. Seconds; TTFT is up to the first new token, looking up included."""
+    """A codec's line of table 3. Seconds; TTFT is the time to the first new token, including the lookup."""
 
     codec: str
     plain_ttft_s: float
@@ -81,7 +80,7 @@ class _FirstToken:
             self.first_s = time.perf_counter() - self.began_s
 
     def end(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: no output is buffered."""
 
 
 class Generated(NamedTuple):
@@ -93,7 +92,7 @@ class Generated(NamedTuple):
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> Generated:
-    """Generates greedily; calling ``cache`` is part of the time."""
+    """Generate greedily. The call of ``cache`` is part of the time."""
     clock = _FirstToken()
     options = cache_option(model, cache()) if cache is not None else {}
     out = model.generate(
@@ -125,11 +124,11 @@ def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[Constel
 
 
 # One codec after the other, over the same constellation:
-# 1. generate with an empty cache: the time without it (get_cache finds nothing, so its cost is included);
-# 2. add_blocks stores what was computed; the first time, the constellation then moves by one slot, so that every
-#    codec is read back across a migration;
-# 3. generate again with the cache: the time with it, and the tokens that came from the sky;
-# 4. once more for the logits, which generate() does not give.
+# 1. Generate with an empty cache: the time without it (get_cache finds nothing; its cost is included).
+# 2. Store the computed blocks with add_blocks. The first time, the constellation then moves by a slot, so every codec
+#    is read back across a migration.
+# 3. Generate again with the cache: the time with it, and the tokens that came from the satellites.
+# 4. Compute the logits once more, which generate() does not return.
 class Table3:
     """The measurements, each a part of the estimated run (``sizing.parts`` has their names)."""
 
@@ -144,7 +143,7 @@ class Table3:
         self._say = run.progress.say
 
     def check_identity(self, document: str) -> bool:
-        """Whether the small trained model (float32) generates the same greedy tokens with and without the cache."""
+        """Check that the small trained model (float32) generates the same greedy tokens with and without the cache."""
         with self._run.part("the identity check: a small trained model with and without the cache", "identity"):
             ready = ready_model("small", dtype="float32")
             model, tokenizer = ready.model, ready.tokenizer
@@ -154,41 +153,41 @@ class Table3:
                 _store(self._plan, self._directory) as store,
                 KVCManager(model, tokenizer, store=store) as kvc,
             ):
-                plain, _, _ = _generate(model, ids, 30, None)
+                computed, _, _ = _generate(model, ids, 30, None)
                 kvc.add_blocks_ids(ids)
                 sky, _, _ = _generate(model, ids, 30, lambda: kvc.get_cache_ids(ids))
                 cached = kvc.last.cached_tokens
         self._say(
             f"{ready.words} in float32: {cached} of {ids.shape[1]} tokens from the sky, 30 greedy "
-            f"tokens {'identical' if plain == sky else 'DIFFERENT'} with and without the cache"
+            f"tokens {'identical' if computed == sky else 'DIFFERENT'} with and without the cache"
         )
         prompt_end, answer = (
             " ".join(tokenizer.decode(part).split()) for part in (ids[0, -TAIL_TOKENS:].tolist(), sky)
         )
         self._say(f'it goes on: "… {prompt_end}" → "{answer} …"')
-        return plain == sky and cached > 0
+        return computed == sky and cached > 0
 
     def rows(self, document: str) -> tuple[list[Row], dict[str, Any]]:
-        """A row for each codec that is installed, and what the move between storing and reading brought."""
+        """Return a row per installed codec, and the result of the move between storing and reading."""
         model, tokenizer = self._load()
         ids = self._prompt_ids(tokenizer, document)
         reports = LayerReports(model)
-        # The first call of a model allocates and picks kernels; no row should pay for it.
+        # The first call of a model allocates memory and selects kernels, which no row should include.
         with (
             self._run.part("warm-up: the model computes a block", "warm-up") as wait,
             reports.to(wait.on_progress, 2, 0.7),
         ):
             _generate(model, ids[:, :BLOCK_TOKENS], 2, None)
-        # Once: hashing gigabytes of weights takes seconds, and each manager would do it again.
+        # Hashed once: gigabytes of weights take seconds, and each manager would hash them again.
         with self._run.part("the weights are hashed", "digest"):
             revision = weights_digest(model)
         rows: list[Row] = []
-        moved: dict[str, Any] = {}
+        rotation: dict[str, Any] = {}
         reference, block = None, b""
         for codec in CODECS:
             with _store(self._plan, self._directory) as store:
                 try:
-                    # Blocks of one context may be in any codec; a salt each keeps the three runs apart.
+                    # Blocks of a context may be in any codec; a separate salt keeps the three runs apart.
                     with self._run.part(f"{codec}: the model is examined", f"{codec}: manager"):
                         manager = KVCManager(
                             model, tokenizer, store=store, codec=codec, weights=revision, tenant_salt=codec.encode()
@@ -198,19 +197,19 @@ class Table3:
                     self._say(f"{codec}: left out, {error}")
                     continue
                 with manager as kvc:
-                    # Exactly the disclosure's example: the first generate computes, add_blocks stores what it computed.
-                    plain = self._generated(model, ids, kvc, reports, codec, "without the cache", "")
+                    # The disclosure's example: the first generate computes, add_blocks stores the result.
+                    computed = self._generated(model, ids, kvc, reports, codec, "without the cache", "")
                     with self._run.part(f"{codec}: blocks are encoded and stored", f"{codec}: storing"):
                         stored = kvc.add_blocks_ids(ids)
-                    self._say(f"{codec}: computed in {format_duration(plain.first_s)}; {stored.describe()}")
+                    self._say(f"{codec}: computed in {format_duration(computed.first_s)}; {stored.describe()}")
                     if reference is None:
                         words = "the logits without the cache, for comparison"
                         with self._run.part(words, "reference") as wait, reports.to(wait.on_progress):
                             reference = _last_logits(model, ids)
-                    if not moved:
+                    if not rotation:
                         with self._run.part("the constellation moves by one slot", "rotation"):
-                            moved = _rotate(self._plan, self._say)
-                            block = _first_block(kvc, ids)  # as computed: the first codec is the lossless one
+                            rotation = _rotate(self._plan, self._say)
+                            block = _first_block(kvc, ids)  # as computed: the first codec is lossless
                     with self._run.part(f"{codec}: the codec's error", f"{codec}: error of the codec"):
                         rms_error = measure(codec_of(codec), block, kvc.layout).rms_error
                     sky = self._generated(model, ids, kvc, reports, codec, "with the cache", " from the sky")
@@ -222,8 +221,8 @@ class Table3:
                     rows.append(
                         Row(
                             codec,
-                            plain.first_s,
-                            plain.seconds,
+                            computed.first_s,
+                            computed.seconds,
                             sky.first_s,
                             sky.seconds,
                             result.cached_tokens,
@@ -234,7 +233,7 @@ class Table3:
                             result.retransmitted,
                             rms_error,
                             float((logits - reference).abs().max()),
-                            _common(plain.tokens, sky.tokens),
+                            _common(computed.tokens, sky.tokens),
                             self._size.new_tokens,
                         )
                     )
@@ -244,7 +243,7 @@ class Table3:
                         f"{format_size(result.size_bytes)} in {format_duration(fetch_s)}; first token after "
                         f"{format_duration(sky.first_s)}"
                     )
-        return rows, moved
+        return rows, rotation
 
     def _generated(
         self,
@@ -256,16 +255,16 @@ class Table3:
         way: str,
         suffix: str,
     ) -> Generated:
-        """One generate; ``suffix``: of the names of its two parts."""
+        """Generate once. ``suffix`` belongs to the names of the two parts."""
         run, new_tokens = self._run, self._size.new_tokens
-        first, others = f"{codec}: first token{suffix}", f"{codec}: other tokens{suffix}"
-        first_s, others_s = run.estimate.seconds_of(first), run.estimate.seconds_of(others)
+        first, later = f"{codec}: first token{suffix}", f"{codec}: other tokens{suffix}"
+        first_s, later_s = run.estimate.seconds_of(first), run.estimate.seconds_of(later)
         words = f"{codec}: {new_tokens} tokens {way}"
-        share = first_s / max(1e-9, first_s + others_s)
-        with run.part(words, first, others) as wait, reports.to(wait.on_progress, new_tokens, share):
+        share = first_s / max(1e-9, first_s + later_s)
+        with run.part(words, first, later) as wait, reports.to(wait.on_progress, new_tokens, share):
             generated = _generate(model, ids, new_tokens, lambda: kvc.get_cache_ids(ids))
         run.on_part(first, generated.first_s)
-        run.on_part(others, generated.seconds - generated.first_s)
+        run.on_part(later, generated.seconds - generated.first_s)
         return generated
 
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -293,7 +292,6 @@ class Table3:
 
 
 def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
-    """The bytes of the prompt's first block."""
     out = bytearray(kvc.layout.block_bytes)
     cache = kvc.get_cache_ids(ids)
     cache.begin()
@@ -302,7 +300,6 @@ def _first_block(kvc: KVCManager, ids: torch.Tensor) -> bytes:
 
 
 def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
-    """Moves the overhead point by one slot; the leaving column hands over its chunks."""
     rotation = rotate(plan, 1, 0)
     say(
         f"rotated by one slot: {rotation.chunks_migrated} chunks handed over within their planes in "
@@ -312,7 +309,6 @@ def _rotate(plan: ConstellationPlan, say: Say) -> dict[str, Any]:
 
 
 def _common(plain: list[int], sky: list[int]) -> int:
-    """Number of equal leading tokens."""
     return next((at for at, (a, b) in enumerate(zip(plain, sky, strict=False)) if a != b), min(len(plain), len(sky)))
 
 
@@ -321,7 +317,10 @@ _MORE = ("block", "chunks", "sats", "resent", "rms error", "|Δlogit|", "same")
 
 
 def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
-    """The paper's table 3 on this machine, in blocks if the terminal is narrow; ``caption``: what was run, and why."""
+    """Print the paper's table 3 for this machine, in blocks if the terminal is narrow.
+
+    ``caption`` says what was run, and why.
+    """
     if not rows:
         return
     print()
@@ -338,7 +337,7 @@ def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
 
 
 def _cells(row: Row) -> Iterator[list[str]]:
-    """The row, and the paper's below it."""
+    """Yield the row, then the paper's row."""
     times = []
     for before_s, after_s in ((row.plain_ttft_s, row.sky_ttft_s), (row.plain_total_s, row.sky_total_s)):
         times += [f"{before_s:.2f}", f"{after_s:.2f}", _change(before_s, after_s)]

@@ -1,8 +1,9 @@
 """`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation through the store daemon.
 
-A constellation of 95 satellites with the delays of its geometry; `skymemory store serve` in front of it; vLLM with the
-connector. The first server computes a document's keys and values and is stopped; the second has never seen it and loads
-them. Requests are made by the openai client, in vLLM's environment (`client`, below), which is not the demo's own.
+The demo starts a constellation of 95 satellites with the delays of its geometry, `skymemory store serve` in front of
+it, and vLLM with the connector. The first server computes a document's keys and values and is stopped. The second has
+never seen the document and loads them. Requests are made by the openai client in vLLM's environment (`client`, below),
+which is not the demo's own.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ from skymemory.progress import Progress
 from skymemory.text import Table, write
 
 _SAVED_S = 6.0
-"""What was computed is on its way to the satellites behind the answers; vLLM kills its workers when it is stopped."""
+"""Wait before vLLM is stopped: computed values still go to the satellites after the answers, and vLLM kills its
+workers.
+"""
 _AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
-"""Of the model and the constellation, of one server's start, and of its answers, on the reference computer."""
+"""Seconds of the model and the constellation, of a server's start, and of its answers, on the reference computer."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 
 def run_vllm(args: argparse.Namespace) -> int:
-    """Prints tokens and times of each request; 1 if the second server loaded nothing, or answered otherwise."""
+    """Print tokens and times of each request. Return 1 if the second server loaded nothing or answered differently."""
     if args.model is None:
         check_engine_installed("small")
     else:
@@ -75,7 +78,7 @@ def run_vllm(args: argparse.Namespace) -> int:
     else:
         _print(answers)
     write(took(progress.seconds, estimate_s), sys.stderr if args.json else sys.stdout)
-    same = [one["text"] for one in answers[0]] == [one["text"] for one in answers[1]]
+    same = [answer["text"] for answer in answers[0]] == [answer["text"] for answer in answers[1]]
     return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
 
 
@@ -87,8 +90,8 @@ def _print(answers: list[list[dict[str, Any]]]) -> None:
             *(str(row[kind]) for kind in ("prompt_tokens", "cached_tokens")),
             f"{row['ttft_s'] * 1e3:.0f} ms",
         ]
-        for name, given in zip(("first", "second"), answers, strict=True)
-        for question, row in zip(_QUESTIONS, given, strict=True)
+        for name, server_answers in zip(("first", "second"), answers, strict=True)
+        for question, row in zip(_QUESTIONS, server_answers, strict=True)
     ]
     print()
     Table(("server", "question", "tokens", "from cache", "first token"), rows, left=(0, 1)).print()
@@ -100,11 +103,10 @@ _ANSWERS_S = 600.0
 
 
 def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
-    """One answer after the other, by the openai client."""
-    asked = json.dumps([f"{document}\n\nQuestion: {question}\nAnswer:" for question in _QUESTIONS])
+    prompts = json.dumps([f"{document}\n\nQuestion: {question}\nAnswer:" for question in _QUESTIONS])
     done = subprocess.run(
         [str(python), "-m", "skymemory.demo.vllm", url],
-        input=asked,
+        input=prompts,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": our_package()},
@@ -118,7 +120,7 @@ def _ask(python: Path, url: str, document: str) -> list[dict[str, Any]]:
 
 
 def client() -> None:
-    """In vLLM's environment: prompts as JSON on standard input, answers on standard output."""
+    """Answer prompts in vLLM's environment: JSON on standard input, answers on standard output."""
     from openai import OpenAI
 
     api = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
@@ -126,7 +128,7 @@ def client() -> None:
     usage_too = {"include_usage": True}
     answers = []
     for prompt in json.load(sys.stdin):
-        began_s, first_s, text, usage = time.monotonic(), 0.0, "", None
+        started_s, first_s, text, usage = time.monotonic(), 0.0, "", None
         for piece in api.completions.create(
             model="sky",
             prompt=prompt,
@@ -136,7 +138,7 @@ def client() -> None:
             stream_options=usage_too,
         ):
             if piece.choices and not first_s:
-                first_s = time.monotonic() - began_s
+                first_s = time.monotonic() - started_s
             text += "".join(choice.text for choice in piece.choices)
             usage = piece.usage or usage
         details = usage.prompt_tokens_details if usage else None

@@ -1,6 +1,6 @@
 """Cake for a transformers model: chunked prefill from the front, loading from the back, in one preallocated cache.
 
-The model writes its steps into the front of the cache's memory, the fetching threads write chunks into its back;
+The model writes its steps into the front of the cache's memory, and the fetching threads write chunks into its back;
 nothing is moved or concatenated.
 """
 
@@ -26,26 +26,24 @@ _NOTHING_TO_DO_S = 0.005
 
 
 class Beside(Protocol):
-    """The engine's other requests, which share its steps with the prompt being loaded."""
+    """Other requests of the engine, which share its steps with the prompt being loaded."""
 
     def ours(self, step_tokens: int) -> int:
-        """Tokens of the next step for the prompt being loaded; 0 pauses its computing."""
+        """Return the tokens of the next step for the prompt being loaded; 0 pauses its computing."""
 
     def run(self, tokens: int, until: Callable[[], bool]) -> int:
-        """Compute up to ``tokens`` tokens of the others, in this thread; returns the number computed.
+        """Compute up to ``tokens`` tokens of the other requests in this thread; returns the number computed.
 
         Stops between two forward passes when ``until`` returns True: the prompt is complete.
         """
 
 
 class CakePrefill:
-    """Fills caches of ``model`` from both ends."""
-
     def __init__(self, model: PreTrainedModel, cake: Cake, options: dict[str, Any]) -> None:
         self.cake = cake
         self.beside: Beside | None = None
         self.on_chunks: Callable[[int], object] | None = None
-        """Called with the number of chunks of each prompt, before ``on_settled``."""
+        """Callback with the number of chunks of each prompt, before ``on_settled``."""
         self.on_settled: Callable[[int, str], object] | None = None
         self.scheduling_s = 0.0
         """Seconds spent scheduling the last prompt, over all threads."""
@@ -94,8 +92,8 @@ class CakePrefill:
             step = session.next_step(timeout_s=0)
             if step is not None:
                 self._compute(step, cache, ids, prompt)
-            others = step_tokens - (step.tokens if step is not None else 0)
-            ran = self.beside.run(others, lambda: session.done) if others else 0
+            other_tokens = step_tokens - (step.tokens if step is not None else 0)
+            ran = self.beside.run(other_tokens, lambda: session.done) if other_tokens else 0
             if step is not None:
                 session.step_done()
             elif not ran and (step := session.next_step(timeout_s=_NOTHING_TO_DO_S)) is not None:
@@ -106,7 +104,7 @@ class CakePrefill:
                 session.set_budget(budget)
 
     def _compute(self, step: ComputeStep, cache: SkyCache, ids: Tokens, prompt: torch.Tensor) -> None:
-        """Prefill the tokens of ``step``; all before them are in place."""
+        """Prefill the tokens of ``step``; all tokens before them are in place."""
         if cache.get_seq_length() != step.first_token:
             cache.fill(ids[: step.first_token])
         with torch.inference_mode():
@@ -122,10 +120,10 @@ class CakePrefill:
 
 
 class OtherPrompts:
-    """A ``Beside``: computes ``prompts`` one after the other with ``1 - share`` of every step.
+    """``Beside`` that computes ``prompts`` in sequence with ``1 - share`` of every step.
 
-    At most ``piece_tokens`` per forward pass. ``again``: start each prompt again when it is done, so that there is
-    always other work. ``share`` may be changed at any time.
+    It computes at most ``piece_tokens`` per forward pass. ``again``: start each prompt again when it is done, so that
+    there is always other work. ``share`` may be changed at any time.
     """
 
     def __init__(

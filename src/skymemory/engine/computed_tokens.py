@@ -1,4 +1,4 @@
-"""Counts the tokens that a model computes: what goes through its embedding, whatever its callers say."""
+"""Counter of the tokens that a model computes: the tokens that pass through its embedding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class ComputedTokens:
-    """Within its context, ``passes`` has the tokens per row of each forward pass of ``model``.
+    """Context in which ``passes`` receives the tokens per row of each forward pass of ``model``.
 
-    Empty for a model without an embedding of tokens: then nothing can be said.
+    Empty for a model without a token embedding.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Checks of a user's own set-up: why is the hit rate 0 (``examine``; of vLLM, ``examine_vllm``), and does the cache
-change what the model says (``measure_logit_distance``: equal logits in float32, within rounding in 16 bits)?
+"""Checks of a user's own set-up: why the hit rate is 0 (``examine``; for vLLM, ``examine_vllm``), and if the cache
+changes what the model says (``measure_logit_distance``: equal logits in float32, within rounding in 16 bits).
 
-torch is imported where a model is used: vLLM's logs are read on any computer.
+torch is imported only in functions that use a model: vLLM's logs can be read on any computer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _MOST_PROBE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: what was tried, whether it passed, and an explanation."""
-
     what: str
     well: bool
     words: str
@@ -64,7 +62,7 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and generate with them.
+    """Serve the first blocks of ``text`` twice, first computed, then from ``store``, and generate with them.
 
     ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
     """
@@ -77,29 +75,29 @@ def examine(
     with kvc:
         block, size = kvc.layout.block_tokens, format_size(kvc.layout.block_bytes)
         words = f"{type(model).__name__}: a block of {block} tokens is {size}; a shorter prompt is not cached"
-        found = [Finding("model", True, words)]
+        findings = [Finding("model", True, words)]
         if tokenizer is not None:
-            found.append(Finding("tokenizer", *_tokenizer(tokenizer, text)))
+            findings.append(Finding("tokenizer", *_tokenizer(tokenizer, text)))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         blocks = _BLOCKS if longest is None else min(_BLOCKS, (longest - 1) // block)
         if blocks:
             try:
                 ids = _prompt(model, tokenizer, text, blocks * block + 1)
-                found.append(Finding("store", *_store(kvc, ids)))
-                if found[-1].well:
-                    found.append(Finding("hit", *_hit(kvc, ids)))
+                findings.append(Finding("store", *_store(kvc, ids)))
+                if findings[-1].well:
+                    findings.append(Finding("hit", *_hit(kvc, ids)))
             except SkyMemoryError as error:
-                found.append(Finding("store", False, str(error)))
+                findings.append(Finding("store", False, str(error)))
         else:
             words = (
                 f"the longest of {longest} tokens is no longer than a block of {block}: none is cached. Choose smaller "
                 "blocks (block_tokens)"
             )
-            found.append(Finding("prompts", False, words))
+            findings.append(Finding("prompts", False, words))
         context = kvc.context.describe()
     if other is not None:
-        found.append(Finding("contexts", *_compared(context, other)))
-    return Examination(tuple(found), context)
+        findings.append(Finding("contexts", *_compared(context, other)))
+    return Examination(tuple(findings), context)
 
 
 def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str, tokens: int) -> torch.Tensor:
@@ -126,7 +124,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, str
 
 
 def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
-    name, began_s = kvc.store.name, time.perf_counter()
+    name, started_s = kvc.store.name, time.perf_counter()
     before = kvc.get_cache_ids(ids).result
     if before.not_found in FAILING_REASONS:
         return False, (
@@ -139,16 +137,15 @@ def _store(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
             f"{format_size(kvc.layout.block_bytes)}: it is full of pinned values, too small, or does not answer"
         )
     after = kvc.get_cache_ids(ids).result
-    took = format_duration(time.perf_counter() - began_s)
+    elapsed = format_duration(time.perf_counter() - started_s)
     if after.loaded_blocks < after.blocks:
         why = ", ".join(after.failed_blocks) or after.not_found
         return False, f"{name} took {stored.blocks} blocks, and {after.loaded_blocks} came back: {why}"
     tiers = ", ".join(f"{tokens} tokens from {tier}" for tier, tokens in after.hit_tokens.items())
-    return True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {took}"
+    return True, f"{stored.blocks} blocks stored and loaded ({tiers}) in {elapsed}"
 
 
 def _hit(kvc: KVCManager, ids: torch.Tensor) -> tuple[bool, str]:
-    """Whether ``generate`` computes only what was not loaded: counted in the model, and by the cache."""
     import torch
     import transformers
 
@@ -185,20 +182,20 @@ def _compared(
         return False, "they differ in the tenant's salt alone, which is not shown"
     words = []
     for name in differing:
-        one, other = _differing_parts(ours[name], theirs.get(name))
-        hint = " (config.json, or the quantization)" if str(one).startswith("vllm:") else ""
-        words.append(f"{name}: {one} {here}, {other} {there}{hint}")
+        own, other = _differing_parts(ours[name], theirs.get(name))
+        hint = " (config.json, or the quantization)" if str(own).startswith("vllm:") else ""
+        words.append(f"{name}: {own} {here}, {other} {there}{hint}")
     return False, f"nothing is shared, for they differ in {'; '.join(words)}"
 
 
 def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
-    """Of descriptions of layouts, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, 4 layers …, tp 1``, those parts
-    that differ.
+    """Return the differing parts of two layout descriptions, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, tp
+    1``.
     """
-    one, other = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
-    if len(one) == 1 or len(one) != len(other):
+    own_parts, other_parts = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
+    if len(own_parts) == 1 or len(own_parts) != len(other_parts):
         return ours, theirs
-    differing = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    differing = [(a, b) for a, b in zip(own_parts, other_parts, strict=True) if a != b]
     return ", ".join(a for a, _ in differing), ", ".join(b for _, b in differing)
 
 
@@ -206,25 +203,25 @@ def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
 
 
 def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None) -> Examination:
-    """Whether these engines, by the names of their logs, find what the others store; and store a value where they do,
-    load it and delete it. ``address``: of the store as this computer reaches it, if that differs.
+    """Check that these engines, by the names of their logs, find each other's values. If so, store a value, load it and
+    delete it. ``address``: of the store as this computer reaches it, if that differs.
     """
-    found = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
-    (first, ours), *others = engines.items()
-    for name, theirs in others:
+    findings = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
+    (first, ours), *other_engines = engines.items()
+    for name, theirs in other_engines:
         compared = _compared(ours.context, theirs.context, f"in {first}", f"in {name}")
-        found.append(Finding(f"contexts of {first} and {name}", *compared))
+        findings.append(Finding(f"contexts of {first} and {name}", *compared))
         if both := sorted(ours.adapters.keys() & theirs.adapters.keys()):
-            differing = [one for one in both if ours.adapters[one] != theirs.adapters[one]]
+            differing = [adapter for adapter in both if ours.adapters[adapter] != theirs.adapters[adapter]]
             words = f"the files of {', '.join(differing)} differ: nothing of theirs is shared" if differing else "same"
-            found.append(Finding(f"adapters of {first} and {name}", not differing, words))
-    if others:
+            findings.append(Finding(f"adapters of {first} and {name}", not differing, words))
+    if other_engines:
         for role, what in (("kv_consumer", "saves"), ("kv_producer", "loads")):
             if all(report.role == role for report in engines.values()):
-                found.append(Finding("roles", False, f"no engine {what}: all have the kv_role {role}"))
+                findings.append(Finding("roles", False, f"no engine {what}: all have the kv_role {role}"))
     size_bytes = min(_MOST_PROBE_BYTES, max(report.value_bytes for report in engines.values()))
     addresses = [address] if address else list(dict.fromkeys(report.store for report in engines.values()))
-    return Examination((*found, *_stores(addresses, size_bytes)), ours.context)
+    return Examination((*findings, *_stores(addresses, size_bytes)), ours.context)
 
 
 def _engine(report: EngineReport) -> tuple[bool, str]:
@@ -240,9 +237,8 @@ def _engine(report: EngineReport) -> tuple[bool, str]:
 
 
 def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
-    """One for each address: a value stored at the first that answers must be found at all of them."""
     name, value = os.urandom(16).hex(), os.urandom(size_bytes)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     where, holder = "", None
     with ExitStack() as stack:
         for address in addresses:
@@ -254,18 +250,17 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
                     where, holder = address, probe
                 took_s = _load(probe, name, value, where)
             except SkyMemoryError as error:
-                found.append(Finding(f"store {address}", False, str(error)))
+                findings.append(Finding(f"store {address}", False, str(error)))
                 continue
             rate = f"{format_size(size_bytes)} loaded in {format_duration(took_s)}"
-            found.append(Finding(f"store {address}", True, f"{server}{rate}"))
+            findings.append(Finding(f"store {address}", True, f"{server}{rate}"))
         if holder is not None and holder.delete([holder.key(name)]) != [True]:
             words = "what was stored cannot be deleted everywhere: a tier behind it does not answer"
-            found.append(Finding(f"store {where}", False, words))
-    return found
+            findings.append(Finding(f"store {where}", False, words))
+    return findings
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
-    """Bounded in time; and what its server is, if it is one. Raises SkyMemoryError where it does not answer."""
     if ":***@" in address:
         raise InvalidInput("its password is not in the log: give the whole address by --store")
     store = open_store(address)
@@ -283,7 +278,6 @@ def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
 
 
 def _server(info: Mapping[str, str]) -> str:
-    """What it is, by its INFO; raises SkyMemoryError where a tier behind it does not answer."""
     if "skymemory_version" not in info:
         full = info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") == "noeviction"
         advice = ", which stores nothing more once it is full: set maxmemory-policy allkeys-lru" if full else ""
@@ -297,7 +291,7 @@ def _server(info: Mapping[str, str]) -> str:
 
 
 def _save(probe: PluginStore, name: str, value: bytes) -> None:
-    # Twice: with ?admit=second a store takes what it is offered again.
+    # Twice: with ?admit=second a store accepts a value only when it is offered again.
     if not any(probe.save([name], lambda at: [value]).done[0] for _ in range(2)):
         raise SkyMemoryError(
             f"it took no value of {format_size(len(value))}: it is too small or full, such values are above its limit "
@@ -306,11 +300,10 @@ def _save(probe: PluginStore, name: str, value: bytes) -> None:
 
 
 def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
-    """Seconds."""
-    began_s = time.perf_counter()
-    (came,) = probe.load([name], lambda at, read: read == value)
-    took_s = time.perf_counter() - began_s
-    if not came:
+    started_s = time.perf_counter()
+    (loaded,) = probe.load([name], lambda at, read: read == value)
+    took_s = time.perf_counter() - started_s
+    if not loaded:
         why = ", ".join(label for label in probe.counters.as_dict() if label.startswith("misses"))
         raise SkyMemoryError(f"what was stored at {where} is not found here: {why}")
     return took_s
@@ -321,19 +314,17 @@ def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogitDistance:
-    """Next-token logits with the cache against those without, in the units of the logits."""
+    """Distance of next-token logits with the cache from logits without it, in the units of the logits."""
 
     max_abs: float
     rms: float
     spread: float
     """Standard deviation of the logits, for comparison with ``rms``."""
     same_choice: bool
-    """Whether greedy decoding would choose the same next token."""
     choice_margin: float
     """Lead of the best token over the second without the cache."""
 
     def describe(self) -> str:
-        """One line for people and logs."""
         choice = "same" if self.same_choice else "another"
         return (
             f"logits differ by {self.rms:.2g} rms, {self.max_abs:.2g} at most (their spread is {self.spread:.2g}); "
@@ -342,7 +333,6 @@ class LogitDistance:
 
 
 def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDistance:
-    """Distance between two rows of logits of one vocabulary."""
     reference, other = without.detach().float().flatten(), with_cache.detach().float().flatten()
     difference = (reference - other).abs()
     best = reference.topk(2).values
@@ -356,7 +346,7 @@ def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDist
 
 
 def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
-    """Logits of the token after ``ids``; with ``kvc``, from the prefix it has and the rest computed."""
+    """Return the logits of the token after ``ids``; with ``kvc``, its prefix is loaded and the rest computed."""
     import torch
 
     from skymemory.engine.forward import cache_option
@@ -371,5 +361,4 @@ def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | N
 
 
 def measure_logit_distance(kvc: KVCManager, ids: TokenIds) -> LogitDistance:
-    """Runs the model of ``kvc`` over ``ids`` without and with its cache, and compares the next-token logits."""
     return logit_distance(next_token_logits(kvc.model, ids), next_token_logits(kvc.model, ids, kvc))

@@ -1,8 +1,8 @@
-"""Calls of a model: the argument that takes its cache, and the arguments of our own passes.
+"""Calls of a model: the argument that takes its cache, and the arguments of this package's own passes.
 
-transformers 5.24 renamed that argument from ``past_key_values`` to ``cache``; a model with code of its own may have
-either. So it is read from the signature of the model (``cache_argument``), and a cache in a call is found by its type
-(``find_cache``), whatever the caller named it.
+transformers 5.24 renamed that argument from ``past_key_values`` to ``cache``; a model with custom code may have either.
+So it is read from the signature of the model (``cache_argument``), and a cache in a call is found by its type
+(``find_cache``), under any name.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Return the name of the argument of ``model`` that takes its cache."""
     return _cache_argument(type(model).forward)
 
 
 def cache_option(model: torch.nn.Module, cache: object) -> dict[str, Any]:
-    """Return ``cache`` as a keyword argument of ``model``."""
     return {cache_argument(model): cache}
 
 
 def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> SkyCache | None:
-    """Return the first of our caches among a call's arguments."""
     for value in kwargs.values():
         if isinstance(value, SkyCache):
             return value
@@ -43,13 +40,13 @@ def find_cache(args: Sequence[object], kwargs: Mapping[str, object]) -> SkyCache
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """Request the logits of the last token only, if the model supports it."""
+    """Request only the logits of the last token, if the model supports it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in _parameters(type(model).forward) else {}
 
 
 def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1) -> dict[str, torch.Tensor]:
-    """Return ``position_ids`` of the ``tokens`` that follow the first ``start``, if the model takes them: not all
-    models count on from their cache's length (Bamba begins at 0 again).
+    """Return ``position_ids`` of the ``tokens`` after the first ``start``, if the model takes them: not all models
+    count on from their cache's length (Bamba begins at 0 again).
     """
     if "position_ids" not in _parameters(type(model).forward):
         return {}
@@ -58,10 +55,10 @@ def at_positions(model: PreTrainedModel, start: int, tokens: int, rows: int = 1)
 
 @lru_cache(maxsize=16)
 def _cache_argument(forward: Callable[..., Any]) -> str:
-    # A forward that names neither passes its arguments on to a model of this release, whose generate names it.
+    # A forward with neither name passes its arguments on to a model of this release, whose generate names it.
     for named in (_parameters(forward), _parameters(GenerationMixin.prepare_inputs_for_generation)):
-        if found := [name for name in _CACHE_ARGUMENTS if name in named]:
-            return found[0]
+        if accepted := [name for name in _CACHE_ARGUMENTS if name in named]:
+            return accepted[0]
     return _CACHE_ARGUMENTS[0]
 
 

@@ -1,9 +1,9 @@
-"""Hooks on a user's model: the guard, which checks every call with one of our caches; and the clock that times passes.
+"""Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
 
-A call (``Guard.__call__``): find the cache among its arguments, check that the model is unchanged, compare the input
-tokens with the loaded ones, turn the common prefix into contents of the cache and cut it from the input, and note the
-tokens that the model appends. When the pass has ended (``Guard.passed``), the tokens that it skipped count as used;
-loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
+A call (``Guard.__call__``): find the cache among the arguments, check that the model is unchanged, compare the input
+tokens with the loaded tokens, turn the common prefix into contents of the cache and cut it from the input, and record
+the tokens that the model appends. When the pass has ended (``Guard.passed``), the tokens that it skipped count as used.
+Loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 
 
 class Guard:
-    """Checks every call of ``model`` with one of our caches before it computes, while the manager or a cache lives.
+    """Guard of ``model``: checks every call with one of its caches before it computes, while the manager or a cache
+    lives.
 
-    It compares the input with the tokens loaded in the cache and skips the common prefix: so a cache of another prompt,
-    or one used before, costs computing and never changes a result. It notes the tokens that the model appends, so that
-    no block is stored under a wrong hash.
+    It compares the input with the loaded tokens and skips the common prefix. So a cache of another prompt, or a used
+    cache, costs computing and never changes a result. It records the tokens that the model appends, so that no block is
+    stored under a wrong hash.
     """
 
     def __init__(
         self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: whether the model still matches a context, checked with the given care."""
+        """``same``: checks with the given care if the model still matches a context."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._argument = cache_argument(model)
@@ -73,7 +74,7 @@ class Guard:
         self._same = same
         self._ignored_types = {name for name in _TYPES if name in self._parameters and _zeros_are_ignored(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
-        """Whether the model keeps position offsets of its last image, even for another prompt."""
+        """True if the model keeps position offsets of its last image, even for another prompt."""
         for hook in (
             model.register_forward_pre_hook(GuardHook(self), with_kwargs=True),
             model.register_forward_hook(GuardHook(self), with_kwargs=True),
@@ -83,29 +84,29 @@ class Guard:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        found = find_cache(args, kwargs)
-        if found is None or module is not self._model:
+        passed_cache = find_cache(args, kwargs)
+        if passed_cache is None or module is not self._model:
             return None
-        if found.guard is not self:
-            self._check_model(found)
+        if passed_cache.guard is not self:
+            self._check_model(passed_cache)
             return None
-        cache: SkyCache = found
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        if given.get(self._argument) is not cache:  # under the name of another release
-            given = {name: value for name, value in given.items() if value is not cache}
-            given[self._argument] = cache
+        cache: SkyCache = passed_cache
+        arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        if arguments.get(self._argument) is not cache:  # under the name of another release
+            arguments = {name: value for name, value in arguments.items() if value is not cache}
+            arguments[self._argument] = cache
         cache.result.usage.is_in_use = True
-        unused = given.get("use_cache") is False  # each call then has all tokens
+        unused = arguments.get("use_cache") is False  # then every call has all tokens
         if unused and cache._is_user_defined:
-            cache.rewind()  # generate passes the cache with each of them anyway
+            cache.rewind()  # generate passes the cache with each call all the same
         if cache.has_failed:
             _check_whole(cache)
         if cache.padding:
-            given = _without_padding(given, cache.padding)
+            arguments = _without_padding(arguments, cache.padding)
         start = cache.get_seq_length()
         if unused and not start and not cache._is_user_defined:
-            return (), {**given, self._argument: None}
-        ids = given.get("input_ids")
+            return (), {**arguments, self._argument: None}
+        ids = arguments.get("input_ids")
         step = start and isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
         first = not start or start == cache.taken
         is_same = self.look(cache, Care.USE if first else Care.STEP if step else Care.CALL)
@@ -115,18 +116,17 @@ class Guard:
                     f"the model has changed since begin() made {start} loaded tokens contents, which are of the model "
                     "as it was: get another cache, kvc.get_cache(tokens), and pass the tokens behind its begin()"
                 )
-            _check_follows(cache, start, given)
+            _check_follows(cache, start, arguments)
             if first:
-                _check_sees(start, given)
+                _check_sees(start, arguments)
         cache.enter()
         try:
-            return (), self._prepare(cache, start, given)
+            return (), self._prepare(cache, start, arguments)
         except CacheMisuse:
             cache.passed()  # nothing was computed
             raise
 
     def _prepare(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Make of the cache and the input what the pass needs; returns the input."""
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
         if not cache.saw(start):  # the loaded tokens do not continue contents from unseen passes
@@ -136,14 +136,14 @@ class Guard:
         elif start:
             _check_goes_on(start, given)
             cache.stop(decoding=True)
-        ids, held = given.get("input_ids"), cache.get_seq_length()
-        cache.note(ids, plain=self._is_plain(held, ids, given))
+        ids, length = given.get("input_ids"), cache.get_seq_length()
+        cache.note(ids, plain=self._is_plain(length, ids, given))
         if cache.plain and ids is not None and given.get("position_ids") is None:
-            given = {**given, **at_positions(self._model, held, ids.shape[1], ids.shape[0])}
+            given = {**given, **at_positions(self._model, length, ids.shape[1], ids.shape[0])}
         return given
 
     def _check_model(self, cache: SkyCache) -> None:
-        """Raises CacheMisuse for contents of another model, unless one of the two is a part of the other."""
+        """Raise CacheMisuse for contents of another model, unless one of the two models is a part of the other."""
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
@@ -152,8 +152,8 @@ class Guard:
             )
 
     def look(self, cache: SkyCache, care: Care = Care.USE) -> bool:
-        """Check that the model is as it was when the cache was made; else drop the loaded tokens and store nothing
-        from it.
+        """Check that the model is unchanged since the cache was made; if not, drop the loaded tokens and store
+        nothing.
         """
         if cache.context is not None and self._same(cache.context, care):
             return True
@@ -163,7 +163,7 @@ class Guard:
         return False
 
     def passed(self, cache: SkyCache, output: object = None) -> None:
-        """A forward pass with ``cache`` has ended: count the loaded tokens that it skipped."""
+        """Record the end of a forward pass: count the loaded tokens that it skipped."""
         cache.passed()
         if cache.filled and torch.is_grad_enabled():
             _refuse_gradients(output, cache.filled)
@@ -172,8 +172,8 @@ class Guard:
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
 
     def settle(self, cache: SkyCache) -> None:
-        """Nothing more comes of ``cache``: count the loaded tokens that were not used, and warn if its guard was passed
-        by. A cache that was never given to a model is only counted.
+        """Count the unused loaded tokens of a finished ``cache``; warn if a pass bypassed the guard. A cache that was
+        never given to a model is only counted.
         """
         usage = cache.result.usage
         self.settle_unseen(cache)
@@ -181,7 +181,7 @@ class Guard:
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
 
     def settle_unseen(self, cache: SkyCache) -> None:
-        """If a forward pass has computed what was loaded, past the guard: count it, and warn."""
+        """Count and warn if a pass that bypassed the guard computed what was loaded."""
         usage = cache.result.usage
         if not cache.passed_unseen or cache.skipping is not None:
             return
@@ -200,21 +200,20 @@ class Guard:
             self._counters.add(name, tokens, reason)
 
     def _warn(self, cache: SkyCache, words: str) -> None:
-        """Once for each cache."""
         level = logging.DEBUG if cache.result.usage.has_warned else logging.WARNING
         cache.result.usage.has_warned = True
         _log.log(level, "%s", words)
 
     def __deepcopy__(self, memo: object) -> Guard:
-        """A copied cache is for the same model."""
+        """Return the same guard: a copied cache is for the same model."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A cache from another process belongs to no model here: its whole prompt is computed."""
+        """Reduce to None: a cache from another process has no guarded model."""
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Turn loaded tokens into contents as far as the input matches; returns the rest of the input."""
+        """Turn loaded tokens into contents as far as the input matches; returns the remaining input."""
         loaded = cache.loaded[start:]
         if not start:
             _check_begins(cache, given)
@@ -235,7 +234,7 @@ class Guard:
             if same < min(len(loaded), call.tokens):
                 why = _OTHER_TOKENS
         if why and start:
-            cache.loaded = cache.loaded[: start + usable]  # the prompt has ended before what was loaded, or was cut
+            cache.loaded = cache.loaded[: start + usable]  # the prompt ended before the loaded tokens, or was cut
         elif why:
             self._refuse(cache, why, len(loaded), usable)
         if isinstance(call, str):
@@ -254,13 +253,13 @@ class Guard:
         return _rest_of(given, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
-        """Run the model up to the last place where recurrent states are kept (a pass must end there), as far as all
-        rows are equal; returns the number of tokens. ``begun`` of the call's tokens are contents already.
+        """Run the model up to the last position of kept states (a pass must end there), as far as all rows are equal;
+        returns the number of tokens computed. The call's first ``begun`` tokens are contents already.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
         ids = call.ids[:1].to(self._model.device)
-        cache.guard = None  # these passes are our own
+        cache.guard = None  # the guard must not check its own passes
         try:
             for stop in cache.stops_before(start + end):
                 piece = ids[:, cache.get_seq_length() - start : stop - start]
@@ -274,7 +273,7 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
-        """Recompute a cropped cache, whose windows now reach tokens that were never loaded."""
+        """Recompute a cropped cache whose windows now include tokens that were never loaded."""
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -286,7 +285,7 @@ class Guard:
         cache.reset()
         cache.filled = start
         ids = torch.from_numpy(known).to(self._model.device)[None]
-        cache.guard = None  # this pass is our own
+        cache.guard = None  # the guard must not check its own pass
         try:
             cache.note(ids, plain=True)
             with torch.no_grad():
@@ -299,7 +298,7 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
-        """Only ``usable`` of the next ``loaded`` tokens may become contents; count and log the others."""
+        """Limit the next ``loaded`` tokens to the first ``usable``; count and log the others."""
         start = int(cache.get_seq_length())
         unused = cache.result.usage.refuse(start + usable, start + loaded, why)
         self._count("unused_tokens_total", unused, why)
@@ -311,13 +310,13 @@ class Guard:
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
     def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
-        """The input, if it is tokens at consecutive positions from ``start`` on; else a description of what it is."""
+        """Return the input if it is tokens at consecutive positions from ``start`` on; else a description of it."""
         ids = given.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
-        # a caller that does not request only the last logits wants all, if the model can be asked for fewer
-        kept = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
-        if not isinstance(kept, int) or kept < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
+        # A caller that does not request only the last logits wants all, if the model can return fewer.
+        last_logits = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
+        if not isinstance(last_logits, int) or last_logits < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
             return "more asked for than its last logits"
         if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
@@ -325,10 +324,10 @@ class Guard:
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape != (len(ids), start + width):
                 return "an attention mask of its own"
-            left = (mask != 0).int().argmax(dim=1) if not start else torch.zeros_like(mask[:, 0])
-            if not torch.equal(mask != 0, torch.arange(mask.shape[1], device=mask.device) >= left[:, None]):
+            left_paddings = (mask != 0).int().argmax(dim=1) if not start else torch.zeros_like(mask[:, 0])
+            if not torch.equal(mask != 0, torch.arange(mask.shape[1], device=mask.device) >= left_paddings[:, None]):
                 return "an attention mask of its own"
-            paddings = left.tolist()
+            paddings = left_paddings.tolist()
         positions = given.get("position_ids")
         if positions is None:
             if any(paddings):
@@ -339,16 +338,15 @@ class Guard:
         if places is not None and not bool((places == torch.arange(start, start + width, device=places.device)).all()):
             return "positions of its own"
         padding = min(paddings)
-        shifts = tuple(each - padding for each in paddings) if len(set(paddings)) > 1 else ()
-        return _Call(ids[:, padding:], padding, kept, shifts)
+        shifts = tuple(row_padding - padding for row_padding in paddings) if len(set(paddings)) > 1 else ()
+        return _Call(ids[:, padding:], padding, last_logits, shifts)
 
     def _asked(self, name: str, given: dict[str, Any]) -> bool:
-        """Whether this call or the configuration requests an output for each token."""
         value = given.get(name)
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-        """Whether every row is the same tokens, at consecutive positions from ``start`` on, unmasked and without other
+        """Return True if rows are equal tokens at consecutive positions from ``start`` on, without mask and other
         inputs.
         """
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
@@ -372,14 +370,13 @@ class Guard:
         )
 
     def _is_other_input(self, name: str, value: object) -> bool:
-        """Whether this argument is an input other than tokens, mask and positions."""
         if name in _ALONG_THE_PROMPT or name == "attention_mask" or not _has_tensors(value):
             return False
         return not (name in self._ignored_types and isinstance(value, torch.Tensor) and not bool(value.any()))
 
 
 class GuardHook:
-    """The hook on the model; holds the guard weakly."""
+    """Hook on the model; holds the guard weakly."""
 
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
@@ -398,18 +395,18 @@ class GuardHook:
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
-        """A copied model has no guard."""
+        """Reduce to an empty hook: a copied model has no guard."""
         return GuardHook, ()
 
 
 def _refuse_gradients(output: object, tokens: int) -> None:
-    """Let ``backward`` through an output raise CacheMisuse: no gradient reaches what was computed at another time."""
+    """Make ``backward`` through an output raise CacheMisuse: no gradient reaches the supplied tokens."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
             output.register_hook(partial(_no_gradient, tokens))
     elif isinstance(output, Mapping | tuple | list):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            _refuse_gradients(each, tokens)
+        for part in output.values() if isinstance(output, Mapping) else output:
+            _refuse_gradients(part, tokens)
 
 
 def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
@@ -420,15 +417,13 @@ def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Input tokens that continue a cache, with left ``padding``."""
-
     ids: torch.Tensor
     """(rows, tokens), without the padding that all rows have."""
     padding: int
     kept: int
     """Number of last tokens that must be computed for their logits."""
     shifts: tuple[int, ...] = ()
-    """More left padding of each row; empty if all rows are equally long."""
+    """Further left padding of each row; empty if all rows are equally long."""
 
     @property
     def rows(self) -> int:
@@ -439,12 +434,11 @@ class _Call:
         return int(self.ids.shape[1])
 
     def same_in_all_rows(self) -> int:
-        """Number of leading tokens that all rows share."""
         differing = (self.ids != self.ids[:1]).any(dim=0).nonzero()
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
-        """Number of leading tokens equal to ``loaded`` in all rows."""
+        """Return the number of leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
         differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
         for row, shift in enumerate(self.shifts):
@@ -455,15 +449,14 @@ class _Call:
 
 
 def _zeros_are_ignored(model: torch.nn.Module, name: str) -> bool:
-    """Whether all zeros for ``name`` have no effect: tried with two tokens."""
+    """Return True if all zeros for ``name`` have no effect, tried with two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode():
-        without, given = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
-    return bool(torch.equal(without, given))
+        without, zeros = (model(input_ids=ids, **more).logits for more in ({}, {name: torch.zeros_like(ids)}))
+    return bool(torch.equal(without, zeros))
 
 
 def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
-    """Whether each row is ``start`` .. ``end - 1``."""
     if positions.shape[-1] != end - start:
         return False
     if positions.numel() == 1:  # a decoding step waits for this
@@ -472,10 +465,9 @@ def _is_range(positions: torch.Tensor, start: int, end: int) -> bool:
 
 
 def _count_on(positions: torch.Tensor, start: int, paddings: list[int]) -> bool:
-    """Whether each row counts from ``start`` on, behind its left padding."""
     places = torch.arange(start, start + positions.shape[-1], device=positions.device)
-    left = torch.tensor(paddings, device=positions.device)[:, None]
-    return not bool(((positions != places - left) & (places - start >= left)).any())
+    left_paddings = torch.tensor(paddings, device=positions.device)[:, None]
+    return not bool(((positions != places - left_paddings) & (places - start >= left_paddings)).any())
 
 
 def _has_tensors(value: object) -> bool:
@@ -485,35 +477,34 @@ def _has_tensors(value: object) -> bool:
 
 
 def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
-    """Without the first ``tokens``, of which ``padding`` are padding."""
-    left = dict(given)
+    """Cut the first ``tokens`` tokens, of which ``padding`` are padding, from the input."""
+    remaining = dict(given)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):
-        if (value := left.get(name)) is not None:
-            left[name] = value[..., tokens:]
-    return _without_padding(left, padding)
+        if (value := remaining.get(name)) is not None:
+            remaining[name] = value[..., tokens:]
+    return _without_padding(remaining, padding)
 
 
 def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
-    """The input as if the prompt had not been padded."""
-    left = dict(given)
-    if padding and (mask := left.get("attention_mask")) is not None:
-        left["attention_mask"] = mask[:, padding:]
-    if padding and (positions := left.get("cache_position")) is not None:
-        left["cache_position"] = positions - padding
-    return left
+    inputs = dict(given)
+    if padding and (mask := inputs.get("attention_mask")) is not None:
+        inputs["attention_mask"] = mask[:, padding:]
+    if padding and (positions := inputs.get("cache_position")) is not None:
+        inputs["cache_position"] = positions - padding
+    return inputs
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse where the caller takes loaded tokens for contents without having called ``begin``."""
+    """Raise CacheMisuse if the caller treats loaded tokens as contents without a call of ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
-    behind = cache.prompt[loaded:]
-    counted = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > ids.shape[1]
-    if counted or (
-        ids.shape[1] == len(behind)
-        and not np.array_equal(behind, cache.prompt[: len(behind)])
-        and bool((ids.cpu().numpy() == behind).all())
+    remaining = cache.prompt[loaded:]
+    mask_is_longer = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > ids.shape[1]
+    if mask_is_longer or (
+        ids.shape[1] == len(remaining)
+        and not np.array_equal(remaining, cache.prompt[: len(remaining)])
+        and bool((ids.cpu().numpy() == remaining).all())
     ):
         raise CacheMisuse(
             f"the model is given the {ids.shape[1]} tokens behind what was loaded, and the cache reports none yet: "
@@ -522,7 +513,7 @@ def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
 
 
 def _check_whole(cache: SkyCache) -> None:
-    """After a failed pass: empty a cache that had been empty; raises CacheMisuse for one with contents."""
+    """Empty a cache whose first pass failed. Raises CacheMisuse if it had contents before that pass."""
     if cache.pass_start:
         raise CacheMisuse(
             "a forward pass with this cache failed midway, and its contents are not what they were: get another one "
@@ -532,7 +523,7 @@ def _check_whole(cache: SkyCache) -> None:
 
 
 def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse if no row of the input goes on with the prompt whose first tokens ``begin`` made contents."""
+    """Raise CacheMisuse if no row of the input continues the prompt after the tokens of ``begin``."""
     ids, prompt = given.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
@@ -548,9 +539,7 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
 
 
 def _check_sees(start: int, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse where the attention mask hides tokens that ``begin`` made contents: those behind them saw
-    them.
-    """
+    """Raise CacheMisuse if the mask hides tokens of ``begin``, which loaded later tokens attended to."""
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
@@ -562,7 +551,7 @@ def _check_sees(start: int, given: dict[str, Any]) -> None:
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    """Raises CacheMisuse where the attention mask counts other tokens before these than the cache holds."""
+    """Raise CacheMisuse if the attention mask counts more or fewer earlier tokens than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
@@ -573,37 +562,41 @@ def _check_goes_on(start: int, given: dict[str, Any]) -> None:
             )
 
 
-# --- the compute clock: how long a prompt's tokens take, for the patience with stores ---
+# --- the compute clock: seconds that a prompt's tokens take, for the patience with stores ---
 
 _ROWS = 64
 _RUNS = 3
 
 
 def estimated_token_s(model: torch.nn.Module) -> float | None:
-    """Estimated seconds per prompt token, for use before a pass was measured: times the model's largest matrix with
-    ``_ROWS`` tokens and scales by all matrices. None for a model without matrices.
+    """Estimate the seconds per prompt token, for use before a pass was measured: time the model's largest matrix with
+    ``_ROWS`` tokens and scale by all matrices. None for a model without matrices.
 
-    A lower bound: attention and per-layer overhead are not counted. Embedding and head are excluded, as one is a
-    lookup and the other is computed for the last token only.
+    The result is a lower bound: attention and per-layer overhead are not counted. Embedding and head are excluded: the
+    embedding is a lookup and the head is computed for the last token only.
     """
-    apart = {
+    excluded = {
         weight
         for module in (_part(model, "get_input_embeddings"), _part(model, "get_output_embeddings"))
         if (weight := getattr(module, "weight", None)) is not None
     }
-    matrices = [one for one in model.parameters() if one.dim() == 2 and one.is_floating_point() and one not in apart]
+    matrices = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.dim() == 2 and parameter.is_floating_point() and parameter not in excluded
+    ]
     largest = max(matrices, key=torch.Tensor.numel, default=None)
     if largest is None or largest.is_meta:
         return None
     rows = torch.ones((_ROWS, largest.shape[1]), dtype=largest.dtype, device=largest.device)
-    took_s = []
+    durations_s = []
     with torch.inference_mode():
         for _ in range(_RUNS):
-            began_s = time.perf_counter()
+            started_s = time.perf_counter()
             _ = torch.nn.functional.linear(rows, largest)[0, 0].item()  # .item() waits for the device
-            took_s.append(time.perf_counter() - began_s)
-    times: float = sum(one.numel() for one in matrices) / largest.numel()
-    return min(took_s) / _ROWS * times
+            durations_s.append(time.perf_counter() - started_s)
+    times: float = sum(matrix.numel() for matrix in matrices) / largest.numel()
+    return min(durations_s) / _ROWS * times
 
 
 def _part(model: torch.nn.Module, name: str) -> object:
@@ -612,9 +605,9 @@ def _part(model: torch.nn.Module, name: str) -> object:
 
 
 class ComputeClock:
-    """Hooks on ``model`` that report the duration of its passes to ``rate``, those of other callers included.
+    """Hooks on ``model`` that report the duration of its passes to ``rate``, including passes of other callers.
 
-    On CPU only: on other devices a pass returns long before its work is done, and waiting would stall the device.
+    Only on CPU: on other devices a pass returns long before its work is done, and waiting would stall the device.
     """
 
     _model: weakref.ref[torch.nn.Module] | None = None
@@ -648,10 +641,10 @@ class ComputeClock:
     def _ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, output: object = None) -> None:
         if self._model is None or self._model() is not module:
             return
-        began_s: float | None = getattr(self._begun, "at_s", None)
-        if began_s is None:  # the pass began before the hooks were added
+        started_s: float | None = getattr(self._begun, "at_s", None)
+        if started_s is None:  # the pass began before the hooks were added
             return
         self._begun.at_s = None
-        given = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(given, torch.Tensor) and given.device.type == "cpu":
-            self._rate.took(given.numel(), time.perf_counter() - began_s)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
+            self._rate.took(ids.numel(), time.perf_counter() - started_s)

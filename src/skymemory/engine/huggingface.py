@@ -1,7 +1,6 @@
-"""KVCManager for Hugging Face transformers: the interface of the disclosure, exactly.
+"""KVCManager for Hugging Face transformers: the interface of the disclosure.
 
-inputs = tokenizer(prompt, return_tensors="pt")
-out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt))
+inputs = tokenizer(prompt, return_tensors="pt") out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt))
 kvc.add_blocks(prompt)
 """
 
@@ -55,12 +54,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GROW_TOKENS = 256
-"""Room behind a prompt for generated tokens; beyond it the cache is copied once, to a larger room."""
+"""Room after a prompt for generated tokens; a longer answer copies the cache once, to a larger room."""
 KEEP_CACHES = 2
-"""Handed-out caches kept alive until ``add_blocks``, as ``generate`` keeps none."""
+"""Number of handed-out caches kept alive until ``add_blocks``, as ``generate`` keeps none."""
 
 _FOREIGN_TOLERANCE = 0.1
-"""Share of the mean magnitude of keys and values: rounding in 16 bits is a tenth of it, other tokens differ fully."""
+"""Share of the mean magnitude of keys and values. Rounding in 16 bits is a tenth of it; other tokens differ fully."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -68,24 +67,24 @@ _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a cache offers for storing."""
+    """Part of a cache to be stored."""
 
     sources: list[CacheSource]
-    """One per part; empty if no block is covered."""
+    """One source per part; empty if no block is covered."""
     ready: list[list[int]]
-    """For each part, the blocks to store from it."""
+    """Blocks to store from the source, by part."""
     stops: dict[int, bytes]
     covered: int
-    """Number of the prompt's leading blocks that it contains."""
+    """Number of the prompt's leading blocks in the cache."""
 
 
 class KVCManager:
-    """The KV cache of one model in one store. All methods may be called from any thread, one at a time.
+    """KV cache of one model in one store. All methods may be called from any thread, but not concurrently.
 
     Parameters:
         model: a decoder-only transformers model that continues from a cache as if it had computed it; else
             UnsupportedModel is raised.
-        tokenizer: needed for prompts as text; the token-id forms work without. A processor serves as well.
+        tokenizer: needed for prompts as text; the token-id forms work without it. A processor serves as well.
         store: any tier (``skymemory.open_store``); by default 1 GiB of memory in this process. The manager closes only
             a store that it made.
         codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
@@ -148,7 +147,6 @@ class KVCManager:
         if self._states is not None and loading != "prefix":
             raise InvalidInput(f"loading={loading!r} is not supported for models with recurrent states")
         self.last = LoadResult(prompt_tokens=0)
-        """Result of the last ``get_cache``."""
         self.last_stored = StoreResult(prompt_tokens=0)
         self._pool = RoomPool()
         self._kept: deque[SkyCache] = deque()
@@ -169,7 +167,7 @@ class KVCManager:
 
     @property
     def context(self) -> CacheContext:
-        """The context of the model as of the last call."""
+        """Context of the model as of the last call."""
         return self._identity.context
 
     @property
@@ -178,44 +176,45 @@ class KVCManager:
 
     @property
     def blocks(self) -> BlockCache:
-        """Blocks of the first part, by which prefixes are found: the layers without a window, if any."""
+        """Blocks of the first part, which determines prefixes: the layers without a window, if any."""
         return self.parts.first
 
     @property
     def states_kept(self) -> bool:
-        """Whether the model has recurrent states: a cached prefix then ends where states were kept."""
+        """True if the model has recurrent states: a cached prefix then ends at a position with kept states."""
         return self._states is not None
 
     @property
     def counters(self) -> Counters:
-        """``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total`` (loaded), always.
+        """Counters of this manager's tokens and blocks. Two sums always hold:
 
-        Σ ``hit_tokens_total`` = ``used_tokens_total`` (skipped by a forward pass) + Σ over reasons of
+        ``lookup_tokens_total`` = ``computed_tokens_total`` + Σ over tiers of ``hit_tokens_total`` (loaded). Σ
+        ``hit_tokens_total`` = ``used_tokens_total`` (skipped by a forward pass) + Σ over reasons of
         ``unused_tokens_total``, once the caches are gone.
         """
         return self.blocks.counters
 
     def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
-        """The longest cached prefix of ``prompt``, ready for ``generate(**tokenizer(prompt), past_key_values=…)``.
+        """Return a cache with the longest stored prefix of ``prompt``, for ``generate(**tokenizer(prompt),
+        past_key_values=…)``.
 
         ``prompt``: text, token ids, a tokenizer's output, or the messages of a chat, with keyword arguments for
         ``apply_chat_template``.
 
-        Empty on a miss, never None; at least one token is left to compute. ``.result`` (and ``kvc.last``) says how many
-        tokens came from where. ``generate`` gives the tokens of no cache, even for another prompt: what the cache does
-        not match is computed (``guard``).
+        The result is empty on a miss, never None; at least one token is left to compute. ``.result`` (and ``kvc.last``)
+        shows how many tokens came from which tier. ``generate`` returns the same tokens as without a cache, even for
+        another prompt: what the cache does not match is computed (``guard``).
         """
         seconds: dict[str, float] = {}
         return self._get(self._tokenize(prompt, template, seconds), seconds)
 
     def get_cache_ids(self, ids: TokenIds) -> SkyCache:
-        """``get_cache`` for token ids."""
         return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
-        """Store the full blocks of ``prompt``, and of the answer generated behind it, that are not stored yet.
+        """Store the full blocks of ``prompt``, and of the answer generated after it, that are not stored yet.
 
-        After a generate with ``get_cache(prompt)`` they are taken from its cache; otherwise the model computes the
+        After a ``generate`` with ``get_cache(prompt)`` they are taken from its cache; otherwise the model computes the
         missing part. A prompt shorter than a block stores nothing. ``prompt`` may be what ``generate`` returned, which
         names prompt and answer exactly.
         """
@@ -223,11 +222,11 @@ class KVCManager:
         return self._add(self._tokenize(prompt, template, seconds), None, seconds)
 
     def add_blocks_ids(self, ids: TokenIds, past_key_values: Cache | None = None) -> StoreResult:
-        """``add_blocks`` for token ids, which may include the answer.
+        """Store blocks as ``add_blocks`` does, for token ids, which may include the answer.
 
-        ``past_key_values``: a cache with the keys and values of these tokens, of a single sequence. One of ours is
-        checked against the tokens that the model was seen to append; of a foreign one shapes and length are checked,
-        and its first block is recomputed and compared.
+        ``past_key_values``: a cache with the keys and values of these tokens, of a single sequence. A SkyCache is
+        checked against the tokens that the guard recorded. Of a foreign cache, shapes and length are checked, and its
+        first block is recomputed and compared.
         """
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
@@ -236,7 +235,7 @@ class KVCManager:
         self._pool.warm(self._room_tokens(tokens) * self.layout.token_bytes)
 
     def close(self) -> None:
-        """Release the model and kept caches; closes the store if this manager made it. May be repeated."""
+        """Release the model and kept caches; close the store if this manager made it. May be called again."""
         if self._lock.owner.elsewhere:
             return
         with self._lock:
@@ -262,18 +261,18 @@ class KVCManager:
             return self._before_media(prompt_ids(prompt, self.tokenizer, template))
 
     def _before_media(self, ids: Tokens) -> Tokens:
-        """Cut before the first placeholder token of an image, video or sound: keys and values behind it depend on
-        content that the ids do not show.
+        """Cut before the first placeholder token of an image, video or sound: later keys and values depend on content
+        that the ids do not show.
         """
-        there = np.flatnonzero(np.isin(ids, self._media_tokens))
-        return ids[: there[0]] if len(there) else ids
+        placeholders = np.flatnonzero(np.isin(ids, self._media_tokens))
+        return ids[: placeholders[0]] if len(placeholders) else ids
 
     def _get(self, ids: Tokens, seconds: dict[str, float]) -> SkyCache:
         with self._lock:
             self._check_open()
             self._settle_unseen()
             while len(self._kept) >= KEEP_CACHES:
-                self._kept.popleft()  # first, so that the new one can use its memory
+                self._kept.popleft()  # first, so that the new cache can use its memory
             self._refresh_identity()
             if self._unservable:
                 cache = self._empty(len(ids))
@@ -294,7 +293,6 @@ class KVCManager:
             return cache
 
     def _settle_unseen(self) -> None:
-        """Warn of caches that the model computed past the guard since the last call."""
         if self._guard is not None:
             for cache in list(self._handed):
                 self._guard.settle_unseen(cache)
@@ -314,7 +312,7 @@ class KVCManager:
         )
 
     def _load(self, ids: Tokens, limit_tokens: int, seconds: dict[str, float], account: bool) -> SkyCache:
-        """A cache filled with the longest stored prefix, at most ``limit_tokens``; a user's as ``loading`` says."""
+        """Return a cache with the longest stored prefix, at most ``limit_tokens``; ``account`` enables ``loading``."""
         cache = self._empty(len(ids))
         if self._states is not None:
             cache.result = self._load_with_states(self._states, cache, ids, limit_tokens, seconds, account)
@@ -336,7 +334,6 @@ class KVCManager:
         seconds: dict[str, float],
         account: bool,
     ) -> LoadResult:
-        """Load the last kept states that have all blocks before them."""
         block = self.layout.block_tokens
         result = LoadResult(len(ids), blocks=len(ids) // block, failed_blocks={"no state": len(ids) // block})
         for index in stored.find(ids, limit_tokens // block):
@@ -344,13 +341,13 @@ class KVCManager:
             state = stored.load(ids, index)
             if not state:
                 continue
-            came = self.parts.load(ids, cache.groups, limit_tokens=stop, seconds=seconds, account=False)
-            if came.cached_tokens == stop:
+            loaded = self.parts.load(ids, cache.groups, limit_tokens=stop, seconds=seconds, account=False)
+            if loaded.cached_tokens == stop:
                 cache.stops[stop] = state
                 cache.fill(ids[:stop])
-                result = came
+                result = loaded
                 break
-            result = dataclasses.replace(came, hit_tokens={}, loaded_blocks=0)
+            result = dataclasses.replace(loaded, hit_tokens={}, loaded_blocks=0)
         if account:
             self.blocks.count_tokens(result)
         return result
@@ -374,14 +371,16 @@ class KVCManager:
             if any(missing) or self._states is not None:
                 cache, covered = self._computed(ids, given)
                 with cache.read() if isinstance(cache, SkyCache) else contextlib.nullcontext():
-                    taken = self._take(cache, ids, missing, covered)
-                    ready, covered = taken.ready, taken.covered
-                    saved = self.parts.save(hashes, ready, taken.sources, seconds) if taken.sources else saved
-                    self._save_states(ids, taken.stops, covered)
+                    offer = self._take(cache, ids, missing, covered)
+                    ready, covered = offer.ready, offer.covered
+                    saved = self.parts.save(hashes, ready, offer.sources, seconds) if offer.sources else saved
+                    self._save_states(ids, offer.stops, covered)
                 if (needed := self._to_compute(missing, covered, len(hashes[0]))) and saved.blocks == len(ready[0]):
                     cache, prefilled = self._prefill(ids[: needed * self.layout.block_tokens], phase)
-                    rest = [sorted({*part} - {*done}) for part, done in zip(missing, ready, strict=True)]
-                    saved += self.parts.save(hashes, self._ready(rest, cache, needed), self._sources(cache), seconds)
+                    remaining = [sorted({*part} - {*done}) for part, done in zip(missing, ready, strict=True)]
+                    saved += self.parts.save(
+                        hashes, self._ready(remaining, cache, needed), self._sources(cache), seconds
+                    )
                     self._save_states(ids, cache.stops, needed)
             self.last_stored = StoreResult(
                 prompt_tokens=len(ids),
@@ -399,64 +398,62 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """``ids`` followed by the answer generated into one of our caches, without its last, uncomputed token."""
+        """Return ``ids`` with the answer generated into one of the caches, without its last, uncomputed token."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
         least = max(1, len(ids) - 1)
-        fitting = [held for held in known if shared_prefix(held, ids) == min(len(held), len(ids)) >= least]
+        fitting = [tokens for tokens in known if shared_prefix(tokens, ids) == min(len(tokens), len(ids)) >= least]
         return max(fitting, key=len, default=ids)
 
     def _ready(self, missing: list[list[int]], cache: Cache | None, covered: int) -> list[list[int]]:
-        """For each part, the ``missing`` blocks among the first ``covered`` that ``cache`` has."""
-        there = cache.has_block if isinstance(cache, SkyCache) else lambda number, index: True
+        has_block = cache.has_block if isinstance(cache, SkyCache) else lambda number, index: True
         return [
-            [index for index in part if index < covered and there(number, index)] for number, part in enumerate(missing)
+            [index for index in part if index < covered and has_block(number, index)]
+            for number, part in enumerate(missing)
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
-        """How many leading blocks to compute so that the missing ones behind the ``covered`` can be stored; of windowed
-        parts next to others only blocks in sight of the end count.
+        """Return how many leading blocks must be computed to store the missing blocks after ``covered``; of windowed
+        parts after the first part, only blocks in the window of the end.
         """
-        first, *others = zip(self.parts.parts, missing, strict=True)
+        first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
-        for part, lacking in others:
-            seen = part.seen(blocks * self.layout.block_tokens)
-            wanted += [index for index in lacking if index >= covered and index in seen]
+        for part, part_missing in windowed:
+            visible = part.seen(blocks * self.layout.block_tokens)
+            wanted += [index for index in part_missing if index >= covered and index in visible]
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
-        """What ``cache`` offers of the first ``covered`` blocks; nothing if another thread resets it meanwhile, as its
-        contents and tokens may then belong to different prompts.
+        """Return what ``cache`` offers of the first ``covered`` blocks; nothing if another thread resets it
+        meanwhile.
         """
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
             ready = self._ready(missing, cache, covered)
             return nothing if cache is None else _Taken(self._sources(cache), ready, {}, covered)
-        begun = cache.begun
+        reset_count = cache.begun
         covered = min(covered, shared_prefix(cache.tokens(), ids) // self.layout.block_tokens)
         ready, stops = self._ready(missing, cache, covered), dict(cache.stops)
         try:
-            taken = _Taken(self._sources(cache) if covered else [], ready, stops, covered)
+            offer = _Taken(self._sources(cache) if covered else [], ready, stops, covered)
         except IndexError:  # it was just reset
             return nothing
-        return taken if cache.begun == begun and not begun % 2 else nothing
+        return offer if cache.begun == reset_count and not reset_count % 2 else nothing
 
     def _sources(self, cache: Cache) -> list[CacheSource]:
         return [CacheSource(cache, group.layout(self.layout), group.layers) for group in self._identity.groups]
 
     def _save_states(self, ids: Tokens, stops: dict[int, bytes], blocks: int) -> None:
-        """Store those of ``stops`` within the first ``blocks`` blocks."""
         if self._states is not None:
             by_block = {stop // self.layout.block_tokens - 1: state for stop, state in stops.items()}
             self._states.save(ids, {index: state for index, state in by_block.items() if index < blocks})
 
     def _computed(self, ids: Tokens, given: Cache | None) -> tuple[Cache | None, int]:
-        """The cache with the most leading blocks of ``ids``, and their number."""
         tokens = self.layout.block_tokens
         if given is not None and not isinstance(given, SkyCache):
-            held = min(foreign_length(given, self.layout), len(ids))
-            if held >= tokens:
+            length = min(foreign_length(given, self.layout), len(ids))
+            if length >= tokens:
                 self._check_given(given, ids[:tokens])
-            return given, held // tokens
+            return given, length // tokens
         candidates = [given] if given is not None else list(self._handed)
         best: SkyCache | None = None
         most = 0
@@ -473,7 +470,6 @@ class KVCManager:
         return best, most // tokens
 
     def _check_given(self, given: Cache, ids: Tokens) -> None:
-        """Raises InvalidInput if a foreign cache does not begin with what the model computes for ``ids``."""
         ours, _ = self._prefill_into(self._empty(len(ids)), ids)
         for mine, theirs in zip(ours.layers, given.layers, strict=True):
             for own, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
@@ -487,7 +483,6 @@ class KVCManager:
                     )
 
     def _prefill(self, ids: Tokens, phase: PhaseClock) -> tuple[SkyCache, int]:
-        """Compute the part of ``ids`` that is not stored; returns the cache and the number of tokens computed."""
         with phase("prefill"):
             return self._prefill_into(self._load(ids, len(ids), {}, account=False), ids)
 
@@ -508,11 +503,9 @@ class KVCManager:
         return cache, len(ids) - start
 
     def _room_tokens(self, prompt_tokens: int) -> int:
-        """Whole blocks with room to grow behind the prompt."""
         return -(-(prompt_tokens + GROW_TOKENS) // self.layout.block_tokens) * self.layout.block_tokens
 
     def _refresh_identity(self) -> None:
-        """Before each use: the model may have become another one, or one that cannot be served."""
         unservable = ""
         try:
             renewed = self._identity.renew()
@@ -564,7 +557,7 @@ class KVCManager:
 
 
 def within(model: Any) -> Any:
-    """The transformers model inside a ``torch.compile`` or peft wrapper."""
+    """Return the transformers model inside a ``torch.compile`` or peft wrapper."""
     inner = getattr(model, "_orig_mod", model)
     config = getattr(inner, "active_peft_config", None)
     if config is not None and not config.is_prompt_learning and hasattr(inner, "get_base_model"):
@@ -573,7 +566,9 @@ def within(model: Any) -> Any:
 
 
 def foreign_length(cache: Cache, layout: KVLayout) -> int:
-    """Length of a foreign cache; InvalidInput if it cannot be one of this model with a single sequence."""
+    """Return the length of a foreign cache. Raises InvalidInput if it cannot be this model's, with a single
+    sequence.
+    """
     lengths = set()
     if any(getattr(layer, "number_of_states", 0) for layer in cache.layers):
         raise InvalidInput("recurrent states can be stored only from a cache that get_cache returned")

@@ -1,7 +1,7 @@
-"""The identity of a model in the context of its blocks, and whether the model has changed since.
+"""Identity of a model in the context of its blocks, and checks for changes of the model.
 
-``Identity`` is asked before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms:
-so each use checks, and only changed tensors are hashed again (``Fingerprint``).
+``Identity`` checks before each use. A digest of all weights takes about a second, a check for changes about 0.1 ms;
+only changed tensors are hashed again (``Fingerprint``).
 """
 
 from __future__ import annotations
@@ -52,14 +52,11 @@ _NOT_IDENTITY = (
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 """Implementations that compute the same attention; others are part of the identity."""
 _EXPERTS = {None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe"}
-"""Implementations that compute the same experts."""
 
 
 class Care(IntEnum):
-    """How closely to check a model for changes."""
-
     STEP = 0
-    """A decoding step: settings, such as active adapters."""
+    """Check for a decoding step: settings, such as active adapters."""
     CALL = 1
     """Also modules and tensors: the same objects, not written to."""
     USE = 2
@@ -67,10 +64,10 @@ class Care(IntEnum):
 
 
 class Identity:
-    """The current context of ``model``; checked before each use and recomputed when the model has changed.
+    """Current context of ``model``; checked before each use and recomputed when the model has changed.
 
     ``context_of`` makes a context from a layout, the model's identity and the name of its weights. ``weights``: a
-    revision that names the current weights; once they change, their digest is used instead.
+    revision that names the current weights; after they change, their digest is used instead.
     """
 
     def __init__(
@@ -93,9 +90,9 @@ class Identity:
         )
 
     def renew(self) -> bool:
-        """Recompute the context if the model has changed; whether the context is another one now.
+        """Recompute the context if the model has changed; returns True if the context is then another.
 
-        Raises UnsupportedModel or InvalidInput if the model cannot be served any more.
+        Raises UnsupportedModel or InvalidInput if the model can no longer be served.
         """
         now = conditions()
         self._check_hooks()
@@ -110,7 +107,6 @@ class Identity:
         return self.context != before
 
     def _probe(self) -> None:
-        """What the model writes, as it is now. Raises UnsupportedModel or InvalidInput, and changes nothing then."""
         model = self._model
         check_supported(model)
         if where := foreign_code(model):
@@ -126,7 +122,9 @@ class Identity:
         self.kinds, self.groups = kinds, groups_of(kinds)
 
     def same(self, context: CacheContext | None, care: Care = Care.USE) -> bool:
-        """Whether the model is unchanged and its context is ``context``; with ``Care.USE`` also without hooks."""
+        """Return True if the model is unchanged with context ``context`` and, with ``Care.USE``, has no foreign
+        hooks.
+        """
         untouched = conditions() == self._conditions and not self._fingerprint.changed(care)
         hooked = care >= Care.USE and foreign_hook(self._model, self._our_hooks)
         return untouched and context == self.context and not hooked
@@ -135,13 +133,11 @@ class Identity:
         return self._context_of(self.layout, model_identity(self._model), weights + self._conditions)
 
     def context_of(self, group: LayerGroup) -> CacheContext:
-        """The context of a group's blocks, which are stored separately if there are several groups."""
         if len(self.groups) == 1:
             return self.context
         return dataclasses.replace(self.context, layout=group.describe(self.layout))
 
     def states_context(self, states: States) -> CacheContext:
-        """The context of the recurrent states, which are stored as blocks of another layout."""
         return dataclasses.replace(self.context, layout=states.describe(), kv_dtype="states", lossless=True)
 
     def _check_hooks(self) -> None:
@@ -153,19 +149,19 @@ class Identity:
 
 
 def conditions() -> str:
-    """Global torch settings that change results; empty for the defaults."""
-    found = [
+    """Describe the global torch settings that change results; empty for the defaults."""
+    settings = [
         f"autocast {kind} {torch.get_autocast_dtype(kind)}".replace("torch.", "")
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
     if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found.append(f"float32 matmul {precision}")
-    return "".join(f" ({one})" for one in found)
+        settings.append(f"float32 matmul {precision}")
+    return "".join(f" ({setting})" for setting in settings)
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """``type:digest`` of the configuration without names, paths and versions."""
+    """Return ``type:digest`` of the configuration without names, paths and versions."""
     fields = {
         key: value
         for key, value in model.config.to_dict().items()
@@ -180,8 +176,8 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> str:
-    """SHA-256 of everything that determines the ids of a text; "token ids" without a tokenizer."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+    """Return the SHA-256 of everything that determines the ids of a text; "token ids" without a tokenizer."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer of a processor
     if tokenizer is None:
         return "token ids"
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -198,7 +194,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None)
 
 
 def _backend_text(backend: Any) -> str:
-    """The tokenizer's JSON without truncation and padding, which each call sets."""
     fields = json.loads(backend.to_str())
     return json.dumps({name: value for name, value in fields.items() if name not in ("truncation", "padding")})
 
@@ -224,14 +219,14 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 """Attributes of a module that do not affect what it computes."""
 
 _HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.layer_reports"}
-"""Modules whose hooks change nothing; those of transformers stay after hidden states were requested once."""
+"""Modules whose hooks change nothing; hooks of transformers stay after hidden states were requested once."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
 """Packages whose replacements of a module's code give the same results, or are determined by tensors and settings."""
 
 _SAMPLE = 16
-"""Elements of each tensor that are compared: writes through ``.data`` or numpy, which torch does not count, mostly
-change all of a tensor.
+"""Number of compared elements per tensor: writes through ``.data`` or numpy, which torch does not count, mostly change
+the entire tensor.
 """
 
 _Look = tuple[object, ...]
@@ -239,15 +234,13 @@ _Look = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Digested:
-    """A tensor's state when it was hashed."""
-
     tensor: weakref.ref[torch.Tensor]
     look: _Look
     pieces: list[bytes]
 
 
 class _OneOf(frozenset[str]):
-    """Equal to each of its elements."""
+    """Set that equals each of its elements."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and other in self
@@ -260,7 +253,7 @@ _SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
 
 
 class _Rows:
-    """Values in many containers, compared as fast as Python can: a decoding step waits for it."""
+    """Values in many containers, compared as fast as Python can: a decoding step waits for the comparison."""
 
     def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
         """``rows``: container, key, value."""
@@ -269,7 +262,7 @@ class _Rows:
         self._before = [value for *_, value in rows]
 
     def held(self) -> list[Any] | None:
-        """The current values, if they are the same objects."""
+        """Return the current values if they are the same objects; else None."""
         try:
             now = [holder[key] for holder, key in self._places]
         except (KeyError, IndexError):
@@ -281,34 +274,31 @@ class _Rows:
 
 
 class _Snapshot:
-    """A model's state when it was hashed."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         modules = _modules(model)
         parts = [part for module in modules for part in (module._modules, module._parameters, module._buffers)]
         self._parts: list[Sized] = parts
-        """Dictionaries of children and tensors."""
         self._sizes = list(map(len, parts))
         self._children = _Rows(
             (part._modules, name, child) for part in modules for name, child in part._modules.items()
         )
         tensors = [
-            (held, name, tensor)
+            (holder, name, tensor)
             for module in modules
-            for held in (module._parameters, module._buffers)
-            for name, tensor in held.items()
+            for holder in (module._parameters, module._buffers)
+            for name, tensor in holder.items()
             if tensor is not None
         ]
         tensors += [(holder, key, tensor) for module in modules for _, holder, key, tensor in _loose(module)]
         self._tensors = _Rows(tensors)
-        counted = [_is_counted(tensor) for *_, tensor in tensors]
-        self._counted = counted if not all(counted) else []
-        """One per tensor; empty: all are counted."""
+        is_counted = [_is_counted(tensor) for *_, tensor in tensors]
+        self._counted = is_counted if not all(is_counted) else []
+        """Flags by tensor, True if torch counts its writes; empty if it counts all."""
         self._looks = self._look(tensor for *_, tensor in tensors)
         settings = [
             (module.__dict__, name, value)
             for module in modules
-            if type(module) is not torch.nn.Linear  # it reads none of them
+            if type(module) is not torch.nn.Linear  # Linear reads none of them
             for name, value in _settings(module).items()
         ]
         settings.append((model.__dict__, "training", model.training))
@@ -322,7 +312,6 @@ class _Snapshot:
             (module.__dict__, name, module.__dict__.get(name)) for module in modules for name in ("training", "forward")
         )
         self._code = [(kind, kind.forward) for kind in _classes(model)]
-        """Classes, with what they run."""
         views: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for *_, tensor in tensors:
             for view in _sampled(tensor):
@@ -349,7 +338,6 @@ class _Snapshot:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
 
     def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
-        """Addresses and version counters."""
         if self._counted:
             tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
         tensors = list(tensors)
@@ -357,22 +345,20 @@ class _Snapshot:
 
 
 class Fingerprint:
-    """Identifies ``model``: ``digest`` hashes it, ``changed`` reports changes since.
+    """Digest of ``model`` and detection of later changes.
 
     The digest covers every byte of parameters, buffers and other state (packed weights too), with names, shapes and
     dtypes, the class of every module and its settings: norm epsilons, attention scalings, an adapter's scaling and
-    whether it is active. It does not cover hooks and replaced code (see ``foreign_code``).
+    active flag. It does not cover hooks and replaced code (see ``foreign_code``).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known: dict[str, _Digested] = {}
         self.name = ""
-        """The last result of ``digest`` or ``watch``."""
         self._snapshot: _Snapshot | None = None
 
     def changed(self, care: Care = Care.USE) -> bool:
-        """Whether the model has changed since the last ``digest`` or ``watch``."""
         return self._snapshot is None or not self._snapshot.same(care)
 
     def watch(self, name: str) -> str:
@@ -382,27 +368,27 @@ class Fingerprint:
         return name
 
     def digest(self) -> str:
-        """``sha256:…`` over hashes of pieces of 32 MiB, in parallel: 2.2 GB take under a second.
+        """Return ``sha256:…`` over hashes of pieces of 32 MiB, in parallel: 2.2 GB take under a second.
 
-        Raises UnsupportedModel for state that cannot be hashed; it then stays "changed".
+        Raises UnsupportedModel for state that cannot be hashed; ``changed`` then stays True.
         """
         if self._snapshot is not None and not self._snapshot.same_numbers():
             self._known = {}  # written without torch's knowledge: version counters are useless
         self._snapshot = None
         snapshot = _Snapshot(self._model)
-        whole = hashlib.sha256(b"skymemory substance 2")
+        model_hash = hashlib.sha256(b"skymemory substance 2")
         tensors = dict(sorted(_state(self._model)))
         known: dict[str, _Digested] = {}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            begun = {name: self._pieces(name, tensor, pool) for name, tensor in tensors.items()}
+            futures = {name: self._pieces(name, tensor, pool) for name, tensor in tensors.items()}
             for name, tensor in tensors.items():
-                pieces = [one.result() if isinstance(one, Future) else one for one in begun[name]]
+                pieces = [piece.result() if isinstance(piece, Future) else piece for piece in futures[name]]
                 known[name] = _Digested(weakref.ref(tensor), _look(tensor), pieces)
-                whole.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode() + b"".join(pieces))
+                model_hash.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode() + b"".join(pieces))
         self._known = known
         for name, module in self._model.named_modules(remove_duplicate=False):
-            whole.update(f"|{name}|{type(module).__name__}|{_text(_settings(module))}|".encode())
-        self.name = f"sha256:{whole.hexdigest()}"
+            model_hash.update(f"|{name}|{type(module).__name__}|{_text(_settings(module))}|".encode())
+        self.name = f"sha256:{model_hash.hexdigest()}"
         self._snapshot = snapshot
         return self.name
 
@@ -414,14 +400,13 @@ class Fingerprint:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """``Fingerprint.digest`` of a model that will not change, for ``weights=``."""
     return Fingerprint(model).digest()
 
 
 def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
-    """A module of ``model`` with a forward hook that is not one of ``ours``, or "": its effect is unknown."""
+    """Return the class of a module with a forward hook not in ``ours``; or ""."""
     for module in _modules(model):
-        if module._forward_hooks or module._forward_pre_hooks:  # few have any
+        if module._forward_hooks or module._forward_pre_hooks:  # few modules have any
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 if not isinstance(getattr(hook, "__self__", hook), ours) and hook.__module__ not in _HARMLESS:
                     return type(module).__name__
@@ -429,13 +414,13 @@ def foreign_hook(model: torch.nn.Module, ours: tuple[type, ...]) -> str:
 
 
 def foreign_code(model: torch.nn.Module) -> str:
-    """A module of ``model`` whose ``forward`` is code of neither its class nor a trusted library, or ""."""
+    """Return the class of a module whose ``forward`` is neither its class's nor a trusted library's; or ""."""
     for module in _modules(model):
         own = module.__dict__
         hook = own.get("_hf_hook")
-        hooks = [type(one).__module__ for one in (hook, *getattr(hook, "hooks", ())) if one is not None]
+        hooks = [type(item).__module__ for item in (hook, *getattr(hook, "hooks", ())) if item is not None]
         put_in = [_where(own[name]) for name in ("forward", "_old_forward") if name in own]
-        if any(_package(one) not in _TRUSTED_CODE for one in (*hooks, *put_in)):
+        if any(_package(module_name) not in _TRUSTED_CODE for module_name in (*hooks, *put_in)):
             return type(module).__name__
     for kind in _classes(model):
         home = next(base for base in kind.__mro__ if "forward" in vars(base))
@@ -453,29 +438,28 @@ def _package(module: str) -> str:
 
 
 def _where(code: Any) -> str:
-    """The Python module that defines ``code``, unwrapped."""
+    """Return the Python module that defines ``code``, unwrapped."""
     while inner := code.func if isinstance(code, partial) else getattr(code, "_torchdynamo_orig_callable", None):
         code = inner
     return str(getattr(code, "__globals__", {}).get("__name__", "") or type(code).__module__)
 
 
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Like ``model.modules()``, several times as fast; shared modules are repeated."""
-    found, at = [model], 0
-    while at < len(found):
-        if children := found[at]._modules:
-            found += [child for child in children.values() if child is not None]
+    """Return ``model.modules()``, several times as fast; shared modules are repeated."""
+    modules, at = [model], 0
+    while at < len(modules):
+        if children := modules[at]._modules:
+            modules += [child for child in children.values() if child is not None]
         at += 1
-    return found
+    return modules
 
 
 def _look(tensor: torch.Tensor) -> _Look:
-    """Changes when the tensor is replaced or written: address and version counter."""
     return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
-    """Whether torch has its address and a version counter: not for wrapper tensors or those of inference mode."""
+    """Return True if torch has its address and a version counter: not for wrapper tensors or inference-mode tensors."""
     try:
         return bool(tensor.data_ptr() >= 0 and tensor._version >= 0)
     except RuntimeError:
@@ -483,9 +467,8 @@ def _is_counted(tensor: torch.Tensor) -> bool:
 
 
 def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Views of a few elements from its middle and its end (where tokens are added to an embedding)."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
-    if not plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+    if not is_plain or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return []
     middle = end = tensor.detach()
     while middle.dim() > 1:
@@ -497,12 +480,12 @@ def _sampled(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
-    """As bytes, so that NaN equals NaN."""
+    """Return the views as bytes, so that NaN equals NaN."""
     return torch.cat(views).view(torch.uint8)
 
 
 def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
-    """Tensors in a module's plain attributes: name, container, key, tensor."""
+    """Yield tensors in a module's plain attributes: name, container, key, tensor."""
     if isinstance(module, PreTrainedModel):  # state between calls
         return
     for name, value in module.__dict__.items():
@@ -511,30 +494,27 @@ def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tenso
         if isinstance(value, torch.Tensor):
             yield name, module.__dict__, name, value
         elif type(value) in (list, tuple, dict):
-            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(one, torch.Tensor):
-                    yield f"{name}.{key}", value, key, one
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    yield f"{name}.{key}", value, key, item
 
 
 def _configs(model: torch.nn.Module) -> list[PretrainedConfig]:
-    """Configurations of the model and its modules, nested ones included: some settings are read in each pass."""
-    found: dict[int, PretrainedConfig] = {}
+    configs: dict[int, PretrainedConfig] = {}
     waiting = [module.__dict__.get("config") for module in _modules(model)]
     while waiting:
         config = waiting.pop()
-        if isinstance(config, PretrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PretrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
             waiting += vars(config).values()
-    return list(found.values())
+    return list(configs.values())
 
 
 def _computes_experts(name: str, value: object) -> bool:
-    """Whether this is an experts setting with one of the equivalent implementations."""
     return name.startswith("_experts_implementation") and isinstance(value, str) and value in _SAME_EXPERTS
 
 
 def _settings(module: torch.nn.Module) -> dict[str, object]:
-    """The module's plain attributes other than tensors and modules; packed weights by identity."""
     if isinstance(module, PreTrainedModel):
         return {}
     return _plain_of({name: value for name, value in module.__dict__.items() if name not in _OF_TORCH})
@@ -552,21 +532,20 @@ def _plain_of(attributes: Mapping[str, object]) -> dict[str, object]:
 
 def _plain(value: Any) -> bool:
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return all(isinstance(one, _SETTING) for one in inner)
+    return all(isinstance(item, _SETTING) for item in inner)
 
 
 def _text(settings: Mapping[str, object]) -> str:
-    """The same in every process; packed weights are covered by the state."""
-    plain = {
+    """Return a text of the settings that is the same in every process; packed weights are covered by the state."""
+    fields = {
         name: sorted(map(repr, value)) if isinstance(value, set) else value
         for name, value in settings.items()
         if not isinstance(value, torch.ScriptObject)
     }
-    return repr(sorted(plain.items(), key=lambda item: item[0]))
+    return repr(sorted(fields.items(), key=lambda item: item[0]))
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model by name, including those that are neither parameters nor buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -580,11 +559,11 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _flat(f"{name}.{key}", one)
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
     elif isinstance(value, list | tuple):
-        for at, one in enumerate(value):
-            yield from _flat(f"{name}.{at}", one)
+        for at, item in enumerate(value):
+            yield from _flat(f"{name}.{at}", item)
     elif isinstance(value, bytes | bytearray):
         yield name, torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)
     elif isinstance(value, _SETTING):
@@ -594,7 +573,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _split(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Its bytes in pieces."""
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()

@@ -18,13 +18,13 @@ _DOCUMENT_LIMIT_BYTES = 256 << 20
 
 
 def shipped_document() -> str:
-    """The handbook of an imaginary constellation, about 33 KB of English: the demo's context."""
+    """Return the handbook of an imaginary constellation, about 33 KB of English: the demo's context."""
     text = resources.files("skymemory").joinpath("engine", "texts", SHIPPED_DOCUMENT)
     return text.read_text(encoding="utf-8")
 
 
 def read_document(path: str | Path) -> str:
-    """The text in a file; InvalidInput if it is missing, empty, too large or not UTF-8 text."""
+    """Return the text of a file. Raises InvalidInput if it is missing, empty, too large or not UTF-8 text."""
     file = Path(path)
     if not file.is_file():
         raise InvalidInput(f"no document at {str(path)!r}: expected a text file")
@@ -42,28 +42,27 @@ def read_document(path: str | Path) -> str:
 
 
 def small_model_folder() -> Path:
-    """Returns the folder of the small model: 6.5 million parameters, trained by ``make small-model``.
+    """Return the folder of the small model: 6.5 million parameters, trained by ``make small-model``.
 
-    It is a distribution of its own, found in a checkout without being installed; ORIGIN.txt in it says what it was
-    trained on. Raises MissingExtra if it is nowhere.
+    The model is a separate distribution; in a checkout it needs no installation. Its ORIGIN.txt names the training
+    text. Raises MissingExtra if it is not found.
     """
     if (checkout := find_checkout()) is not None:
         folder = checkout / "models" / "small" / "skymemory_small_model"
         if (folder / "config.json").is_file():
             return folder
-    found = find_spec("skymemory_small_model")
-    if found is None or found.origin is None:
+    spec = find_spec("skymemory_small_model")
+    if spec is None or spec.origin is None:
         raise MissingExtra(f"the small model is not installed: {small_model_command()}")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def is_model_name(name: str) -> bool:
-    """Whether ``name`` is one of ``MODEL_NAMES``; write ``./small`` for a folder of that name."""
+    """Return True for a name in ``MODEL_NAMES``; ``./small`` means a folder of that name."""
     return name in MODEL_NAMES
 
 
 def check_model(name: str) -> None:
-    """Raises ``InvalidInput`` if ``name`` is neither a model's name nor a folder with a saved model."""
     if not is_model_name(name) and not (Path(name) / "config.json").is_file():
         raise InvalidInput(
             f"no model {name!r}: expected a folder with config.json, as save_pretrained writes, or one of "
@@ -72,7 +71,6 @@ def check_model(name: str) -> None:
 
 
 def check_model_folder(path: str | Path) -> None:
-    """Raises ``InvalidInput`` where there is no saved model."""
     if not (Path(path) / "config.json").is_file():
         raise InvalidInput(f"no model in {str(path)!r}: expected a folder with config.json, as save_pretrained writes")
 
@@ -80,8 +78,8 @@ def check_model_folder(path: str | Path) -> None:
 def check_engine_installed(
     model: str | None = None, what: str = "a model", more: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Raises ``MissingExtra`` that names all that is missing at once: torch, transformers, the small model where it is
-    the ``model``, and packages ``more`` by the extra that brings them. Imports none of it.
+    """Raise ``MissingExtra`` that names all missing packages at once: torch, transformers, the small model if ``model``
+    is "small", and packages ``more`` by the extra that installs them. Imports none of them.
     """
     absent = {
         extra: [name for name in names if find_spec(name) is None]

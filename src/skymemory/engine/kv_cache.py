@@ -1,9 +1,8 @@
 """SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
 
-transformers' own DynamicCache concatenates, so that its first step would copy everything that was just loaded.
-Here all layers share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow: blocks are copied
-into it once, and new tokens are written behind them. Any other operation on a layer (crop, beams, offloading) falls
-back to DynamicLayer.
+transformers' own DynamicCache concatenates: its first step would copy everything that was just loaded. Here all layers
+share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow. Blocks are copied into it once, and new
+tokens are written after them. Any other operation on a layer (crop, beams, offloading) falls back to DynamicLayer.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ except ImportError:  # before 5.23
         pass
 
 
-# Blocks are only read from these buffers, never written to.
+# Blocks are only read from these buffers, never written to them.
 warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
 
 LAYERS = (
@@ -84,7 +83,6 @@ LAYERS = (
     LinearAttentionAndFullAttentionLayer,
     DummyLayer,
 )
-"""The supported layers of transformers: keys and values of tokens, recurrent states, or nothing."""
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -94,10 +92,10 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Reuses memory of caches, as the first touch of fresh memory costs more than the copy into it.
+    """Pool of memory for caches: the first touch of fresh memory costs more than the copy into it.
 
-    An array is free when only the pool refers to it: a tensor made by ``from_numpy`` holds its array until the last
-    view of its storage is gone. At most ``keep`` arrays are kept.
+    An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array until the last view
+    of its storage is dropped. The pool keeps at most ``keep`` arrays.
     """
 
     _GRAIN_BYTES = 8 << 20
@@ -108,7 +106,7 @@ class RoomPool:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """At least ``size_bytes`` bytes, contents undefined."""
+        """Return at least ``size_bytes`` bytes, contents undefined."""
         with self._lock:
             counts = zip(self._arrays, _references(self._arrays), strict=True)
             free = [array for array, count in counts if count <= _FREE and len(array) >= size_bytes]
@@ -124,7 +122,6 @@ class RoomPool:
             return torch.from_numpy(array)
 
     def warm(self, size_bytes: int) -> None:
-        """Touch memory for one cache of ``size_bytes`` in advance."""
         self.take(size_bytes).zero_()
 
 
@@ -133,27 +130,29 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""``_references`` of an array that only its list holds, in this Python."""
+"""Reference count of an array that only its list holds, in this Python."""
 
 
 def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
-    room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else a forked child writes into it
+    # MAP_PRIVATE: a forked child must not write into it.
+    room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)
 
 
 _KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
-"""transformers 4 initializes a layer with its keys only."""
+"""True for transformers 4, which initializes a layer with its keys only."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer whose keys and values are in ``room``, each (kv_heads, room_tokens, width), as long as they fit."""
+    """Layer whose keys and values are in ``room``, each (kv_heads, room_tokens, width), as long as they fit."""
 
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
-        self._in_place: torch.Tensor | None = None  # our keys; any others mean that the room is left
+        self._in_place: torch.Tensor | None = None
+        """``keys`` as set here; if ``keys`` is another tensor, the layer has left the room."""
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -161,7 +160,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._in_place = self.keys
 
     def fill(self, tokens: int) -> None:
-        """Make the first ``tokens`` of the room the layer's contents."""
         room = self._room
         if room is None or not tokens:
             return
@@ -171,7 +169,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append, in place where there is room; see DynamicLayer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         room = self._room
@@ -207,7 +204,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def in_place(self) -> bool:
-        """Whether its contents, if any, are still in the room."""
         return self._room is not None and (not self.is_initialized or self.keys is self._in_place)
 
     def get_seq_length(self, *args: Any) -> int:
@@ -215,24 +211,23 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return 0 if keys is None or not keys.numel() else int(keys.shape[-2])
 
     def leave_room(self) -> None:
-        """Write what follows to other memory."""
         self._room = self._in_place = None
 
     def reset(self) -> None:
-        """Empty the layer; the room and its bytes are kept."""
+        """Empty the layer; the room and its bytes stay."""
         self.keys = self.values = self._in_place = None
         self.is_initialized = False
 
 
 class Presence:
-    """Tokens whose keys and values windowed layers have: those out of sight need not be loaded."""
+    """Record of which tokens windowed layers hold: tokens outside the window need not be loaded."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
         self._window = window
         self._tokens = np.zeros(room_tokens, bool)
 
     def came(self, start: int, stop: int) -> None:
-        """These are present now. Tokens behind the room were computed, so they are always present."""
+        """Record tokens as present. Tokens after the room's end are computed, so they always count as present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -242,27 +237,27 @@ class Presence:
         return bool(self._tokens[start:stop].any())
 
     def suffices(self, tokens: int) -> bool:
-        """Whether all tokens in sight behind the first ``tokens`` are present."""
+        """Return True if all tokens in the window after the first ``tokens`` are present."""
         return self.has(self.first_seen(tokens), tokens)
 
     def first_seen(self, tokens: int) -> int:
-        """The first token in the window of the one behind ``tokens``."""
+        """Return the first token in the window of token number ``tokens``."""
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
-        """``suffices`` for each number of tokens from 0 to ``most``."""
-        lacking = np.zeros(most + 1, np.int64)
+        """Return ``suffices`` for each number of tokens from 0 to ``most``."""
+        missing = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
-        lacking[1 : len(known) + 1] = np.cumsum(~known)
-        lacking[len(known) + 1 :] = lacking[len(known)]
-        return np.asarray(lacking == lacking[np.maximum(np.arange(most + 1) - self._window + 1, 0)])
+        missing[1 : len(known) + 1] = np.cumsum(~known)
+        missing[len(known) + 1 :] = missing[len(known)]
+        return np.asarray(missing == missing[np.maximum(np.arange(most + 1) - self._window + 1, 0)])
 
 
 class SlidingLayer(GrowingLayer):
-    """A layer with a sliding window.
+    """Layer with a sliding window.
 
-    transformers' own layer drops tokens out of sight. This one keeps them, as blocks are stored from it, and returns
-    the same tensors to the model: from the first token in sight of the new ones on.
+    transformers' own layer drops tokens outside the window. This layer keeps them, since blocks are stored from it, and
+    returns the same tensors to the model: from the first token in the window of the new tokens.
     """
 
     is_sliding = True
@@ -278,16 +273,16 @@ class SlidingLayer(GrowingLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append; returns keys and values in sight of the new tokens."""
+        """Append, and return the keys and values in the window of the new tokens."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        seen = self.sliding_window - 1 + key_states.shape[-2]
-        return keys[..., -seen:, :], values[..., -seen:, :]
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[..., -visible:, :], values[..., -visible:, :]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Length and offset of the keys that ``update`` returns."""
-        held = self.get_seq_length()
+        """Return length and offset of the keys that ``update`` returns."""
+        length = self.get_seq_length()
         new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return min(held, self.sliding_window - 1) + new, max(held - self.sliding_window + 1, 0)
+        return min(length, self.sliding_window - 1) + new, max(length - self.sliding_window + 1, 0)
 
     def get_max_length(self) -> int:
         return self.sliding_window
@@ -297,21 +292,17 @@ class SlidingLayer(GrowingLayer):
 
 
 class RecurrentLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A layer with recurrent states only."""
-
     def reset(self) -> None:
         forget(self)
 
 
 class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type: ignore[misc]
-    """A layer with ``states`` recurrent states in addition to keys and values."""
-
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor], states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
         GrowingLayer.__init__(self, room)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        if args:  # of keys and values
+        if args:  # called for keys and values
             GrowingLayer.lazy_initialization(self, *args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
@@ -323,17 +314,12 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What one layer of a model stores."""
-
     attention: bool = True
-    """Keys and values of tokens."""
     window: int | None = None
-    """The sliding window; None: full attention."""
+    """Sliding window in tokens; None for full attention."""
     states: int = 0
-    """Recurrent states."""
 
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """A layer of this kind, with the next of ``rooms`` if it needs one."""
         if not self.attention:
             return RecurrentLayer(number_of_states=self.states) if self.states else DummyLayer()
         if self.states:
@@ -350,20 +336,18 @@ class LayerGroup:
     """Indices among the layers with attention."""
 
     def layout(self, whole: KVLayout) -> KVLayout:
-        """Layout of these layers' blocks, if that of all layers is ``whole``."""
         return dataclasses.replace(whole, layers=len(self.layers))
 
     def describe(self, whole: KVLayout) -> str:
-        """For ``CacheContext.layout``, where there are several groups."""
         layers = ",".join(map(str, self.layers))
         return f"{self.layout(whole).describe()} of layers {layers}, window {self.window or 'none'}"
 
 
 def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
-    """Layers grouped by window, the group without a window first."""
+    """Group layers by window; the group without a window is first."""
     windows = [kind.window for kind in kinds if kind.attention]
     return tuple(
-        LayerGroup(window, tuple(at for at, one in enumerate(windows) if one == window))
+        LayerGroup(window, tuple(at for at, layer_window in enumerate(windows) if layer_window == window))
         for window in sorted(set(windows), key=lambda one: one or 0)
     )
 
@@ -372,7 +356,7 @@ class GroupRoom:
     """A group's part of the room: the sink of its ``BlockCache``."""
 
     def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """``rooms``: its layers' keys and values, each (layers, kv_heads, tokens, width)."""
+        """``rooms``: keys and values of the group's layers, each (layers, kv_heads, tokens, width)."""
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
@@ -380,7 +364,7 @@ class GroupRoom:
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """See ``cache.blocks.RowSink``: none on a device, and none over tokens that are present."""
+        """See ``cache.blocks.RowSink``. Returns None on a device, or if a token of the block is present."""
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
         room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
@@ -397,14 +381,13 @@ class GroupRoom:
             self.presence.came(index * tokens, (index + 1) * tokens)
 
     def place(self, index: int, block: memoryview) -> None:
-        """Copy one block's raw bytes to its place."""
         tokens = self._layout.block_tokens
         if self._staging is not None:
             self._staging.place(index, block)
         else:
             span = slice(index * tokens, (index + 1) * tokens)
-            for there, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
-                np.copyto(there.view(torch.uint8).numpy()[:, :, span], part)
+            for target, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
+                np.copyto(target.view(torch.uint8).numpy()[:, :, span], part)
         self.came(index)
 
     def flush(self) -> None:
@@ -412,43 +395,37 @@ class GroupRoom:
             self._staging.flush()
 
     def lacking(self, tokens: int) -> list[int]:
-        """Blocks in sight behind the first ``tokens`` that are not completely present."""
         if self.presence is None:
             return []
         block = self._layout.block_tokens
-        seen = range(self.presence.first_seen(tokens) // block, -(-tokens // block))
-        return [index for index in seen if not self.has_block(index)]
+        visible = range(self.presence.first_seen(tokens) // block, -(-tokens // block))
+        return [index for index in visible if not self.has_block(index)]
 
     def has_block(self, index: int) -> bool:
-        """Whether all its tokens are present."""
         tokens = self._layout.block_tokens
         return self.presence is None or self.presence.has(index * tokens, (index + 1) * tokens)
 
 
 class Guarding(Protocol):
-    """The guard of a cache's model (``engine.guard``)."""
-
     def look(self, cache: SkyCache) -> bool: ...
 
     def settle(self, cache: SkyCache) -> None: ...
 
 
 class Bringing(Protocol):
-    """Loads more blocks of a cache's prompt (``cache.blocks.Parts``)."""
-
     def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 
 
 class SkyCache(DynamicCache):  # type: ignore[misc]
-    """A DynamicCache that knows which tokens it holds and where they came from.
+    """DynamicCache that knows which tokens it holds and where they came from.
 
-    When handed out it is empty: ``loaded`` tokens are in its room and become contents at the first forward pass, as far
-    as the model's input is the same (``guard``). So ``generate`` passes the whole prompt to the model, and the result
-    is always that of an empty cache. A custom loop that passes only the tokens behind the loaded ones calls ``begin``
+    A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
+    as far as the model's input equals them (``guard``). So ``generate`` passes the whole prompt, and its result always
+    equals that of an empty cache. A custom loop that passes only the tokens after the loaded ones calls ``begin``
     first.
 
-    ``result`` says where the prefix came from. ``tokens()`` are the tokens that the model was seen to append, as far as
-    they are known and equal in all rows; nothing else is ever stored from it.
+    ``result`` shows where the prefix came from. ``tokens()`` are the tokens that the guard recorded, as far as they are
+    known and equal in all rows; only these are ever stored.
     """
 
     def __init__(
@@ -461,7 +438,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         states: States | None = None,
         stop_every: int = 0,
     ) -> None:
-        """``kinds``: one per layer; empty: full attention. ``states``: the model's recurrent states, if any;
+        """``kinds``: one per layer; empty: full attention. ``states``: the model's recurrent states, if any.
         ``stop_every``: tokens between two kept states.
         """
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
@@ -473,7 +450,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             kinds = kinds or [LayerKind()] * layout.layers
             keys, values = _rooms(self._room, layout, room_tokens)
             self.groups: list[GroupRoom] = []
-            """One for each of ``groups_of(kinds)``."""
             of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for group in groups_of(kinds):  # consecutive, so that each group is one slice of the room
                 rows = slice(len(of_layer), len(of_layer) + len(group.layers))
@@ -487,50 +463,45 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.states = states
         self.stop_every = stop_every
         self.stops: dict[int, bytes] = {}
-        """Recurrent states by the number of tokens before them."""
+        """Recurrent states, by the number of tokens before them."""
         self._latest_stop = 0
-        """The latest one kept while decoding."""
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
-        """The guard of the model that this cache is for; only it may ``advance`` and ``note``."""
         self.context: CacheContext | None = None
-        """The context of its contents; None: they must not be stored."""
+        """Context of the contents; None if they must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
-        """Tokens in the room from the first on, contents or not."""
+        """Tokens whose blocks are in the room, from token 0 on, whether or not they are contents yet."""
         self.prompt: Tokens = _NO_TOKENS
-        """The prompt it was made for."""
         self.source: Bringing | None = None
-        """Loads more blocks: a shorter use may have tokens in sight that were not loaded."""
+        """Loader of further blocks: the window of a shorter prefix may include tokens that were not loaded."""
         self._accounted = 0
-        """Number of tokens for which presence has been recorded."""
         self.padding = 0
-        """Left padding of the caller's prompt that the model is not given."""
+        """Left padding of the caller's prompt that is cut from the model's input."""
         self.taken = 0
-        """Number of tokens that ``begin`` made contents; the caller passes those that follow them."""
+        """Number of tokens that ``begin`` made contents; the caller passes the tokens after them."""
         self.filled = 0
-        """Number of tokens in its contents that no pass with gradients has computed."""
+        """Number of leading tokens of the contents that were not computed with gradients."""
         self.skipping: tuple[int, int] | None = None
-        """Loaded tokens that became contents, until the forward pass that skips them has ended."""
+        """Loaded tokens (start, stop) that became contents; None once the forward pass that skips them has ended."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
         self._closed = False
-        """Tokens behind ``_seen`` are unknown."""
+        """True if the tokens after ``_seen`` are unknown."""
         self._readers = 0
         self.begun = 0
-        """Sequence lock: odd during a reset, for readers in other threads."""
+        """Sequence lock for readers in other threads: odd during a reset."""
         self._in_a_pass = False
-        """A forward pass has begun and not ended."""
         self.pass_start = 0
-        """Number of tokens that it held before that."""
+        """Number of tokens held before that pass."""
         self._handed_to_generate = False
         self.used_before = False
-        """Whether it had contents when ``generate`` took it, and prepared its inputs for them."""
+        """True if the cache had contents when ``generate`` took it and prepared its inputs."""
 
     def fill(self, tokens: Tokens) -> None:
-        """Make ``tokens``, whose blocks were placed, the contents.
+        """Make ``tokens``, whose blocks are placed, the contents.
 
-        Raises RuntimeError if tokens in sight behind them were not placed.
+        Raises RuntimeError if tokens in the window after them were not placed.
         """
         if not self.suffices(len(tokens)):
             raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
@@ -546,25 +517,23 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self.loaded = tokens
 
     def suffices(self, tokens: int) -> bool:
-        """Whether all layers have the tokens in sight behind the first ``tokens``."""
         self._account()
         return all(group.presence is None or group.presence.suffices(tokens) for group in self.groups)
 
     def has_block(self, group: int, index: int) -> bool:
-        """Whether all tokens of a group's block are present."""
         self._account()
         return self.groups[group].has_block(index)
 
     def _account(self) -> None:
         """Record the tokens appended since the last call as present. (Layers cannot: their updates are compiled.)"""
-        held = self.held
+        length = self.held
         for group in self.groups:
             if group.presence is not None:
-                group.presence.came(self._accounted, held)
-        self._accounted = held
+                group.presence.came(self._accounted, length)
+        self._accounted = length
 
     def rewind(self) -> None:
-        """Empty it, keeping its known contents as loaded tokens for the next forward pass."""
+        """Empty the cache; its known contents stay as loaded tokens for the next forward pass."""
         if not self.get_seq_length():
             if self.has_failed:
                 self.undo()
@@ -572,7 +541,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._empty(self.tokens())
 
     def _empty(self, known: Tokens) -> None:
-        """Empty it; ``known``, if it is still in the room, is what the next forward pass may take from there."""
         loaded = known if all(layer.in_place for layer in self._attention) else _NO_TOKENS
         stops = {tokens: state for tokens, state in self.stops.items() if tokens <= len(loaded)}
         self.reset()
@@ -580,17 +548,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
-        """Number of tokens in its contents."""
         return int(self.get_seq_length())
 
     @property
     def rows(self) -> int:
-        """Number of sequences."""
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
-        """Make the loaded tokens contents and return their number: pass the prompt's tokens behind them to the model,
-        unchanged since. 0 for a cache that was pickled, whose model is unknown.
+        """Make the loaded tokens contents and return their number; then pass the prompt's tokens after them to the
+        unchanged model. Returns 0 for a cache that was pickled: its model is unknown.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -602,58 +568,58 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """How many of the next ``tokens`` loaded tokens can become contents: up to a place with all tokens in sight,
-        and with states if the model has some.
+        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position with all tokens of
+        its window and with kept states, if the model has any.
         """
-        held = self.held
+        length = self.held
         if not all(layer.in_place for layer in self._attention):
             return 0
-        if self.source is not None and not self.suffices(held + tokens):
-            self.source.bring(self.loaded, self.groups, [group.lacking(held + tokens) for group in self.groups])
+        if self.source is not None and not self.suffices(length + tokens):
+            self.source.bring(self.loaded, self.groups, [group.lacking(length + tokens) for group in self.groups])
             for group in self.groups:
-                group.flush()  # now: tokens computed instead must not be overwritten
-        if not self.states and self.suffices(held + tokens):
+                group.flush()  # at once: later, tokens computed instead could be overwritten
+        if not self.states and self.suffices(length + tokens):
             return tokens
-        good = np.ones(held + tokens + 1, bool)
+        good = np.ones(length + tokens + 1, bool)
         if self.states:
             good[:] = False
             good[[stop for stop in self.stops if stop < len(good)]] = True
         for group in self.groups:
             if group.presence is not None:
-                good &= group.presence.sufficient(held + tokens)
-        ends = np.flatnonzero(good[held + 1 :])
+                good &= group.presence.sufficient(length + tokens)
+        ends = np.flatnonzero(good[length + 1 :])
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Where the next passes must end for states to be kept: up to ``end`` tokens, ascending."""
-        held, block = self.get_seq_length(), self._layout.block_tokens
+        """Return the positions up to ``end``, ascending, at which passes must end so that states can be kept."""
+        length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
         wanted = {*range(self.stop_every, end + 1, self.stop_every), end // block * block}
-        return sorted(stop for stop in wanted if stop > held)
+        return sorted(stop for stop in wanted if stop > length)
 
     def stop(self, decoding: bool = False) -> None:
-        """Keep the current states if a block ends here. While decoding, only the latest between two regular stops."""
+        """Keep the current states if a block ends here; while decoding, only the latest between regular stops."""
         if not self.states or self._closed:
             return
-        held = int(self.get_seq_length())
-        if not held or held % self._layout.block_tokens:
+        length = int(self.get_seq_length())
+        if not length or length % self._layout.block_tokens:
             return
-        self.stops[held] = self.states.take(self.layers)
-        if decoding and held % self.stop_every:
+        self.stops[length] = self.states.take(self.layers)
+        if decoding and length % self.stop_every:
             self.stops.pop(self._latest_stop, None)
-            self._latest_stop = held
+            self._latest_stop = length
 
     def advance(self, tokens: int) -> None:
-        """Make the next ``tokens`` loaded tokens contents: the model's input begins with them."""
+        """Make the next ``tokens`` loaded tokens contents."""
         start = self.held
         self.fill(self.loaded[: start + tokens])
         self.skipping = (start, start + tokens) if tokens else None
 
     @property
     def _is_user_defined(self) -> bool:
-        """Set by ``generate`` when it begins: it passes its whole prompt, so a used cache is rewound and compared from
-        the first token on.
+        """Flag that ``generate`` sets when it begins. ``generate`` passes its whole prompt, so a used cache is rewound
+        and compared from the first token.
         """
         return self._handed_to_generate
 
@@ -665,7 +631,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Meanwhile its contents are not overwritten, even if another thread generates with it."""
+        """Keep the contents from being overwritten meanwhile, even if another thread generates with the cache."""
         self._readers += 1
         try:
             yield
@@ -673,36 +639,34 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._readers -= 1
 
     def enter(self) -> None:
-        """A forward pass begins: from now on contents change."""
         self._in_a_pass, self.pass_start = True, self.held
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last pass failed and left other contents than it found (unknown for states, so assumed)."""
+        """True if the last pass failed and changed the contents (assumed for recurrent states)."""
         if not self._in_a_pass:
             return False
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
 
     def undo(self) -> None:
-        """Empty it after a first pass that failed; what was loaded can still be used."""
+        """Empty the cache after a first pass that failed; the loaded tokens stay usable."""
         self._empty(self.loaded)
 
     def passed(self) -> None:
-        """The forward pass has ended."""
         self._in_a_pass = False
 
     @property
     def plain(self) -> bool:
-        """Whether its contents are known tokens at consecutive positions."""
+        """True if the contents are known tokens at consecutive positions."""
         return not self._closed
 
     def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
-        """The model is about to append ``input_ids`` (rows, n); ``plain``: all rows equal, at consecutive positions."""
-        held = self.get_seq_length()
+        """Record the ``input_ids`` (rows, n) of the next pass; ``plain``: equal rows at consecutive positions."""
+        length = self.get_seq_length()
         self._in_a_pass = True
-        if self._seen_tokens > held:  # a pass failed
-            self._seen_tokens, self._seen = held, [_joined(self._seen)[:held]]
-        if not plain or input_ids is None or self._seen_tokens < held:  # a pass without the guard
+        if self._seen_tokens > length:  # a pass failed
+            self._seen_tokens, self._seen = length, [_joined(self._seen)[:length]]
+        if not plain or input_ids is None or self._seen_tokens < length:  # a pass without the guard
             self._closed = True
         elif not self._closed:
             self._seen.append(input_ids[0].detach().clone())
@@ -710,24 +674,23 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def passed_unseen(self) -> bool:
-        """Whether a forward pass appended to it that its guard did not see."""
         return not self.result.usage.is_in_use and self.held > self._seen_tokens
 
     def __del__(self) -> None:
-        guard: Guarding | None = self.__dict__.get("guard")  # absent if its constructor failed
+        guard: Guarding | None = self.__dict__.get("guard")  # absent if the constructor failed
         if guard is not None and not sys.is_finalizing() and self.result.usage.drop():
             guard.settle(self)
 
     def saw(self, held: int) -> bool:
-        """Whether all passes that appended its ``held`` tokens were noted."""
+        """Return True if the guard recorded all passes that appended the first ``held`` tokens."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
-        """The leading token ids, as far as they are known and equal in all rows."""
-        seen = _joined(self._seen)
+        """Return the leading token ids, as far as they are known and equal in all rows."""
+        recorded = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
-        known = len(lengths) == 1 and (len(seen) in lengths or (self._closed and len(seen) < min(lengths)))
-        return seen if known else _NO_TOKENS
+        known = len(lengths) == 1 and (len(recorded) in lengths or (self._closed and len(recorded) < min(lengths)))
+        return recorded if known else _NO_TOKENS
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -750,9 +713,9 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         super().crop(tokens_to_remove)
         self._accounted = self.held
         self.loaded, self.stops, self.taken = _NO_TOKENS, {}, 0
-        seen = _joined(self._seen)
-        self._closed = self._closed and len(seen) < self.get_seq_length()
-        self._seen = [seen[: self.get_seq_length()]]
+        recorded = _joined(self._seen)
+        self._closed = self._closed and len(recorded) < self.get_seq_length()
+        self._seen = [recorded[: self.get_seq_length()]]
         self._seen_tokens = len(self._seen[0])
 
     def reset(self) -> None:
@@ -781,19 +744,19 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """Whether ``shift_rows`` can move its rows: neither recurrent states nor windows, whose tokens may lack."""
+        """True if ``shift_rows`` can move the rows: no recurrent states and no windows, which may lack tokens."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row's contents so many columns to the right, behind left padding that the caller's mask hides; as
-        many at its end are dropped. Its columns then belong to other tokens in each row, so that none is stored.
+        """Move each row's contents right by so many columns; as many at the end are dropped. The caller's mask hides
+        the new left padding. Columns then hold different tokens in each row, so nothing is stored from them.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
-                held: torch.Tensor = getattr(layer, name)
-                moved = torch.zeros_like(held)
+                tensor: torch.Tensor = getattr(layer, name)
+                moved = torch.zeros_like(tensor)
                 for row, shift in enumerate(shifts):
-                    moved[row, :, shift:] = held[row, :, : max(0, held.shape[2] - shift)]
+                    moved[row, :, shift:] = tensor[row, :, : max(0, tensor.shape[2] - shift)]
                 setattr(layer, name, moved)
         self._seen, self._seen_tokens, self._closed, self.loaded = [], 0, True, _NO_TOKENS
 
@@ -803,13 +766,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
 
 class CacheSource:
-    """Blocks of any transformers cache with one sequence: the source of ``BlockCache.save``."""
+    """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
         """``layers``: the layers of a block, as indices among those with attention; empty: all."""
-        there = _of_tokens(cache)
+        pairs = _of_tokens(cache)
         self._layers = [
-            (keys[0].detach(), values[0].detach()) for keys, values in ([there[at] for at in layers] or there)
+            (keys[0].detach(), values[0].detach()) for keys, values in ([pairs[at] for at in layers] or pairs)
         ]
         self._layout = layout
         on_device = bool(self._layers) and self._layers[0][0].device.type != "cpu"
@@ -828,13 +791,11 @@ class CacheSource:
 
 
 def _of_tokens(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of the layers that have them."""
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
 
 def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all layers in ``room``, each (layers, kv_heads, tokens, width)."""
     of_keys, of_values = layout.widths
     if of_keys == of_values:  # laid out like a block
         both = room.view(layout.layers, 2, layout.kv_heads, tokens, of_keys)
@@ -845,36 +806,37 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
-    """The bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block with this many tokens."""
+    """Return the bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block of this many
+    tokens.
+    """
     layers, heads, tokens, width = keys.shape
-    one = heads * tokens * width
-    if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != one * keys.element_size():
+    layer_items = heads * tokens * width
+    if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != layer_items * keys.element_size():
         return None
-    if keys.stride() != (2 * one, tokens * width, width, 1):
+    if keys.stride() != (2 * layer_items, tokens * width, width, 1):
         return None
-    together = keys.as_strided((2 * layers * one,), (1,))
+    together = keys.as_strided((2 * layers * layer_items,), (1,))
     return memoryview(together.view(torch.uint8).numpy())
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
+    """Return views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy shares the work among threads, and waits
-    15 ms for one that another program keeps from running.
+    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a
+    thread that another program keeps from running.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _apart(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
 
 def _apart(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
-    """Keys and values of ``layers``, (…, a layer's numbers): each (…, kv_heads, tokens, width)."""
+    """Split ``layers``, (…, numbers of a layer), into keys and values, each (…, kv_heads, tokens, width)."""
     shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
     return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)
 
 
 def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
-    """Concatenated; tensors on a device come after all others and are copied together."""
     arrays = [part for part in parts if not isinstance(part, torch.Tensor)]
     if tensors := [part for part in parts if isinstance(part, torch.Tensor)]:
         arrays.append(torch.cat(tensors).cpu().numpy())
@@ -883,19 +845,19 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 # --- devices: batched copies of blocks between host and device memory ---
 #
-# A copy per layer and block would cost a launch and a wait each: blocks are gathered, copied together through pinned
+# A copy per layer and block would cost a launch and a wait each. So blocks are gathered, copied together through pinned
 # memory on a separate stream, and scattered. The same code works on CPU, for tests.
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Check blocks and copy them into pinned memory. On an H100's host one thread takes 0.2 s for a gigabyte, eight take
-0.05, and the bus 0.02.
+"""Number of threads that check blocks and copy them into pinned memory. On an H100's host one thread takes 0.2 s for a
+gigabyte, eight threads take 0.05 s, and the bus takes 0.02 s.
 """
 
 
 class Staging:
-    """Copies blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width), slices of
-    one tensor. Blocks may come from several threads.
+    """Copier of blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width), slices of
+    one tensor. ``place`` may be called from several threads.
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -905,20 +867,18 @@ class Staging:
         self._stream, self._made = None, None
         if self._device.type == "cuda":
             self._stream = _copies(self._device)
-            # The room's memory may have been another tensor's, with work on it that has not ended yet.
+            # The room's memory may have belonged to another tensor whose work on the stream has not ended yet.
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
         self._batch: _Batch | None = None
-        """What blocks are copied into now; None: the next one begins another."""
+        """Batch that blocks are copied into now; None: the next block begins another batch."""
         self._copying = 0
-        """Blocks that are being copied into host memory."""
         self._sent: list[tuple[torch.Tensor, Any]] = []
         """Host memory that a running copy reads, with the event of its end."""
         self._ends: list[Any] = []
-        """Ends of copies that no stream waits for yet."""
+        """End events of copies that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
-        """Stage block ``index`` for the next ``flush``."""
         with self._changed:
             batch = self._batch = self._batch or _Batch(_pinned(self._layout, self._device))
             slot = len(batch.indices)
@@ -926,11 +886,11 @@ class Staging:
             batch.copying += 1
             self._copying += 1
             if len(batch.indices) == len(batch.host):
-                self._batch = None  # sent by the thread that is the last to copy into it
+                self._batch = None  # sent by the last thread that copies into it
         try:
             np.copyto(batch.host[slot].numpy(), np.frombuffer(block, np.uint8))
         except BaseException:
-            batch.failed.add(slot)  # its tokens are computed: nothing may be written over them later
+            batch.failed.add(slot)  # its tokens are computed: later copies must not overwrite them
             raise
         finally:
             with self._changed:
@@ -955,24 +915,24 @@ class Staging:
     def _send(self, batch: _Batch) -> None:
         host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
         if batch.failed:
-            kept = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
-            host, indices = host[kept], indices[kept]
+            copied = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
+            host, indices = host[copied], indices[copied]
         stream = self._stream
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             if stream is not None:
                 stream.wait_event(self._made)
-            there = host.to(self._device, non_blocking=True)
-            if stream is not None:  # a copy of other memory would wait for all copies before it
+            on_device = host.to(self._device, non_blocking=True)
+            if stream is not None:  # a copy of pageable memory would wait for all copies before it
                 indices = indices.pin_memory()
             where = indices.to(self._device, non_blocking=True)
-            numbers = there.view(self._rooms[0].dtype).view(len(there), self._layout.layers, -1)
+            numbers = on_device.view(self._rooms[0].dtype).view(len(on_device), self._layout.layers, -1)
             for room, part in zip(self._rooms, _apart(numbers, self._layout, *self._layout.widths), strict=True):
                 blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
                 blocks.unflatten(2, (-1, self._layout.block_tokens))[:, :, where] = part.permute(1, 2, 0, 3, 4)
         if stream is not None:
             end = stream.record_event()
-            self._rooms[0].record_stream(stream)  # a load given up must not write into what the memory is next
-            self._sent = [(host, ended) for host, ended in self._sent if not ended.query()]
+            self._rooms[0].record_stream(stream)  # an abandoned load must not write into memory that is reused
+            self._sent = [(host, event) for host, event in self._sent if not event.query()]
             self._sent += [(batch.host, end), (host, end), (indices, end)]
             self._ends.append(end)
 
@@ -980,21 +940,20 @@ class Staging:
 @dataclass(slots=True, eq=False)
 class _Batch:
     host: torch.Tensor
-    """(blocks, bytes of a block), pinned."""
+    """Pinned memory, (blocks, bytes of a block)."""
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)
-    """Places into which nothing came."""
 
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all copies to a device: its memory is used again by the next one."""
+    """Return the only stream of copies to a device: each copy reuses the memory of the last."""
     return torch.cuda.Stream(device)
 
 
 class Gathered:
-    """Reads blocks from ``layers`` on one device: keys and values of one sequence, each (kv_heads, tokens, width)."""
+    """Reader of blocks from ``layers`` on one device: keys and values of a sequence, each (kv_heads, tokens, width)."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers
@@ -1003,23 +962,23 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Copy out block ``index``; fetches the blocks behind it as well, for the next calls."""
+        """Copy out block ``index``, and fetch the blocks after it for the next calls."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data
 
     def _gather(self, first: int) -> None:
         layout, tokens = self._layout, self._layout.block_tokens
-        held = min(int(self._layers[0][0].shape[1]) // tokens - first, max(1, _AT_ONCE_BYTES // layout.block_bytes))
-        span = slice(first * tokens, (first + held) * tokens)
+        count = min(int(self._layers[0][0].shape[1]) // tokens - first, max(1, _AT_ONCE_BYTES // layout.block_bytes))
+        span = slice(first * tokens, (first + count) * tokens)
         parts = [
             torch.stack([pair[which][:, span] for pair in self._layers])
-            .unflatten(2, (held, tokens))
+            .unflatten(2, (count, tokens))
             .permute(2, 0, 1, 3, 4)
-            .reshape(held, layout.layers, -1)
+            .reshape(count, layout.layers, -1)
             for which in range(2)
         ]
-        block = torch.cat(parts, dim=2).contiguous().view(torch.uint8).reshape(held, layout.block_bytes)
+        block = torch.cat(parts, dim=2).contiguous().view(torch.uint8).reshape(count, layout.block_bytes)
         self._first, self._host = first, block.cpu().numpy()
 
 

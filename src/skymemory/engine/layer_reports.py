@@ -1,4 +1,4 @@
-"""Reports how far a model's forward passes are, layer by layer."""
+"""Progress reports of a model's forward passes, by layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skymemory.progress import Report
 
 
 class LayerReports:
-    """Hooks on the layers of a model's decoder. They change nothing that it computes."""
+    """Hooks on the layers of a model's decoder. They do not change what it computes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers = list(model.get_decoder().layers)
@@ -24,7 +24,7 @@ class LayerReports:
 
     @contextmanager
     def to(self, report: Report, tokens: int = 1, first_share: float = 1.0) -> Iterator[None]:
-        """Reports the passes of the block, one for each of ``tokens``; the first takes ``first_share`` of the time."""
+        """Report the passes of the block, one pass per token; the first takes ``first_share`` of the time."""
         self._report, self._passes, self._tokens, self._first_share = report, 0, tokens, first_share
         try:
             yield
@@ -32,7 +32,7 @@ class LayerReports:
             self._report = None
 
     def on_layer(self, number: int) -> None:
-        """Reports that a pass is through layer ``number``, counted from 1."""
+        """Report that a pass has computed layer ``number``, counted from 1."""
         layers = len(self._layers)
         if self._report is None:
             return

@@ -1,6 +1,7 @@
 """LMCache's remote connector: its chunks in any store (docs/guide/lmcache.md).
 
-LMCache makes one in each worker, by ``remote_storage_plugins``, and calls it from an event loop: threads do the work.
+LMCache creates a connector in each worker, by ``remote_storage_plugins``, and calls it from an event loop: threads do
+the work.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ Result = TypeVar("Result")
 
 
 class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
-    """Raises IrrecoverableException for a wrong option, after which LMCache goes on without this connector."""
+    """LMCache connector. Raises IrrecoverableException for a wrong option; LMCache then goes on without this
+    connector.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
         metadata = local_cpu_backend.metadata
         super().__init__(config, metadata)
         self._loop, self._local = loop, local_cpu_backend
-        given = {
+        options = {
             name.removeprefix(_PREFIX): value
             for name, value in (config.extra_config or {}).items()
             if name.startswith(_PREFIX)
         }
         try:
-            settings = PluginSettings.read(given, "extra_config, skymemory.*", metadata.world_size)
+            settings = PluginSettings.read(options, "extra_config, skymemory.*", metadata.world_size)
             dtype = settings.type_of(metadata.kv_dtype, "extra_config, skymemory.*")
             context = _context(settings.weights, dtype, config, metadata, (self.meta_shapes, self.meta_dtypes))
             value_bytes = self.full_chunk_size_bytes + self.remote_metadata_bytes
@@ -46,11 +49,11 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         except SkyMemoryError as error:
             raise IrrecoverableException(f"SkyMemory: {error}") from error
         warn_untested("LMCache", lmcache.__version__, "0.5.6")
-        # A slow save must not delay what a prompt waits for.
+        # A slow save must not delay a load that a prompt waits for.
         self._asking = ThreadPoolExecutor(4, "lmcache ask")
         self._saving = ThreadPoolExecutor(2, "lmcache save")
 
-    # --- is it there ---
+    # --- lookups ---
 
     def exists_sync(self, key: Any) -> bool:
         return self.values.present([key.to_string()]) == [True]
@@ -79,20 +82,20 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         return await self._ask(lambda: self._load(keys), late=_free)
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[MemoryObj]:
-        """Those before the first miss."""
-        found = await self.batched_get(keys)
-        end = next((at for at, one in enumerate(found) if one is None), len(found))
-        _free(found[end:])
-        return found[:end]
+        """Return the objects before the first miss."""
+        loaded = await self.batched_get(keys)
+        end = next((at for at, memory in enumerate(loaded) if memory is None), len(loaded))
+        _free(loaded[end:])
+        return loaded[:end]
 
     def _load(self, keys: Sequence[Any]) -> list[MemoryObj | None]:
-        """In a thread."""
-        found: list[MemoryObj | None] = [None] * len(keys)
+        """Load in a worker thread."""
+        loaded: list[MemoryObj | None] = [None] * len(keys)
 
         def place(at: int, value: memoryview) -> bool:
             about = RemoteMetadata.deserialize(bytes(value[: self.remote_metadata_bytes]))
             data = value[self.remote_metadata_bytes :]
-            # Without the busy loop: to wait for room without end would hang the request.
+            # No busy loop: an unlimited wait for room would hang the request.
             memory = self._local.allocate(about.shapes, about.dtypes, about.fmt, busy_loop=False)
             if memory is None:
                 return False
@@ -101,11 +104,11 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
                 memory.ref_count_down()
                 return False
             room[: data.nbytes] = data
-            found[at] = memory
+            loaded[at] = memory
             return True
 
         self.values.load([key.to_string() for key in keys], place)
-        return found
+        return loaded
 
     # --- saves ---
 
@@ -116,11 +119,11 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         await self.batched_put([key], [memory_obj])
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj]) -> None:
-        size_bytes = sum(one.get_size() for one in memory_objs)
+        size_bytes = sum(memory.get_size() for memory in memory_objs)
         if not self.values.queue(size_bytes):
             return
-        for one in memory_objs:
-            one.ref_count_up()  # LMCache frees them when this returns, also where it is cancelled
+        for memory in memory_objs:
+            memory.ref_count_up()  # LMCache frees them when this returns, also if it is cancelled
         try:
             saving = self._saving.submit(self._save, keys, memory_objs, size_bytes)
         except RuntimeError:  # it is closed
@@ -130,12 +133,12 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
         await self._result_of(saving)
 
     def _save(self, keys: Sequence[Any], memory_objs: Sequence[MemoryObj], size_bytes: int) -> None:
-        """In a thread."""
+        """Save in a worker thread."""
 
         def read(at: int) -> tuple[bytes, memoryview]:
-            one = memory_objs[at]
-            data = memoryview(one.byte_array).cast("B")
-            about = RemoteMetadata(data.nbytes, one.get_shapes(), one.get_dtypes(), one.get_memory_format())
+            memory = memory_objs[at]
+            data = memoryview(memory.byte_array).cast("B")
+            about = RemoteMetadata(data.nbytes, memory.get_shapes(), memory.get_dtypes(), memory.get_memory_format())
             return about.serialize(), data
 
         try:
@@ -144,7 +147,7 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
             self.values.dequeue(size_bytes)
             _free(memory_objs)
 
-    # --- the rest ---
+    # --- removal, closing ---
 
     def remove_sync(self, key: Any) -> bool:
         return self.values.delete([self.values.key(key.to_string())]) == [True]
@@ -166,7 +169,6 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
     async def _result_of(
         self, future: Future[Result], late: Callable[[Result], object] = lambda result: None
     ) -> Result:
-        """``late`` gets it where no caller waits any more."""
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except asyncio.CancelledError:
@@ -175,13 +177,13 @@ class SkyMemoryConnector(RemoteConnector):  # type: ignore[misc]
 
 
 def _free(found: Sequence[MemoryObj | None]) -> None:
-    for one in found:
-        if one is not None:
-            one.ref_count_down()
+    for memory in found:
+        if memory is not None:
+            memory.ref_count_down()
 
 
 def _context(weights: str, dtype: str, config: Any, metadata: Any, chunk: object) -> CacheContext:
-    """All that LMCache's keys leave out: they name the model, rank and ranks."""
+    """Return the context: all that LMCache's keys leave out. (They name the model, rank and ranks.)"""
     packing = (
         lmcache.__version__,
         list(metadata.kv_shape),

@@ -1,8 +1,8 @@
 """LMCache's multi-process server: an L2 adapter that keeps its objects in any store (docs/guide/lmcache.md).
 
-The server makes one for ``--l2-adapter '{"type": "plugin", ...}'``. Its controllers submit tasks, which threads do
-here, and wait at three event descriptors for what has ended. Nothing is locked between a lookup and its load: an object
-that is gone by then is a miss.
+The server creates an adapter for ``--l2-adapter '{"type": "plugin", ...}'``. Its controllers submit tasks, which
+threads of the adapter execute, and wait at three event descriptors for finished tasks. Nothing is locked between a
+lookup and its load: an object that is gone by then is a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skymemory.kv.context import CacheContext
 from skymemory.metrics import SharedCounters
 
 _OBJECT_BYTES = 32 << 20
-"""Loads and stores go in batches, and how large objects are is known only when one comes: as of an 8B model."""
+"""Assumed size of an object, as of an 8B model: it determines batches, and the true size is known only later."""
 _KEPT_SIZES = 1 << 20
 _WHERE = "--l2-adapter, adapter_params"
 _LENGTH_BYTES = 4
@@ -36,7 +36,7 @@ _log = init_logger(__name__)
 
 
 class _Tasks(Generic[Result]):
-    """Tasks of one kind: their threads, results, and the descriptor that says that there are some."""
+    """Tasks of a single kind: their threads, their results, and the descriptor that signals results."""
 
     def __init__(self, threads: int, name: str, counters: SharedCounters) -> None:
         self._counters = counters
@@ -49,7 +49,7 @@ class _Tasks(Generic[Result]):
         return int(self._event.fileno())
 
     def submit(self, task: int, work: Callable[[], Result], failed: Result) -> int:
-        """``failed``: the result if ``work`` fails by a fault of ours, since LMCache waits for one."""
+        """Run ``work`` in a thread. ``failed``: the result if ``work`` raises, since LMCache waits for a result."""
 
         def run() -> None:
             try:
@@ -80,7 +80,7 @@ class _Tasks(Generic[Result]):
 
 
 class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
-    """Raises InvalidInput for a wrong option."""
+    """L2 adapter of LMCache. Raises InvalidInput for a wrong option."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         warn_untested("LMCache", lmcache.__version__, "0.5.6")
         self.values = PluginStore(settings, _context(settings), _OBJECT_BYTES, log=_log)
         self._numbers = count()
-        # A slow save must not delay what a prompt waits for.
+        # A slow save must not delay a load that a prompt waits for.
         self._stores = _Tasks[L2StoreResult](2, "store", self.values.counters)
         self._lookups = _Tasks[Bitmap](2, "look up", self.values.counters)
         self._loads = _Tasks[Bitmap](4, "load", self.values.counters)
         self._sizing = RLock()
         self._sizes: OrderedDict[Any, int] = OrderedDict()
-        """Of objects that were stored here and not found to be gone since: LMCache sums them by tenant. What is said of
-        them is said in the order in which it happened.
+        """Sizes of objects stored here and not found to be gone since: LMCache sums them by tenant. ``_sizing`` keeps
+        the notifications about them in the order of the events.
         """
         self._has_warned = False
 
@@ -111,13 +111,13 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # --- store ---
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        size_bytes = sum(one.get_size() for one in objects)
+        size_bytes = sum(stored_object.get_size() for stored_object in objects)
         fits = self.values.queue(size_bytes)
         work = partial(self._store, keys, objects, size_bytes, fits)
         return self._stores.submit(next(self._numbers), work, L2StoreResult(False, 0))
 
     def _store(self, keys: list[Any], objects: list[Any], size_bytes: int, fits: bool) -> L2StoreResult:
-        """In a thread."""
+        """Store in a worker thread."""
         if not fits:
             return L2StoreResult(False, 0)
         try:
@@ -129,7 +129,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             )
         finally:
             self.values.dequeue(size_bytes)
-        sizes = [one.get_size() for one in objects]
+        sizes = [stored_object.get_size() for stored_object in objects]
         with self._sizing:
             stored = zip(keys, sizes, saved.done, strict=True)
             new = {key: size for key, size, is_there in stored if is_there and key not in self._sizes}
@@ -141,10 +141,12 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return L2StoreResult(all(saved.done), sum(size for size, is_written in written if is_written))
 
     def _says_what_they_are(self, objects: list[Any]) -> bool:
-        """Whether it is known what objects of bytes mean: those of two kinds of 8-bit floats, or of two serializers,
-        must not meet.
+        """Return True if the meaning of the objects' bytes is known: two kinds of 8-bit floats, or of serializers, must
+        not mix.
         """
-        if self._settings.kv_dtype or all(str(one) != "torch.uint8" for each in objects for one in each.get_dtypes()):
+        if self._settings.kv_dtype or all(
+            str(dtype) != "torch.uint8" for stored_object in objects for dtype in stored_object.get_dtypes()
+        ):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -170,7 +172,7 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing was locked."""
+        """Do nothing: nothing was locked."""
 
     # --- load ---
 
@@ -178,12 +180,12 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.submit(next(self._numbers), partial(self._load, keys, objects), Bitmap(len(keys)))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Bitmap:
-        """In a thread."""
+        """Load in a worker thread."""
 
         def place(at: int, value: memoryview) -> bool:
             about, room = _about(objects[at]), _bytes_of(objects[at])
             if value[: len(about)] != about or value.nbytes - len(about) != room.nbytes:
-                return False  # of another layout or data type
+                return False  # another layout or data type
             room[:] = value[len(about) :]
             return True
 
@@ -191,29 +193,28 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return Bitmap(len(keys))
         with self._sizing:
             counted = {key for key in keys if key in self._sizes}
-        # Keys are those of several ranks and groups, each with a prefix, or a window, of its own.
+        # Keys are of several ranks and groups, each with its own prefix or window.
         reasons = self.values.load_or_say_why([_name(key) for key in keys], place, is_prefix=False)
-        if found := [key for key, reason in zip(keys, reasons, strict=True) if not reason]:
-            self._notify_keys_accessed(found)
-        # One that is stored while we look is not gone.
+        if loaded := [key for key, reason in zip(keys, reasons, strict=True) if not reason]:
+            self._notify_keys_accessed(loaded)
+        # An object that is stored meanwhile is not gone.
         self._drop([key for key, reason in zip(keys, reasons, strict=True) if reason in GONE and key in counted])
         return _bitmap([not reason for reason in reasons])
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
 
-    # --- the rest ---
+    # --- removal, status, closing ---
 
     def delete(self, keys: list[Any]) -> None:
         done = self.values.delete([self.values.key(_name(key)) for key in keys])
         self._drop([key for key, is_gone in zip(keys, done, strict=True) if is_gone is not None])
 
     def _drop(self, keys: Sequence[Any]) -> None:
-        """They are not in the store any more, or counted no longer."""
         with self._sizing:
-            gone = {key: self._sizes.pop(key) for key in keys if key in self._sizes}
-            if gone:
-                self._notify_keys_deleted(list(gone), list(gone.values()))
+            dropped = {key: self._sizes.pop(key) for key in keys if key in self._sizes}
+            if dropped:
+                self._notify_keys_deleted(list(dropped), list(dropped.values()))
 
     def report_status(self) -> dict[str, Any]:
         return {"is_healthy": True, "type": type(self).__name__, "counters": self.values.counters.as_dict()}
@@ -225,12 +226,11 @@ class SkyMemoryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
 
 def _name(key: Any) -> str:
-    """All that an ``ObjectKey`` has; its fields hold no "@"."""
     return f"object {key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}@{key.chunk_hash.hex()}"
 
 
 def _about(one: Any) -> bytes:
-    """What an object's bytes mean, which its key leaves out; stored before them."""
+    """Return the meaning of an object's bytes, which its key leaves out; stored before the bytes."""
     shapes, dtypes = [tuple(shape) for shape in one.get_shapes()], [str(dtype) for dtype in one.get_dtypes()]
     words = f"{shapes} {dtypes} {one.get_memory_format()}".encode()
     return len(words).to_bytes(_LENGTH_BYTES, "big") + words
@@ -249,7 +249,6 @@ def _bitmap(done: Sequence[bool]) -> Bitmap:
 
 
 def _context(settings: PluginSettings) -> CacheContext:
-    """The rest is in each object's name and before its bytes."""
     return CacheContext(
         model="lmcache objects",
         weights=settings.weights,

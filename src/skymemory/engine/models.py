@@ -1,7 +1,7 @@
-"""Models to demonstrate and test with: built from a configuration with seeded random weights, or loaded from a path.
+"""Models for demonstrations and tests: built with seeded random weights, or loaded from a folder.
 
-Random weights compute as fast and cache as large as trained ones; what they say is noise. ``named`` has them by name,
-and the small trained one, which is a package of its own.
+Models with random weights compute as fast and cache as much as trained models; their answers are noise. ``ready_model``
+returns them by name, and the small trained model, which is a separate package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TINYLLAMA_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-"""The shape of TinyLlama-1.1B, the model of the paper's §5: 1.1 billion parameters, 22.5 KB of KV per token."""
+"""Shape of TinyLlama-1.1B, the model of the paper's §5: 1.1 billion parameters, 22.5 KB of KV per token."""
 
 SMALL_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -50,7 +50,7 @@ SMALL_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
-"""Large enough to have grouped heads and several layers, small enough for tests."""
+"""Shape large enough for grouped heads and several layers, small enough for tests."""
 
 TWO_SECOND_SHAPE: dict[str, Any] = {
     "hidden_size": 512,
@@ -61,10 +61,10 @@ TWO_SECOND_SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "max_position_embeddings": 16384,
 }
-"""A prompt of 4,096 tokens takes about two seconds in float32 on one core; 6 KB of KV per token."""
+"""Shape for which a prompt of 4,096 tokens takes about two seconds in float32 on one core; 6 KB of KV per token."""
 
 _WEIGHT_STD = 0.02
-_PIECE = 1 << 22  # numbers converted at a time: stays in the processor's cache
+_PIECE = 1 << 22  # numbers converted at a time: fits the processor's cache
 
 
 def build_tinyllama(
@@ -74,13 +74,13 @@ def build_tinyllama(
     layers: int = TINYLLAMA_SHAPE["num_hidden_layers"],
     report: Report = ignore,
 ) -> LlamaForCausalLM:
-    """TinyLlama-1.1B's shape with random weights, or only ``layers`` of it: 2.2 GB in 16 bit, a few seconds."""
+    """Build TinyLlama-1.1B's shape, or only ``layers`` of it, with random weights: 2.2 GB in 16 bit, a few seconds."""
     shape = {**TINYLLAMA_SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 8192}
     return build_llama(shape, seed, dtype=dtype, report=report)
 
 
 def build_small(seed: int = 0, *, dtype: str = "float32", vocab_size: int = 1024) -> LlamaForCausalLM:
-    """A small Llama for comparing tokens with and without the cache. Larger weights, so that its choices vary."""
+    """Build a small Llama to compare tokens with and without the cache; larger weights make its choices vary."""
     shape = {**SMALL_SHAPE, "vocab_size": vocab_size, "max_position_embeddings": 8192}
     return build_llama(shape, seed, dtype=dtype, weight_std=0.1)
 
@@ -93,7 +93,8 @@ def build_llama(
     weight_std: float = _WEIGHT_STD,
     report: Report = ignore,
 ) -> LlamaForCausalLM:
-    """A Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; the same seed, the same weights.
+    """Build a Llama of this ``shape`` (fields of LlamaConfig), in eval mode on the CPU; a seed always gives the same
+    weights.
 
     Weights are uniform with standard deviation ``weight_std``: their raw bits are drawn in place and converted.
     """
@@ -115,14 +116,14 @@ def build_llama(
                 _randomise(parameter.view(-1), weight_std, generator)
             drawn += parameter.numel()
             report(drawn / total, f"{drawn / 1e6:,.0f} of {total / 1e6:,.0f} million weights")
-    # Random weights end a sentence at random: let every run have the length it asked for.
+    # Random weights end a sentence at random: every run must have the length it requested.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
 def load_model(path: str | Path, *, dtype: str = "bfloat16", report: Report = ignore) -> PreTrainedModel:
-    """A causal language model saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
+    """Load a causal language model saved by transformers; nothing is downloaded."""
     check_model_folder(path)
     try:
         with _loading_reported(Path(path), report):
@@ -138,15 +139,15 @@ _LOOK_S = 0.5
 
 @contextmanager
 def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
-    """Reports how much this process' memory has grown in the block, as a share of the weights' files in ``folder``.
+    """Report how much this process's memory has grown in the block, as a share of the weights' files in ``folder``.
 
-    transformers does not report how far it is. Memory that is a mapped file's and memory that is a copy are not added.
+    transformers does not report its progress. The larger of anonymous memory and mapped files counts, not their sum.
     """
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
-    before, ended = _resident_bytes(), threading.Event()
+    before, finished = _resident_bytes(), threading.Event()
 
     def look() -> None:
-        while not ended.wait(_LOOK_S):
+        while not finished.wait(_LOOK_S):
             grown = max(now - then for now, then in zip(_resident_bytes(), before, strict=True))
             report(min(0.99, grown / total), f"{format_size(min(grown, total))} of {format_size(total)} of weights")
 
@@ -156,24 +157,22 @@ def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        finished.set()
         if thread.ident is not None:
             thread.join()
 
 
 def _resident_bytes() -> tuple[int, int]:
-    """Memory of this process that is its own, and that is mapped from files; 0 where the system does not say."""
     try:
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
     except OSError:
         return 0, 0
-    found = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
-    own, mapped = (int(found[name].split()[0]) * 1024 if name in found else 0 for name in ("RssAnon", "RssFile"))
+    fields = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+    own, mapped = (int(fields[name].split()[0]) * 1024 if name in fields else 0 for name in ("RssAnon", "RssFile"))
     return own, mapped
 
 
 def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with uniform numbers of standard deviation ``std`` from 16 random bits each."""
     scale = std * 3**0.5 / 2**15
     for piece in weights.split(_PIECE):
         bits = torch.empty(-(-len(piece) // 4), dtype=torch.int64)
@@ -182,26 +181,22 @@ def _randomise(weights: torch.Tensor, std: float, generator: torch.Generator) ->
         piece.mul_(scale)
 
 
-# Models by name, each with its tokenizer: the small trained one, a package of its own, and shapes with random weights.
+# Models by name, each with its tokenizer: the small trained model, a separate package, and shapes with random weights.
 #
-# Nothing is fetched from anywhere. Names are listed in ``inputs.MODEL_NAMES``, so that they can be checked without
-# torch.
+# Nothing is downloaded. Names are listed in ``inputs.MODEL_NAMES``, so that they can be checked without torch.
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model in eval mode, its tokenizer, and what it is in words."""
-
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     words: str
 
 
 def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
-    """The model called ``name``, or the one saved in the folder of this name.
+    """Return the model called ``name``, or the model saved in the folder of this name.
 
-    ``seed``: of random weights, otherwise unused; ``report`` gets how many are drawn or loaded. Raises InvalidInput
-    where there is neither.
+    ``seed``: of random weights; ``report`` receives the share drawn or loaded. Raises InvalidInput if there is neither.
     """
     if not is_model_name(name):
         return ReadyModel(load_model(name, dtype=dtype, report=report), load_tokenizer(name), name)
@@ -221,23 +216,22 @@ def ready_model(name: str, *, seed: int = 0, dtype: str = "bfloat16", report: Re
 
 
 def ready_tinyllama(layers: int, *, seed: int = 0, dtype: str = "bfloat16", report: Report = ignore) -> ReadyModel:
-    """A model of TinyLlama-1.1B's shape with ``layers`` of its layers, of random weights."""
     most = TINYLLAMA_SHAPE["num_hidden_layers"]
     words = f"a model of TinyLlama-1.1B's shape{f' but {layers} of its {most} layers' if layers != most else ''}"
     model = build_tinyllama(seed, dtype=dtype, layers=layers, report=report)
     return ReadyModel(model, train_tokenizer(4096), f"{words} (random weights)")
 
 
-# A tokenizer without a download: byte-level BPE trained on the text the package ships, or one from a path.
+# A tokenizer without a download: byte-level BPE trained on the shipped text, or a saved tokenizer.
 
 
 _UNKNOWN, _BEGIN, _END = "<unk>", "<s>", "</s>"
 
 
 def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most ``vocab_size`` tokens, any text in and out, trained on the shipped document.
+    """Train a byte-level BPE of at most ``vocab_size`` tokens on the shipped document.
 
-    Begins every text with ``<s>``, as Llama's does. Nothing is written anywhere.
+    It begins every text with ``<s>``, as Llama's does. Nothing is written to disk.
     """
     smallest = 256 + 3
     if vocab_size < smallest:
@@ -266,7 +260,6 @@ def train_tokenizer(vocab_size: int = 4096) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """A tokenizer saved by transformers in the folder ``path``; nothing is fetched from anywhere."""
     if not Path(path).is_dir():
         raise InvalidInput(f"no tokenizer in {str(path)!r}: expected a folder that save_pretrained wrote")
     try:

@@ -1,9 +1,9 @@
-"""Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and bounded in time.
+"""Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and limited in time.
 
-What a plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds is its engine's interface. A value is a header that names
-the key and the payload's CRC (``kv.value``), then the payload; its key is the hash of the engine's name for it and of a
-context: model, weights, data type, layout, ranks. Nothing here raises once it is open: a value that is absent, damaged,
-another one's or late is a miss, and one that is not stored is counted.
+A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header that names the key
+and the payload's CRC (``kv.value``), then the payload. Its key is the hash of the engine's name for it and of a
+context: model, weights, data type, layout, ranks. Once the store is open, nothing here raises: a value that is absent,
+damaged, foreign or late is a miss, and a value that is not stored is counted.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ from skymemory.testbed.open_store import kinds_of, open_store
 _log = logging.getLogger(__name__)
 
 _THREADS = 8
-"""More than a plug-in's own: a lookup must not wait until a slow load ends."""
+"""Number of threads, more than a plug-in's own: a lookup must not wait until a slow load ends."""
 _LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """What a plug-in's own table in the engine's configuration may say."""
-
     store: str = setting("store", text, "", "the address of a store")
     weights: str = setting("weights", text, "", "any words that name the weights and how they are quantized")
     kv_dtype: str = setting(
@@ -54,7 +52,7 @@ class PluginSettings:
 
     @classmethod
     def read(cls, table: object, where: str, processes: int) -> PluginSettings:
-        """``where`` names the table in errors; so many ``processes`` share the store.
+        """Read and check the table. ``where`` names it in errors; ``processes`` processes share the store.
 
         Raises:
             InvalidInput: an unknown key, a wrong value, or a store that the processes cannot share.
@@ -75,11 +73,11 @@ class PluginSettings:
         return settings
 
     def type_of(self, dtype: object, where: str) -> str:
-        """What a context says of an engine's data type.
+        """Return the context's description of an engine's data type.
 
         Raises:
-            InvalidInput: It is bytes alone, as of two kinds of 8-bit floats whose values must not meet, and
-                ``kv_dtype`` does not say of what.
+            InvalidInput: The type is plain bytes, as for two kinds of 8-bit floats whose values must not mix, and
+                ``kv_dtype`` does not name the kind.
         """
         if str(dtype).rpartition(".")[2] == "uint8" and not self.kv_dtype:
             raise InvalidInput(
@@ -90,14 +88,14 @@ class PluginSettings:
 
 
 class Saved(NamedTuple):
-    """Of each value, whether the store has it now, and whether it was written for that."""
+    """Result by value: flags if the store has it now, and if it was written for that."""
 
     done: list[bool]
     written: list[bool]
 
 
 class PluginStore:
-    """The values of one ``context`` in the store of ``settings``, each of ``value_bytes`` at most. Thread-safe."""
+    """Values of one ``context`` in the store of ``settings``, each of ``value_bytes`` at most. Thread-safe."""
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class PluginStore:
         store: Store | None = None,
         log: logging.Logger = _log,
     ) -> None:
-        """``log``: one that the engine shows at INFO."""
+        """``log``: a logger that the engine shows at INFO."""
         deadlines = TierSettings(
             ask_deadline_s=settings.ask_deadline_s,
             load_deadline_s=settings.load_deadline_s,
@@ -116,7 +114,7 @@ class PluginStore:
         )
         opened = open_store(settings.store) if store is None else store
         self._said = ""
-        """The last reason why values were not stored, which is logged once."""
+        """Last logged reason why values were not stored; each is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
         self._digest = context.digest()
         self.value_bytes = max(1, value_bytes)
@@ -126,52 +124,53 @@ class PluginStore:
         self._logger = log
         self._logged_s = time.monotonic()
         self.counters = SharedCounters()
-        """hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
+        """Counters: hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
 
     def beside(self, context: CacheContext, value_bytes: int) -> PluginStore:
-        """The values of another context in the same store, which counts and closes with this one."""
+        """Return the values of another context in the same store, which counts and closes with this object."""
         other = copy(self)
         other._digest, other.value_bytes = context.digest(), max(1, value_bytes)
         return other
 
     def key(self, name: str) -> bytes:
-        """The store's key of the engine's ``name``."""
         return key_hash(self._digest, name)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Of each, whether the store has it now; it may be gone when it is loaded."""
+        """Return for each name if the store has it now; it may be gone when it is loaded."""
         try:
-            return [one is Presence.HIT for one in self._store.lookup([self.key(name) for name in names])]
+            return [state is Presence.HIT for state in self._store.lookup([self.key(name) for name in names])]
         except Exception as error:
             self._failed(error)
             return [False] * len(names)
 
     def prefix(self, names: Sequence[str]) -> int:
-        """How many leading ones the store has."""
-        return next((at for at, there in enumerate(self.present(names)) if not there), len(names))
+        return next((at for at, is_present in enumerate(self.present(names)) if not is_present), len(names))
 
     def load(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[bool]:
-        """Of each, whether it was loaded. ``place`` copies value ``at`` before it returns; False: it has no room for
-        it. ``is_prefix``: the engine uses a prompt's beginning alone, and behind the first batch with a miss nothing is
-        loaded.
+        """Load values; returns for each if it was loaded.
+
+        ``place`` copies value ``at`` before it returns; False: no room for it. ``is_prefix``: the engine uses only the
+        beginning of a prompt, so after the first batch with a miss nothing is loaded.
         """
         return [not reason for reason in self.load_or_say_why(names, place, is_prefix=is_prefix)]
 
     def load_or_say_why(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[str]:
-        """As ``load``; of each, why it was not loaded, empty if it was: ``GONE``, "unreachable", "no room", …"""
+        """Load as ``load``; returns for each the miss reason, empty if it was loaded: ``GONE``, "unreachable", "no
+        room", …
+        """
         reasons: list[str] = []
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
         while len(reasons) < len(names) and not (is_prefix and any(reasons)):
             reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
-        left = [_BEHIND] * (len(names) - len(reasons))
-        if left:
-            self.counters.add("misses_total", len(left), _BEHIND)
+        not_tried = [_BEHIND] * (len(names) - len(reasons))
+        if not_tried:
+            self.counters.add("misses_total", len(not_tried), _BEHIND)
         self._log()
-        return reasons + left
+        return reasons + not_tried
 
     def _load(self, names: Sequence[str], first: int, place: Callable[[int, memoryview], bool]) -> list[str]:
         keys = [self.key(name) for name in names]
@@ -197,16 +196,18 @@ class PluginStore:
             if ticket is not None:
                 self._store.release(ticket)
         wrong = [key for key, reason in zip(keys, reasons, strict=True) if reason in _WRONG]
-        if wrong:  # else they would never be stored again, as they are present
+        if wrong:  # present values are not stored again, so they would stay wrong
             self.delete(wrong)
         for reason in reasons:
             self.counters.add("misses_total" if reason else "hits_total", 1, reason)
         return reasons
 
     def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> Saved:
-        """``read`` gives the pieces of value ``at``, called for those that are not there yet."""
-        there = self.present(names)
-        done = list(there)
+        """Store the values that are absent. ``read`` returns the pieces of value ``at`` and is called only for
+        these.
+        """
+        was_present = self.present(names)
+        done = list(was_present)
         self.counters.add("present_total", sum(done))
         missing = [at for at, is_there in enumerate(done) if not is_there]
         batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
@@ -217,7 +218,7 @@ class PluginStore:
             ):
                 done[at] = stored
         self._log()
-        return Saved(done, [is_done and not was for is_done, was in zip(done, there, strict=True)])
+        return Saved(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
     def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
         reason = "no room, or no answer"
@@ -243,7 +244,7 @@ class PluginStore:
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Of each, whether it was there and is gone; None: not known."""
+        """Delete values; returns for each if it was present and is deleted, None if unknown."""
         try:
             return list(self._store.delete(keys))
         except Exception as error:
@@ -251,7 +252,7 @@ class PluginStore:
             return [None] * len(keys)
 
     def queue(self, size_bytes: int) -> bool:
-        """Whether ``size_bytes`` more may wait to be saved; they are counted until ``dequeue``."""
+        """Reserve ``size_bytes`` of the save queue until ``dequeue``; returns False if it is full."""
         with self._lock:
             room = self._queued_bytes + size_bytes <= self._queue_bytes
             if room:
@@ -272,11 +273,10 @@ class PluginStore:
         self.counters.add("failures_total", 1, type(error).__name__)
         if isinstance(error, TIER_FAILURES):
             self._logger.warning("the store failed, which is a miss: %s", error)
-        else:  # our fault; the engine goes on without a cache
+        else:  # a fault of this plug-in; the engine goes on without a cache
             self._logger.exception("a fault of the plug-in, which is a miss")
 
     def _log(self, last: bool = False) -> None:
-        """The counters, once a minute."""
         now_s = time.monotonic()
         with self._lock:
             if not last and now_s - self._logged_s < _LOG_EVERY_S:
@@ -289,17 +289,16 @@ class PluginStore:
 _BEHIND = "behind a miss"
 _WRONG = ("corrupt", "foreign")
 GONE = ("absent", *_WRONG)
-"""Reasons of misses after which the value is not in the store: damaged ones are deleted."""
+"""Miss reasons after which the value is not in the store: damaged values are deleted."""
 
 
 def warn_untested(engine: str, version: str, tested: str) -> None:
-    """Logs a release of the engine that was not tested: its interface may differ (its values never mix)."""
+    """Warn about a release of the engine that was not tested: its interface may differ (its values never mix)."""
     if version.split(".")[:2] != tested.split(".")[:2]:
         _log.warning("%s %s was not tested with this plug-in, %s was", engine, version, tested)
 
 
 def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
-    """Header and payload, copied once."""
     crc = size_bytes = 0
     for piece in pieces:
         crc = native.crc32(piece, crc)
@@ -308,7 +307,6 @@ def _framed(key: bytes, pieces: Sequence[Buffer]) -> bytes:
 
 
 def _payload(key: bytes, value: memoryview) -> memoryview | str:
-    """The payload of a sound value of this key, else the reason of the miss."""
     try:
         header, payload = unpack_value(value)
     except LaterVersion:

@@ -1,7 +1,7 @@
-"""Probes that refuse models whose output a cache would change, or that a cache would not save anything.
+"""Probes that refuse models whose output a cache would change, or for which a cache would save nothing.
 
-``check_supported`` reads its configuration, ``probe_layout`` runs it over two tokens (what does it write?),
-``check_goes_on`` compares its logits with a cache and without, and ``check_hits`` counts what it computes on a hit.
+``check_supported`` reads the configuration, ``probe_layout`` runs the model over two tokens to see what it writes,
+``check_goes_on`` compares its logits with and without a cache, and ``check_hits`` counts what it computes on a hit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel unless block i of the cache depends on tokens 0..i only and is kept completely."""
+    """Raise UnsupportedModel unless block i of the cache depends on tokens 0..i only and is kept completely."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config") or not hasattr(model, "can_generate"):
         raise InvalidInput(
             f"expected a loaded transformers model, got {type(model).__name__}"
@@ -70,7 +70,6 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def _rope_types(parameters: object) -> list[str]:
-    """Rope types of the model, or of each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     own = str(parameters.get("rope_type", parameters.get("type", "default")))
@@ -78,7 +77,7 @@ def _rope_types(parameters: object) -> list[str]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
-    """Whether its output is random (dropout, jitter)."""
+    """Return True if the module's output is random (dropout, jitter)."""
     if not module.training:
         return False
     if isinstance(module, _DropoutNd):
@@ -90,7 +89,6 @@ def _drops_out(module: torch.nn.Module) -> bool:
 
 
 def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, States]:
-    """The layout that the model writes, and its recurrent states: found by running it over two tokens."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     try:
@@ -119,7 +117,6 @@ def probe_layout(model: PreTrainedModel, block_tokens: int) -> tuple[KVLayout, S
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What each layer stores."""
     return tuple(
         LayerKind(
             isinstance(layer, DynamicLayer),
@@ -135,36 +132,40 @@ def kinds_of(model: PreTrainedModel) -> tuple[LayerKind, ...]:
 _BLOCK_TOKENS = 4
 _FRONT_BLOCKS, _TOKENS = 4, 24
 _TOLERANCE = {"float32": 0.02}
-"""Share of the logits' spread; 16-bit rounding is of that order, a wrong position far beyond."""
+"""Tolerance as a share of the logits' spread; 16-bit rounding is of that order, a wrong position far larger."""
 _TOLERANCE_16_BIT = 0.5
 _OTHER = 100.0
-"""Added to a state: changes the logits behind it if the model reads the state at all."""
+"""Number added to a state: it changes later logits if the model reads the state at all."""
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""What models raise for inputs that they do not support."""
+"""Exceptions that models raise for inputs that they do not support."""
 
 
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
-    """Run the model over a few tokens at once, and in two parts with our cache between them.
+    """Run the model over a few tokens at once, and in two parts with a SkyCache between them.
 
-    Raises UnsupportedModel if the logits differ by more than rounding, the second part fails, or does not depend on
-    the recurrent states before it (their effect is often below 16-bit rounding and grows in decoding); or if tokens
-    outside a window make a difference.
+    Raises UnsupportedModel if the logits differ by more than rounding, if the second part fails or does not depend on
+    the recurrent states (their effect is often below 16-bit rounding and grows in decoding), or if tokens outside a
+    window make a difference.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
     tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
     try:
-        whole, unplaced, (parts, *others) = probe.whole(), probe.without_positions(), probe.in_two_parts()
+        at_once, unplaced, (parts, *with_changed_states) = (
+            probe.whole(),
+            probe.without_positions(),
+            probe.in_two_parts(),
+        )
         hidden = probe.behind_windows()
     except FAILURES as error:
         raise UnsupportedModel(f"{name} cannot continue from a cache: {error}") from error
-    spread, differs = float(whole.std()), float((whole - parts).abs().max())
+    spread, differs = float(at_once.std()), float((at_once - parts).abs().max())
     if not differs <= tolerance * spread:
         raise UnsupportedModel(
             f"{name} gives other results with a cache than without (its logits differ by {differs:.2g}, their spread "
             f"is {spread:.2g}): it cannot be served from a cache"
         )
-    if not float((whole - unplaced).abs().max()) <= tolerance * spread:
+    if not float((at_once - unplaced).abs().max()) <= tolerance * spread:
         raise UnsupportedModel(
             f"{name} counts positions differently without position_ids than generate does: its keys and values depend "
             "on the caller"
@@ -174,7 +175,7 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
             f"{name} attends beyond the windows of its configuration: what it computes at once is not what it computes "
             "behind a cache"
         )
-    for kind, other in zip(probe.kinds_of_states, others, strict=True):
+    for kind, other in zip(probe.kinds_of_states, with_changed_states, strict=True):
         if torch.equal(parts, other):
             raise UnsupportedModel(
                 f"{name} ignores its {kind} states when it continues with several tokens: it cannot be served from a "
@@ -190,8 +191,8 @@ def check_hits(
     guard: Guarding,
     context: CacheContext,
 ) -> None:
-    """Raises UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded. A model
-    that was found to do so is not tried again, for another tenant's manager.
+    """Raise UnsupportedModel unless a forward pass and ``generate`` skip the tokens that a cache has loaded. A model
+    that passed is not tried again for another manager.
     """
     if model in _SERVED:
         return
@@ -215,7 +216,7 @@ def check_hits(
 
 
 class _Probe:
-    """Runs over the same few tokens; each returns the logits behind the front part, (tokens, vocabulary)."""
+    """Runs over the same few tokens; each returns the logits after the front part, (tokens, vocabulary)."""
 
     def __init__(
         self, model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States | None
@@ -223,18 +224,18 @@ class _Probe:
         self._model, self._layout, self._kinds, self._states = model, layout, kinds, states
         media = set(media_tokens(model))
         vocabulary = min(512, model.config.get_text_config(decoder=True).vocab_size)
-        words = [one for one in range(vocabulary) if one not in media]
+        words = [token for token in range(vocabulary) if token not in media]
         drawn = torch.randint(0, len(words), (1, _TOKENS), generator=torch.Generator().manual_seed(1))
         self._ids = torch.tensor(words)[drawn].to(model.device)
         self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
         self.kinds_of_states = states.kinds if states is not None else []
 
     def whole(self) -> torch.Tensor:
-        """As ``generate`` calls the model."""
+        """Run the model as ``generate`` calls it."""
         return self._at_once(at_positions(self._model, 0, _TOKENS))
 
     def without_positions(self) -> torch.Tensor:
-        """As a custom loop may call it."""
+        """Run the model as a custom loop may call it."""
         return self._at_once({})
 
     def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -242,7 +243,7 @@ class _Probe:
             return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
 
     def in_two_parts(self) -> list[torch.Tensor]:
-        """With the true states, and with changed states of each kind, before the second part."""
+        """Return logits with the true states, and with changed states of each kind, before the second part."""
         with torch.inference_mode():
             first = self._cache()
             positions = at_positions(self._model, 0, self._front)
@@ -262,13 +263,13 @@ class _Probe:
         second.fill(self._ids[0, : self._front].cpu().numpy())
         for state in self._states.of(second.layers, changed) if self._states is not None else ():
             state.add_(_OTHER)
-        rest = self._ids[:, self._front :]
-        positions = at_positions(self._model, self._front, rest.shape[1])
-        return self._pass(rest, second, **positions)
+        remaining = self._ids[:, self._front :]
+        positions = at_positions(self._model, self._front, remaining.shape[1])
+        return self._pass(remaining, second, **positions)
 
     def behind_windows(self) -> list[torch.Tensor]:
-        """Logits of two tokens behind a window of made-up ones: twice, for the device's rounding, and with another
-        first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
+        """Return logits of two tokens after a window of made-up tokens: twice, for the device's rounding, and with
+        another first token, which windowed layers must not see. Empty if no prompt can be longer than the window.
         """
         config = self._model.config.get_text_config(decoder=True)
         width = max((kind.window or 0 for kind in self._kinds), default=0)
@@ -287,7 +288,6 @@ class _Probe:
             return self._pass(ids, cache, **options)
 
     def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
-        """A cache of the whole prompt as ``get_cache`` returns it, with the front part loaded."""
         cache, front = self._cache(), self._ids[:, : self._front]
         cache.note(front, plain=True)
         with torch.inference_mode():
@@ -304,8 +304,8 @@ class _Probe:
             self._model(input_ids=self._ids, use_cache=True, **cache_option(self._model, cache), **options)
 
     def generate_one(self, cache: SkyCache) -> None:
-        """As users call it: in every release by this name, which the newer ones deprecate."""
-        plain = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+        """Generate as users do; this argument name works in every release, and newer releases deprecate it."""
+        greedy = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self._model.generate(
@@ -314,11 +314,10 @@ class _Probe:
                 past_key_values=cache,
                 max_new_tokens=1,
                 pad_token_id=0,
-                **plain,
+                **greedy,
             )
 
     def _pass(self, ids: torch.Tensor, cache: DynamicCache, **options: torch.Tensor) -> torch.Tensor:
-        """The logits of all of ``ids``."""
         out = self._model(input_ids=ids, use_cache=True, **cache_option(self._model, cache), **options)
         logits: torch.Tensor = out.logits[0].float()
         return logits
@@ -329,7 +328,7 @@ class _Probe:
 
 
 class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
+    """Layer of ``width`` made-up tokens, equal except the first; appended tokens are not kept."""
 
     def __init__(self, layout: KVLayout, width: int, first: float, device: torch.device) -> None:
         super().__init__()
@@ -337,14 +336,13 @@ class _PretendedLayer(DynamicLayer):  # type: ignore[misc]
         usual = torch.full(shape, 0.1, dtype=dtype, device=device)
         keys, values = layout.widths
         self._first = (usual + first)[..., :keys], (usual + first)[..., :values]
-        held = usual.expand(-1, -1, width, -1)
-        self.keys, self.values = held[..., :keys], held[..., :values]
+        tokens = usual.expand(-1, -1, width, -1)
+        self.keys, self.values = tokens[..., :keys], tokens[..., :values]
         self.dtype, self.device, self.is_initialized = dtype, device, True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its tokens and the new ones, which are not kept."""
         pairs = zip(self._first, (self.keys, self.values), (key_states, value_states), strict=True)
-        keys, values = (torch.cat([first, held[:, :, 1:], new], dim=2) for first, held, new in pairs)
+        keys, values = (torch.cat([first, made_up[:, :, 1:], new], dim=2) for first, made_up, new in pairs)
         return keys, values

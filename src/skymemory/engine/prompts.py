@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _MEDIA_TOKEN = re.compile("(image|video|audio|vision|visual|speech|media).*(token|patch)_(ids?|index)$")
 
 TokenIds: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer[Any]]
-"""One sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
+"""Sequence of token ids: flat, or a tensor of shape (n,) or (1, n)."""
 
 Prompt: TypeAlias = "str | TokenIds | Sequence[Mapping[str, Any]] | Mapping[str, Any]"
 """Text; token ids; the messages of a chat; or the output of a tokenizer or of ``generate`` with
@@ -35,7 +35,7 @@ Prompt: TypeAlias = "str | TokenIds | Sequence[Mapping[str, Any]] | Mapping[str,
 def prompt_ids(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None, template: Mapping[str, Any]
 ) -> Tokens:
-    """The token ids of ``prompt``; ``template``: keyword arguments of ``apply_chat_template``.
+    """Return the token ids of ``prompt``; ``template``: keyword arguments of ``apply_chat_template``.
 
     A chat gets a generation prompt unless its last message is an answer. Left padding is removed.
 
@@ -55,7 +55,7 @@ def prompt_ids(
         return ids
     if _is_chat(prompt):
         chat: Any = prompt
-        if odd := next((one for one in chat if not isinstance(one, Mapping)), None):
+        if odd := next((message for message in chat if not isinstance(message, Mapping)), None):
             raise InvalidInput(f"each message of a chat must be a mapping with its role and content, got {type(odd)}")
         options = {"add_generation_prompt": chat[-1].get("role") != "assistant", **template}
         encoded = _needed(tokenizer).apply_chat_template(chat, **{**options, "tokenize": True, "return_dict": True})
@@ -84,7 +84,9 @@ def _needed(tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None) -> PreTr
 
 
 def flat_ids(ids: TokenIds) -> Tokens:
-    """Token ids as a flat int64 array; InvalidInput for anything but one sequence of whole numbers."""
+    """Return token ids as a flat int64 array. Raises InvalidInput for anything but a single sequence of whole
+    numbers.
+    """
     array = _flat(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInput(
@@ -98,7 +100,6 @@ _OF_A_BATCH = "for a batch get the cache of the beginning that its rows share"
 
 
 def _flat(values: Any) -> npt.NDArray[Any]:
-    """As an array, without a leading dimension of 1."""
     try:
         array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError as error:
@@ -107,14 +108,12 @@ def _flat(values: Any) -> npt.NDArray[Any]:
 
 
 def shared_prefix(held: Tokens, ids: Tokens) -> int:
-    """Length of the common prefix."""
     length = min(len(held), len(ids))
     differing = np.flatnonzero(held[:length] != ids[:length])
     return int(differing[0]) if len(differing) else length
 
 
 def media_tokens(model: PreTrainedModel) -> list[int]:
-    """Placeholder ids of images, videos and sounds, as named in the model's configuration."""
     return sorted({*_media_tokens(vars(model.config)), *_media_tokens(model.config.to_dict())})
 
 
@@ -124,4 +123,4 @@ def _media_tokens(fields: Mapping[Any, Any]) -> Iterator[int]:
             yield from _media_tokens(value)
         elif _MEDIA_TOKEN.search(str(name)):
             several = value if isinstance(value, list | tuple) else [value]
-            yield from (one for one in several if isinstance(one, int) and not isinstance(one, bool))
+            yield from (token for token in several if isinstance(token, int) and not isinstance(token, bool))

@@ -1,13 +1,13 @@
 """Codecs of 8 bits per number by optimum-quanto and by HQQ: about half of the bytes of a 16-bit cache, small loss.
 
-Both take a block as rows of ``head_dim`` numbers, one row per layer, key or value, head and token, each with its own
-scale; so one outlier spoils one row. Payloads, little-endian, sizes known from the layout alone:
+Both take a block as rows of ``head_dim`` numbers: a row per layer, key or value, head and token, each with its own
+scale. So an outlier affects a single row. Payloads are little-endian; the layout alone determines their sizes:
 
 - ``quanto8``: int8 per number, then float32 scale per row. Symmetric: number = int8 · scale.
 - ``hqq8``: uint8 per number, then float32 scale per row, then float32 zero per row: number = (uint8 − zero) · scale.
-  HQQ's iterative optimisation is left off: at 8 bits it takes 4 % off the error for 30 times the time.
+  HQQ's iterative optimisation is off: at 8 bits it takes 4 % off the error for 30 times the time.
 
-What a codec costs and loses on a real block: ``skymemory.kv.codec.base.measure``.
+``skymemory.kv.codec.base.measure`` reports costs and losses on a real block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCALE_BYTES = 4
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch to this thread: a block, or a small model, is not worth waiting for a second one."""
+    """Limit torch to this thread: a second thread costs more than it saves for a block or a small model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Quanto8:
-    """8 bits by optimum-quanto's ``qint8`` tensors."""
+    """Codec of 8 bits by optimum-quanto's ``qint8`` tensors."""
 
     name = "quanto8"
     codec_id = 8
@@ -53,7 +53,7 @@ class Quanto8:
         quanto = _quanto()
         rows = _rows(block, layout)
         scale = quanto.absmax_scale(rows, qtype=quanto.qint8, axis=0)
-        # A row of zeros has scale 0: any scale will do for it.
+        # A row of zeros has scale 0: any scale will do.
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         quantized = quanto.quantize_weight(rows, qtype=quanto.qint8, axis=0, scale=scale, optimized=False)
         return bytes(quantized._data.numpy().tobytes()) + _floats(quantized._scale)
@@ -67,7 +67,7 @@ class Quanto8:
 
 
 class Hqq8:
-    """8 bits by HQQ, with a scale and a zero point per row."""
+    """Codec of 8 bits by HQQ, with a scale and a zero point per row."""
 
     name = "hqq8"
     codec_id = 9
@@ -105,11 +105,10 @@ class Hqq8:
 
 _ALL: tuple[Codec, ...] = (RAW, Quanto8(), Hqq8(), *map(CacheGen, LEVELS))
 CODECS = {codec.name: codec for codec in _ALL}
-"""The codecs a manager can be asked for, by name."""
 
 
 def codec_of(name: str) -> Codec:
-    """The codec called ``name``, ready to use; CodecUnavailable if its package is not installed."""
+    """Return the codec called ``name``, ready to use. Raises CodecUnavailable if its package is not installed."""
     if name not in CODECS:
         raise InvalidInput(f"no codec {name!r}: choose one of {', '.join(CODECS)}")
     if name == Quanto8.name:
@@ -123,14 +122,16 @@ def codec_of(name: str) -> Codec:
 
 
 def of_layers(codec: Codec, layers: Sequence[int], of: int) -> Codec:
-    """The codec for blocks with only these of a model's ``of`` layers: rounding by layer needs their true numbers."""
+    """Return the codec for blocks with only these of a model's ``of`` layers: rounding by layer needs their true
+    numbers.
+    """
     if isinstance(codec, CacheGen) and len(layers) < of:
         return CacheGen(codec.level.name, layers, of)
     return codec
 
 
 def readable_codecs(chosen: Codec) -> list[Codec]:
-    """The codecs whose blocks a manager that writes with ``chosen`` may read: lossy ones only if it is lossy."""
+    """Return the codecs that a manager writing with ``chosen`` may read: lossy codecs only if it is lossy."""
     return [codec for codec in CODECS.values() if codec.lossless or not chosen.lossless]
 
 
@@ -161,7 +162,7 @@ def _row_count(layout: KVLayout) -> int:
 
 
 def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
-    """The block as float32 rows; InvalidInput for another size, or for numbers that are not finite."""
+    """Return the block as float32 rows. Raises InvalidInput for another size, or for numbers that are not finite."""
     if block.nbytes != layout.block_bytes:
         raise InvalidInput(f"a block of {block.nbytes} bytes, the layout says {layout.block_bytes}")
     numbers = torch.frombuffer(block, dtype=TORCH_DTYPES[layout.dtype])
@@ -174,7 +175,7 @@ def _rows(block: memoryview, layout: KVLayout) -> torch.Tensor:
 def _parts(
     payload: bytes | bytearray | memoryview, layout: KVLayout, dtype: torch.dtype, scales: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Numbers (rows, head_dim) and per-row columns of a payload; MalformedPacket if the size or a scale is wrong."""
+    """Return numbers (rows, head_dim) and per-row columns. Raises MalformedPacket if the size or a scale is wrong."""
     rows = _row_count(layout)
     numbers = rows * layout.head_dim
     view = memoryview(payload).cast("B")

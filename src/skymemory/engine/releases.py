@@ -1,4 +1,4 @@
-"""The releases of transformers that were tried, as in the extra "hf" of pyproject.toml."""
+"""Releases of transformers that were tried, as in the extra "hf" of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ TRIED_TRANSFORMERS = f">= {_FROM[0]}.{_FROM[1]}, < {_BELOW[0]}.{_BELOW[1]}"
 
 
 def is_tried(release: str) -> bool:
-    """Return whether this release of transformers was tried, such as "5.24.0"."""
     return _FROM <= _number(release) < _BELOW
 
 
 def is_admitted(release: str) -> bool:
-    """Return whether this release may be used: a tried one, or a later one of the same major version. The trial at a
-    manager's construction refuses a model whose hits such a release does not serve.
+    """Return True if this release may be used: a tried release, or a later release of the same major version. The trial
+    at a manager's construction refuses a model whose hits such a release does not serve.
     """
     return _FROM <= _number(release) < _NEXT_MAJOR
 

@@ -1,8 +1,8 @@
 """SGLang's HiCache: its pages in any store, by the backend "dynamic" (docs/guide/sglang.md).
 
-All of its interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), pages by pointer (``batch_get_v1``,
-``batch_set_v1``; ``"interface_v1": 1``), and the pages of further pools that hybrid models have (``batch_get_v2``,
-``batch_set_v2``). SGLang calls them in threads of its own.
+It has all interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), pages by pointer (``batch_get_v1``,
+``batch_set_v1``; ``"interface_v1": 1``), and pages of further pools of hybrid models (``batch_get_v2``,
+``batch_set_v2``). SGLang calls them in its own threads.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from skymemory.kv.context import CacheContext
 
 _log = logging.getLogger(__name__)
 _KV = "kv"
-"""SGLang's name of the pool of keys and values."""
 _BY_RANK = ("mamba", "draft", "draft_swa")
-"""Pools that are cut by rank although the model's keys and values are not: states, and those of a drafting model, which
-SGLang has one rank alone store.
+"""Pools that are cut by rank although the model's keys and values are not: states, and pools of a draft model, which a
+single rank stores.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """One beside keys and values, such as windows or states."""
+    """Pool other than keys and values, such as windows or states."""
 
     host: Any
     values: PluginStore
 
 
 class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
-    """Raises InvalidInput for a wrong option."""
+    """HiCache storage. Raises InvalidInput for a wrong option."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
         warn_untested("SGLang", sglang.__version__, "0.5.23")
@@ -57,13 +56,11 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._values: PluginStore | None = None
         self._pools: dict[str, _Pool] = {}
-        """By name, those beside keys and values."""
         self._counting = Lock()
         self._metrics = StorageMetrics()
-        """Since the last ``get_stats``."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pages are known, and with them all that they depend on."""
+        """Open the store: the pages are known now, and all that they depend on."""
         super().register_mem_pool_host(mem_pool_host)
         if not hasattr(mem_pool_host, "get_size_per_token"):
             raise InvalidInput(
@@ -77,7 +74,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if (name := str(host_pool_name)) == _KV:  # known by ``register_mem_pool_host``
+        if (name := str(host_pool_name)) == _KV:  # registered by ``register_mem_pool_host``
             return
         dtype = f"{getattr(host_pool, 'dtype', None)} {self._settings.kv_dtype}".rstrip()
         context = _context(self._settings.weights, dtype, self._config, host_pool, name)
@@ -90,7 +87,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             raise InvalidInput("no pool of pages is registered yet: expected register_mem_pool_host first")
         return self._values
 
-    # --- is it there ---
+    # --- lookups ---
 
     def exists(self, key: str) -> bool:
         return self.values.present([self._name(key)]) == [True]
@@ -99,7 +96,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self.values.prefix([self._name(key) for key in keys])
 
     def _name(self, key: str) -> str:
-        """Pages by pointer may be cut in another order than copied ones."""
+        """Return the name of a page: pages by pointer may be cut in another order than copied pages."""
         by_pointer = bool((self._config.extra_config or {}).get("interface_v1", 0))
         return _by_pointer(key) if by_pointer else _copied(key)
 
@@ -152,20 +149,19 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self._save(self.values, [_by_pointer(key) for key in keys], lambda at: pages[at])
 
     def _pages(self, count: int, host_indices: torch.Tensor) -> list[Sequence[memoryview]]:
-        """The pieces of each page in the host's pool, in the pool's order."""
         pointers, sizes = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        each, rest = divmod(len(pointers), count)
-        if rest:
+        pieces_per_page, remainder = divmod(len(pointers), count)
+        if remainder:
             raise InvalidInput(f"{len(pointers)} pieces for {count} pages: expected as many for each")
         pieces = [_memory(at, size) for at, size in zip(pointers, sizes, strict=True)]
-        return [pieces[page * each : (page + 1) * each] for page in range(count)]
+        return [pieces[page * pieces_per_page : (page + 1) * pieces_per_page] for page in range(count)]
 
     # --- pages of several pools ---
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The longest prefix of pages at whose end every pool has what its hit policy asks for."""
+        """Return the longest prefix of pages at whose end every pool has what its hit policy requires."""
         pages = self.batch_exists(keys)
         hits = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
@@ -173,12 +169,12 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
             if not restorable:
                 break
             name, ends = str(transfer.name), set(restorable)
-            there = self._pools[name].values.present([_of_pool(key) for key in keys[:pages]])
+            present = self._pools[name].values.present([_of_pool(key) for key in keys[:pages]])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                ends = set(range(1, (there.index(False) if False in there else pages) + 1))
+                ends = set(range(1, (present.index(False) if False in present else pages) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                seen = max(1, len(transfer.keys or ()))
-                ends = {end for end in range(1, pages + 1) if all(there[max(0, end - seen) : end])}
+                window_pages = max(1, len(transfer.keys or ()))
+                ends = {end for end in range(1, pages + 1) if all(present[max(0, end - window_pages) : end])}
             else:
                 raise InvalidInput(f"pool {name} has the hit policy {transfer.hit_policy}, which is not supported")
             if ends:
@@ -187,18 +183,18 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(one.name): self._transfer(one, self._load_pages) for one in transfers}
+        return {str(transfer.name): self._transfer(transfer, self._load_pages) for transfer in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(one.name): self._transfer(one, self._save_pages) for one in transfers}
+        return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
 
     def _transfer(self, transfer: Any, pages: Callable[[_Pool, list[str], list[int]], list[bool]]) -> list[bool]:
         name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
         pool = _Pool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
         size = getattr(pool.host, "page_size", 1) or 1
         if indices is None or indices.numel() != len(keys) * size:
-            given = 0 if indices is None else indices.numel()
-            _log.error("pool %s: %d indices for %d pages of %d: expected as many", name, given, len(keys), size)
+            index_count = 0 if indices is None else indices.numel()
+            _log.error("pool %s: %d indices for %d pages of %d: expected as many", name, index_count, len(keys), size)
             return [False] * len(keys)
         names = [_copied(key) if name == _KV else _of_pool(key) for key in keys]
         return pages(pool, names, [int(indices[at * size]) for at in range(len(keys))])
@@ -224,15 +220,15 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     # --- statistics ---
 
     def _load(self, values: PluginStore, names: list[str], place: Callable[[int, memoryview], bool]) -> list[bool]:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         done = values.load(names, place)
-        self._count("prefetch", sum(done), values, began_s)
+        self._count("prefetch", sum(done), values, started_s)
         return done
 
     def _save(self, values: PluginStore, names: list[str], read: Callable[[int], Sequence[memoryview]]) -> list[bool]:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         saved = values.save(names, read)
-        self._count("backup", sum(saved.written), values, began_s)
+        self._count("backup", sum(saved.written), values, started_s)
         return saved.done
 
     def _count(self, what: Literal["prefetch", "backup"], pages: int, values: PluginStore, began_s: float) -> None:
@@ -243,17 +239,16 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 getattr(self._metrics, f"{what}_bandwidth").append(rate)
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages of each load and save since the last call, and their rates in GiB/s."""
         if not self._config.enable_storage_metrics:
             return None
         with self._counting:
             metrics, self._metrics = self._metrics, StorageMetrics()
         return metrics
 
-    # --- the rest ---
+    # --- clearing, closing ---
 
     def clear(self) -> bool:
-        """Others use the store as well: what is not used is evicted."""
+        """Clear nothing: other engines use the store as well, and unused pages are evicted."""
         _log.warning("pages in a store of SkyMemory are not cleared: unused ones are evicted")
         return False
 
@@ -275,7 +270,6 @@ def _of_pool(key: str) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -284,17 +278,19 @@ def _memory(address: int, size_bytes: int) -> memoryview:
 
 
 def _context(weights: str, dtype: str, config: Any, pool: Any, name: str) -> CacheContext:
-    """All that SGLang's page hashes leave out: they name the tokens, the adapter and the request's salt."""
-    # Where every rank of tensor parallelism has the same pages one writes for all.
+    """Return the context: all that SGLang's page hashes leave out. (They name tokens, adapter and the request's
+    salt.)
+    """
+    # If every rank of tensor parallelism has the same pages, a single rank writes for all.
     ranks = None if config.is_mla_model and name not in _BY_RANK else (config.tp_rank, config.tp_size)
     what = ("layer_num", "head_num", "head_dim", "v_head_dim")
     packing = (
         sglang.__version__,
         type(pool).__name__,
-        *(getattr(pool, one, None) for one in ("layout", "storage_format_tag")),
+        *(getattr(pool, attribute, None) for attribute in ("layout", "storage_format_tag")),
         pool.get_size_per_token(),
-        *(getattr(pool, one, None) for one in what),
-        tuple(getattr(pool, one, None) for one in ("start_layer", "end_layer")),
+        *(getattr(pool, attribute, None) for attribute in what),
+        tuple(getattr(pool, attribute, None) for attribute in ("start_layer", "end_layer")),
         ranks,
         (config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size, config.dcp_rank, config.dcp_size),
         *(() if name == _KV else (name, _bytes_of(pool.get_dummy_flat_data_page()).nbytes)),

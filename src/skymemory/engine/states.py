@@ -1,7 +1,7 @@
 """Recurrent states (linear attention, convolutions): copied out after a forward pass, stored, and restored.
 
-A state depends on all tokens before it and cannot be split by blocks: it is stored whole, as of the end of a block,
-under that block's hash.
+A state depends on all tokens before it and cannot be split by blocks: the state at the end of a block is stored
+undivided, under that block's hash.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _State:
     dtype: torch.dtype
 
     def of(self, layers: Sequence[Any]) -> torch.Tensor:
-        held: torch.Tensor = getattr(layers[self.layer], f"{self.kind}_states")[self.number]
-        return held
+        tensor: torch.Tensor = getattr(layers[self.layer], f"{self.kind}_states")[self.number]
+        return tensor
 
 
 class States:
-    """All states of one model's cache as one byte string; described by ``layers`` after a forward pass."""
+    """All states of a model's cache as a byte string; described by ``layers`` after a forward pass."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._states = [
@@ -46,63 +46,60 @@ class States:
             for number, state in getattr(layer, f"{kind}_states", {}).items()
             if state is not None
         ]
-        self.size_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape)) for one in self._states)
+        self.size_bytes = sum(state.dtype.itemsize * int(np.prod(state.shape)) for state in self._states)
 
     def __bool__(self) -> bool:
         return bool(self._states)
 
     @property
     def kinds(self) -> list[str]:
-        """Those of ``conv`` and ``recurrent`` that the model has."""
-        return sorted({one.kind for one in self._states})
+        return sorted({state.kind for state in self._states})
 
     def of(self, layers: Sequence[Any], kind: str) -> list[torch.Tensor]:
-        """The tensors of one kind."""
-        return [one.of(layers) for one in self._states if one.kind == kind]
+        return [state.of(layers) for state in self._states if state.kind == kind]
 
     def layout(self, block_tokens: int) -> KVLayout:
-        """A block layout large enough for them; the rest is zero."""
         width = -(-self.size_bytes // (2 * block_tokens * _ITEM_BYTES))
         return KVLayout(1, 1, width, block_tokens, "float32")
 
     def describe(self) -> str:
-        """For ``CacheContext.layout``: changes when the bytes would."""
+        """Describe the states for ``CacheContext.layout``; the text changes if the bytes would."""
         digest = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
         return f"states1[{self.size_bytes} bytes, {digest}]"
 
     def take(self, layers: Sequence[Any]) -> bytes:
-        """A copy of the first row's states."""
+        """Copy the first row's states."""
         return b"".join(
-            one.of(layers)[:1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for one in self._states
+            state.of(layers)[:1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for state in self._states
         )
 
     def put(self, layers: Sequence[Any], held: bytes | memoryview, device: torch.device) -> None:
-        """Restore them as after a forward pass. Raises MalformedPacket for too few bytes."""
+        """Restore the states as after a forward pass. Raises MalformedPacket for too few bytes."""
         if len(held) < self.size_bytes:
             raise MalformedPacket(f"states of {len(held)} bytes, expected {self.size_bytes}")
         at = 0
-        for one in self._states:
-            size = one.dtype.itemsize * int(np.prod(one.shape))
+        for state in self._states:
+            size = state.dtype.itemsize * int(np.prod(state.shape))
             with torch.inference_mode(False):  # writable in any mode
-                part = torch.frombuffer(bytearray(held[at : at + size]), dtype=one.dtype).view(one.shape).to(device)
+                part = torch.frombuffer(bytearray(held[at : at + size]), dtype=state.dtype).view(state.shape).to(device)
             at += size
-            layer = layers[one.layer]
-            getattr(layer, f"{one.kind}_states")[one.number] = part
-            getattr(layer, f"is_{one.kind}_states_initialized")[one.number] = True
-            layer.has_previous_state[one.number] = True
-            layer.dtype, layer.device = one.dtype, device
-            if one.kind == "conv":
-                layer.conv_kernel_size[one.number] = one.shape[-1]
+            layer = layers[state.layer]
+            getattr(layer, f"{state.kind}_states")[state.number] = part
+            getattr(layer, f"is_{state.kind}_states_initialized")[state.number] = True
+            layer.has_previous_state[state.number] = True
+            layer.dtype, layer.device = state.dtype, device
+            if state.kind == "conv":
+                layer.conv_kernel_size[state.number] = state.shape[-1]
 
 
 def repeat(layer: Any, repeats: int) -> None:
-    """``batch_repeat_interleave``, which these layers lack."""
+    """Repeat the rows of all states: these layers have no ``batch_repeat_interleave``."""
     for kind in ("conv", "recurrent"):
-        held = getattr(layer, f"{kind}_states", {})
-        for number, state in held.items():
+        states = getattr(layer, f"{kind}_states", {})
+        for number, state in states.items():
             if state is not None:
-                held[number] = state.repeat_interleave(repeats, dim=0)
+                states[number] = state.repeat_interleave(repeats, dim=0)
 
 
 def forget(layer: Any) -> None:
@@ -124,19 +121,18 @@ class StoredStates:
         self._blocks = blocks
 
     def find(self, ids: Tokens, blocks: int) -> list[int]:
-        """Those of the first ``blocks`` blocks with stored states, the last first."""
+        """Return the indices among the first ``blocks`` blocks with stored states, in descending order."""
         hashes = self._blocks.hashes(ids)[:blocks]
         missing = set(self._blocks.missing(hashes)) if hashes else set()
         return [index for index in reversed(range(len(hashes))) if index not in missing]
 
     def load(self, ids: Tokens, index: int) -> bytes:
-        """The states at the end of block ``index``; empty if they cannot be loaded."""
+        """Return the states at the end of block ``index``; empty if they cannot be loaded."""
         sink = _One()
         self._blocks.fetch(self._blocks.hashes(ids)[index], sink)
         return sink.held[: self._states.size_bytes]
 
     def save(self, ids: Tokens, by_block: dict[int, bytes]) -> None:
-        """Store those that are not stored yet."""
         hashes = self._blocks.hashes(ids)
         wanted = sorted(index for index in by_block if index < len(hashes))
         missing = self._blocks.missing([hashes[index] for index in wanted]) if wanted else []
@@ -145,20 +141,16 @@ class StoredStates:
 
 
 class _Source:
-    """States as blocks."""
-
     def __init__(self, by_block: dict[int, bytes]) -> None:
         self._by_block = by_block
 
     def read(self, index: int, out: memoryview) -> None:
-        held = self._by_block[index]
-        out[: len(held)] = held
-        out[len(held) :] = bytes(len(out) - len(held))
+        state = self._by_block[index]
+        out[: len(state)] = state
+        out[len(state) :] = bytes(len(out) - len(state))
 
 
 class _One:
-    """Sink of a single block."""
-
     held = b""
 
     def place(self, index: int, block: memoryview) -> None:

@@ -1,11 +1,11 @@
 """Records of changes to an index, for an append-only journal that can be replayed.
 
-One record, little-endian::
+A record, little-endian::
 
     0 marker 0x5B    1 op    2 version 2    4 body_bytes 4    8 CRC-32 of the record with this field zero 4    12 body
 
     ADD             start 4 | blocks 4 | groups 4 | parent 32 (zero: none) | groups | hashes 32 n | rows 36 n
-                    (version 2: its groups say how large chunks are; written where they are not of the default size)
+                    (version 2: its groups have the size of chunks; only written if it is not the default)
     REMOVE          hashes 32 n
     REMOVE_CONTEXT  the context's digest
     CLEAR           nothing
@@ -13,8 +13,8 @@ One record, little-endian::
     LOST            nothing
     PROBED          keys asked for 4 | values adopted 4
 
-The frame of 12 bytes stays in all versions. A record of a later version, or of an unknown operation, is skipped: it
-may have added blocks, so blocks that the journal does not name may be present (``JournalState``).
+The frame of 12 bytes is the same in all versions. A record of a later version or an unknown operation is skipped. It
+may have added blocks that the journal then does not name (``JournalState``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 JOURNAL_VERSION = 1
 _SIZED_VERSION = 2
-"""Of an ADD whose groups give the size of chunks; no other record has it."""
+"""Version of an ADD record whose groups have the size of chunks; no other record has it."""
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
@@ -48,11 +48,11 @@ class RecordOp(enum.IntEnum):
     REMOVE_CONTEXT = 3
     CLEAR = 4
     BORN = 5
-    """The constellation is empty as this is written: blocks that the journal does not name are absent."""
+    """The constellation is empty: blocks that the journal does not name are absent."""
     LOST = 6
-    """Records before this one are lost: blocks that the journal does not name may be present."""
+    """Earlier records are lost: blocks that the journal does not name may be present."""
     UNKNOWN = 0
-    """Never written: a record of a later release is read as this."""
+    """Record of a later release; never written."""
     PROBED = 7
     """Satellites were probed, and values adopted that the journal did not name."""
 
@@ -62,8 +62,10 @@ _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One change. ``infos``, ``start`` and ``parent`` belong to ADD, ``context`` to REMOVE_CONTEXT, ``probed`` (keys
-    asked for, values adopted) to PROBED.
+    """A change.
+
+    ADD uses ``infos``, ``start`` and ``parent``; REMOVE_CONTEXT ``context``; PROBED ``probed`` (keys asked for, values
+    adopted).
     """
 
     op: RecordOp
@@ -85,8 +87,8 @@ def encode_record(
     context: bytes = b"",
     probed: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """The bytes to append. About 68 per block added, 32 per block removed, and 12 to 100 around them."""
-    # The oldest version that suffices: an earlier release then reads all it can.
+    """Return the bytes to append: about 68 per block added, 32 per block removed, and 12 to 100 around them."""
+    # Use the oldest version that suffices: an earlier release can then read as much as possible.
     version = JOURNAL_VERSION
     if op is RecordOp.ADD:
         body, version = _add_body(hashes, infos, start, parent)
@@ -108,22 +110,22 @@ def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
 
 
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
-    """The records in ``data`` up to the first that is incomplete or damaged, and the bytes they take.
+    """Return the records in ``data`` up to the first that is incomplete or damaged, and their size in bytes.
 
-    A crash may tear the journal's tail: cut off what follows the returned count before appending. An intact record
-    of a later release is UNKNOWN, one that contradicts itself :class:`MalformedPacket`.
+    A crash may tear the journal's tail: cut off what follows the returned size before appending. An intact record of a
+    later release is UNKNOWN; a record that contradicts itself raises :class:`MalformedPacket`.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
     at = 0
-    while (found := _record_at(view, at)) is not None:
-        record, at = found
+    while (record_and_end := _record_at(view, at)) is not None:
+        record, at = record_and_end
         records.append(record)
     return records, at
 
 
 def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
-    """The record that begins there, and where it ends; None if it is incomplete or damaged."""
+    """Return the record that begins at ``at``, and its end; None if it is incomplete or damaged."""
     if at + _FRAME.size > len(view):
         return None
     marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
@@ -135,7 +137,7 @@ def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
     if native.crc32(body, native.crc32(blank)) != crc:
         return None
     with_sizes = version == _SIZED_VERSION and op == RecordOp.ADD
-    # Skipped, not an error: a later release may share this journal.
+    # An unknown record is skipped, not an error: a later release may share this journal.
     known = with_sizes or (version == JOURNAL_VERSION and op in _KNOWN)
     return (_decode_body(op, body, with_sizes) if known else Record(RecordOp.UNKNOWN)), end
 
@@ -143,7 +145,6 @@ def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
 def _add_body(
     hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None
 ) -> tuple[bytes, int]:
-    """Of an ADD record, and its version."""
     if len(hashes) != len(infos):
         raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
     check_chain(hashes, start, parent)
@@ -162,7 +163,7 @@ def _joined_add(
 
 @lru_cache(maxsize=64)
 def _packed_groups(groups: tuple[Group, ...]) -> tuple[bytes, int]:
-    """As in an ADD record, and the oldest version that has room for them."""
+    """Return packed groups, and the oldest version that has room for them."""
     return pack_groups(groups), _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
 
 
@@ -186,23 +187,22 @@ def _decode_add(body: memoryview, with_sizes: bool) -> Record:
     if len(body) < _ADD.size:
         raise MalformedPacket(f"an ADD record of {len(body)} bytes, at least {_ADD.size} are expected")
     start, blocks, group_count, parent = _ADD.unpack_from(body)
-    groups, taken = unpack_groups(body[_ADD.size :], group_count, with_sizes)
-    rest = body[_ADD.size + taken :]
-    if len(rest) != blocks * (HASH_BYTES + ROW_BYTES):
-        raise MalformedPacket(f"an ADD record of {blocks} blocks with {len(rest)} bytes for them")
+    groups, groups_bytes = unpack_groups(body[_ADD.size :], group_count, with_sizes)
+    blocks_data = body[_ADD.size + groups_bytes :]
+    if len(blocks_data) != blocks * (HASH_BYTES + ROW_BYTES):
+        raise MalformedPacket(f"an ADD record of {blocks} blocks with {len(blocks_data)} bytes for them")
     if (start == 0 and parent != _NO_PARENT) or start + blocks > MAX_DEPTH:
         raise MalformedPacket(f"an ADD record of {blocks} blocks at an impossible depth {start}")
-    shared, rows = Groups(groups), rest[blocks * HASH_BYTES :]
+    shared, rows = Groups(groups), blocks_data[blocks * HASH_BYTES :]
     try:
         infos = tuple(shared.unpack(rows[at : at + ROW_BYTES]) for at in range(0, len(rows), ROW_BYTES))
     except IndexError:
         raise MalformedPacket(f"a row of an ADD record names a group beyond the {len(groups)} of the record") from None
-    hashes = split_hashes(rest[: blocks * HASH_BYTES])
+    hashes = split_hashes(blocks_data[: blocks * HASH_BYTES])
     return Record(RecordOp.ADD, hashes, infos, start, parent if start else None)
 
 
 def split_hashes(data: Buffer) -> tuple[bytes, ...]:
-    """The hashes in a concatenation."""
     raw = bytes(data)
     if len(raw) % HASH_BYTES:
         raise MalformedPacket(f"{len(raw)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
@@ -210,12 +210,12 @@ def split_hashes(data: Buffer) -> tuple[bytes, ...]:
 
 
 def sized(groups: Iterable[Group]) -> bool:
-    """Whether a group gives the size of its chunks: the record then has version 2."""
+    """Return True if a group gives the size of its chunks: the record then has version 2."""
     return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
 def pack_groups(groups: Sequence[Group]) -> bytes:
-    """Every group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
+    """Pack each group as: length of the strategy 1, length of the context 2, servers 4, [size of chunks 4], strategy,
     context. All have the size if the groups are ``sized``.
     """
     parts = []
@@ -227,7 +227,7 @@ def pack_groups(groups: Sequence[Group]) -> bytes:
 
 
 def unpack_groups(view: memoryview, count: int, with_sizes: bool = False) -> tuple[list[Group], int]:
-    """``count`` groups from the start of ``view``, and their bytes. ``with_sizes``: they are ``sized``."""
+    """Return ``count`` groups from the start of ``view``, which may be ``sized``, and their size in bytes."""
     groups: list[Group] = []
     head, at = _GROUP_HEAD_SIZED if with_sizes else _GROUP_HEAD, 0
     for _ in range(count):
@@ -261,32 +261,33 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
-    """``replay`` the records of ``decode_records``, and apply them to ``state``; returns the bytes they take. Those
-    that add or remove blocks, nearly all, are never objects. A contradiction to the index is :class:`InvalidInput`.
+    """Replay the records of ``decode_records``, and apply them to ``state``; return their size in bytes.
+
+    Records that add or remove blocks, nearly all, never become objects. A contradiction to the index raises
+    :class:`InvalidInput`.
     """
     view = memoryview(data).cast("B")
     at = 0
     while True:
         at = index.replay(view, at, _groups_of)
-        found = _record_at(view, at)
-        if found is None:
+        record_and_end = _record_at(view, at)
+        if record_and_end is None:
             return at
-        record, at = found
+        record, at = record_and_end
         replay(record, index)
         state.apply(record)
 
 
 def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
-    """The groups of an ADD record; none where they cannot be read."""
     try:
-        groups, taken = unpack_groups(memoryview(packed), count, sized)
+        groups, groups_bytes = unpack_groups(memoryview(packed), count, sized)
     except MalformedPacket:
         return ()
-    return groups if taken == len(packed) else ()
+    return groups if groups_bytes == len(packed) else ()
 
 
 def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
-    """``write`` the fewest records that make an index like this one: an ADD for each run."""
+    """Write the fewest records that make an index like this one: an ADD for each run."""
 
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
         body, version = _joined_add(start, parent, hashes, rows, groups)
@@ -296,12 +297,11 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 
 
 class JournalState:
-    """Whether blocks that a journal does not name are absent (``complete``): it began with its constellation, and no
-    record was lost since.
+    """State of a journal. ``complete``: blocks that it does not name are absent.
 
-    A journal that begins without BORN was created for a constellation that may have held values already: its index was
-    deleted, or clients on another computer write there. Nothing makes it complete again: however much was probed, such
-    a client may have stored more.
+    Such a journal began with its constellation and lost no record. A journal without BORN at its start was
+    created for a constellation that may have held values: its index was deleted, or clients on another computer write
+    there. Nothing makes it complete again: even after probing, such a client may have stored more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")

@@ -1,10 +1,8 @@
 """RadixIndex: block hash → BlockInfo, and the longest prefix of a prompt that is present (paper §3.10).
 
-Below: entries (``BlockInfo``), the groups of what they share, and the index.
-
-Because hashes are chained, one hash names its whole prefix, so no edge labels are compared: a block is found by one
-lookup and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first
-that is absent: a hole stops it, however much is present behind.
+Hashes are chained, so a hash names its complete prefix and no edge labels are compared: a block is found by one lookup
+and knows the block before it (``native.twin.blocks``). A prefix is looked up from its first block to the first that is
+absent: a hole stops it, even if later blocks are present.
 """
 
 from __future__ import annotations
@@ -20,41 +18,41 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 _KEPT_PACKED = 256
 
-# An entry as a Python object takes about 300 bytes, and an index has millions of them: they are kept packed, in rows of
-# 36 bytes, in the form in which the journal has them. What blocks set together share (strategy, servers, context) is
-# kept once, as a group whose number ends the row.
+# An entry as a Python object takes about 300 bytes, and an index has millions of them. So entries are kept packed, in
+# rows of 36 bytes, in the format of the journal. What blocks set together share (strategy, servers, context) is kept
+# once, as a group whose number ends the row.
 _ROW = struct.Struct("<IQIdiiI")
 ROW_BYTES = _ROW.size
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """What finds and rebuilds a block: its size, and where its chunks were stored (spec §1, radix index)."""
+    """Fields to find and rebuild a block: its size, and where its chunks were stored (spec §1, radix index)."""
 
     chunks: int
     value_bytes: int
     value_crc: int
-    """CRC-32 of the whole stored value."""
+    """CRC-32 of the complete stored value."""
     set_at_s: float
-    """When it was set, seconds since the Unix epoch."""
+    """Time of setting, in seconds since the Unix epoch."""
     slot_moves: int
-    """Slot moves of the anchor between the epoch and the setting, from which the chunks' present places follow."""
+    """Slot moves of the anchor from the epoch to the setting, which determine the chunks' current places."""
     plane_moves: int
     strategy: str
-    """Name of the placement strategy, such as ``rotation_hop``."""
+    """Placement strategy, such as ``rotation_hop``."""
     servers: int
     context: bytes = b""
-    """Digest of the cache context, so that a whole context can be cleared."""
+    """Digest of the cache context, by which a context can be cleared."""
     chunk_bytes: int = 0
-    """Size of its chunks where that is not the default; 0: the default, or unknown."""
+    """Size of its chunks; 0: the default, or unknown."""
 
 
 Group = tuple[str, int, bytes, int]
-"""Fields that blocks set together share: (strategy, servers, context, size of chunks or 0)."""
+"""Fields that blocks set together share: (strategy, servers, context, chunk_bytes)."""
 
 
 class Groups:
-    """What blocks share, by number; packs entries into rows that name a group, little-endian."""
+    """Groups by number, which packs entries into rows that name a group, little-endian."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -63,7 +61,7 @@ class Groups:
         self._numbers = {group: number for number, group in enumerate(self.listed)}
 
     def number(self, group: Group) -> int:
-        """A group's number; a new one if it has none. InvalidInput for one that cannot be recorded."""
+        """Return a group's number, possibly new. Raises InvalidInput if it cannot be recorded."""
         number = self._numbers.get(group)
         if number is None:
             _check_group(group)
@@ -72,7 +70,7 @@ class Groups:
         return number
 
     def pack(self, info: BlockInfo) -> bytes:
-        """The row of ``info``; its group is kept. A number that does not fit is :class:`InvalidInput`."""
+        """Return the row of ``info``, and keep its group. Raises :class:`InvalidInput` if a number does not fit."""
         if not math.isfinite(info.set_at_s):
             raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
         numbers = info.chunks, info.value_bytes, info.value_crc, info.set_at_s, info.slot_moves, info.plane_moves
@@ -86,7 +84,7 @@ class Groups:
         return _ROW.pack(*numbers, number) if number else row
 
     def unpack(self, row: Buffer) -> BlockInfo:
-        """The entry of a row; IndexError where its group is not there."""
+        """Return the entry of a row. Raises IndexError if its group is missing."""
         *numbers, number = _ROW.unpack(row)
         return BlockInfo(*numbers, *self.listed[number])
 
@@ -104,8 +102,9 @@ def _check_group(group: Group) -> None:
 
 
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Raises :class:`InvalidInput` unless ``hashes`` can be at depths ``start``, … behind ``parent``, which is None
-    exactly when ``start`` is 0. No block comes twice: its hash names all before it.
+    """Check that ``hashes`` can be at depths ``start``, … after ``parent``, which is None exactly at depth 0.
+
+    Raises :class:`InvalidInput` otherwise. No block may occur twice: its hash names all before it.
     """
     if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
         raise InvalidInput(
@@ -121,21 +120,21 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
 
 
 class RadixIndex:
-    """The blocks that are present, with an entry for each. Not thread-safe; does no I/O.
+    """Entries of the present blocks. Not thread-safe; no I/O.
 
-    Depth is the number of blocks before a block in its prompt. A block may be present while one before it is
-    not (a hole): it is kept, but no prefix reaches it until the hole is filled.
+    Depth is the number of blocks before a block in its prompt. A block may be present while a block before it is not (a
+    hole): it is kept, but no prefix reaches it until the hole is filled.
     """
 
     def __init__(self) -> None:
         self._table = native.BlockTable()
         self._groups = Groups()
         self._packed_groups: dict[tuple[bytes, bool], Sequence[int]] = {}
-        """Numbers of the groups of records that were replayed, by their bytes."""
+        """Numbers of the groups of replayed records, by their bytes."""
 
     @property
     def capacity_bytes(self) -> float:
-        """Of the memory that the blocks are in, for ``bytes_by_servers``."""
+        """Capacity of the memory that holds the blocks, for ``bytes_by_servers``."""
         return self._table.capacity_bytes
 
     @capacity_bytes.setter
@@ -143,7 +142,6 @@ class RadixIndex:
         self._table.capacity_bytes = size_bytes
 
     def clear(self) -> None:
-        """Removes everything."""
         self._table.clear()
         self._groups = Groups()
         self._packed_groups.clear()
@@ -155,17 +153,17 @@ class RadixIndex:
         return self._table.place(block_hash) is not None
 
     def __iter__(self) -> Iterator[bytes]:
-        """Every block hash present, prefix-closed or not, in no order."""
+        """Iterate over all block hashes present, in no order."""
         return (key for key, _, _ in self._table.items())
 
     def add(
         self, hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int = 0, parent: bytes | None = None
     ) -> int:
-        """Adds a chain (``hashes[i]`` follows ``hashes[i-1]``) and returns how many blocks are new.
+        """Add a chain (``hashes[i]`` follows ``hashes[i-1]``) and return the number of new blocks.
 
-        A block that is present gets the new info. ``start`` is the depth of ``hashes[0]`` and ``parent`` the
-        hash before it (None exactly when ``start`` is 0); the parent need not be present. Raises
-        :class:`InvalidInput` and changes nothing when the chain contradicts itself or what is known.
+        A block that is present gets the new info. ``start`` is the depth of ``hashes[0]`` and ``parent`` the hash
+        before it (None exactly at depth 0), which need not be present. Raises :class:`InvalidInput` and changes nothing
+        if the chain contradicts itself or known entries.
         """
         if len(hashes) != len(infos):
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
@@ -177,9 +175,11 @@ class RadixIndex:
         return new
 
     def replay(self, data: Buffer, at: int, groups_of: Callable[[bytes, int, bool], Sequence[Group]]) -> int:
-        """Applies the records in ``data`` from ``at`` on that add or remove blocks, up to the first that is incomplete,
-        damaged, of another kind, or a contradiction; returns where that begins. ``groups_of``: reads the groups of a
-        record (their bytes, how many, whether they give the size of chunks); of none it is a contradiction.
+        """Apply the records in ``data`` from ``at`` on that add or remove blocks.
+
+        It stops at the first record that is incomplete, damaged, of another kind, or a contradiction, and returns its
+        position. ``groups_of`` parses a record's groups (bytes, number, True if they have the size of chunks); if there
+        are none, the record is a contradiction.
         """
 
         def numbers_of(packed: bytes, count: int, sized: bool) -> Sequence[int]:
@@ -194,55 +194,57 @@ class RadixIndex:
         return self._table.replay(data, at, numbers_of)
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Number of leading hashes that are all present."""
         return self._table.leading(hashes)
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
-        """The entry of a block; None if it is absent. The blocks before it may be absent, too."""
+        """Return the entry of a block; None if it is absent. The blocks before it may be absent, too."""
         return self.infos([block_hash])[0]
 
     def infos(self, hashes: Sequence[bytes]) -> list[BlockInfo | None]:
-        """``get`` of each."""
         return [None if row is None else self._groups.unpack(row) for row in self._table.find(hashes)]
 
     def bytes_by_servers(self) -> dict[int, float]:
-        """Bytes of the values present, by the number of servers they were set on. A value counts the less the more has
-        been set after it (exponentially, by ``capacity_bytes``): most that is evicted is never reported.
+        """Return the bytes of the present values, by the number of servers they were set on.
+
+        A value's weight decays exponentially with the bytes set after it (by ``capacity_bytes``), since most evictions
+        are never reported.
         """
-        held: dict[int, float] = {}
+        bytes_by_servers: dict[int, float] = {}
         for group, size_bytes in zip(self._groups.listed, self._table.held(), strict=False):
-            held[group[1]] = held.get(group[1], 0.0) + size_bytes
-        return held
+            bytes_by_servers[group[1]] = bytes_by_servers.get(group[1], 0.0) + size_bytes
+        return bytes_by_servers
 
     def place_of(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Depth of a block and the hash before it; None if it is not present."""
+        """Return the depth of a block and the hash before it; None if it is absent."""
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """A place for an absent block whose writer gave none: one that contradicts no entry.
+        """Return a place that contradicts no entry, for an absent block whose writer gave none.
 
-        That is depth 0; or, where blocks are known to follow it, before those and behind a made-up hash, so that no
-        prefix reaches it by the index alone.
+        It is depth 0 or, if blocks are known to follow, the depth before those, after a made-up hash, so that no prefix
+        reaches the block by the index alone.
         """
         below = self._table.below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
     def remove(self, key: bytes) -> bool:
-        """Removes one block; those behind it stay, out of reach until it is added again. False if absent."""
+        """Remove a block; False if it was absent. Blocks after it stay, unreachable until it is added again."""
         return self._table.remove(key)
 
     def remove_context(self, context: bytes) -> list[bytes]:
-        """Removes every block of a cache context and returns their hashes, deepest first."""
+        """Remove every block of a cache context and return their hashes, deepest first."""
         numbers = {number for number, group in enumerate(self._groups.listed) if group[2] == context}
-        found = [(depth, key) for key, depth, number in self._table.items() if number in numbers] if numbers else []
-        found.sort(reverse=True)
-        for _, key in found:
+        blocks = [(depth, key) for key, depth, number in self._table.items() if number in numbers] if numbers else []
+        blocks.sort(reverse=True)
+        for _, key in blocks:
             self.remove(key)
-        return [key for _, key in found]
+        return [key for _, key in blocks]
 
     def runs(self, visit: Callable[[int, bytes | None, bytes, bytes, Sequence[Group]], object]) -> None:
-        """Calls ``visit`` with every run, a chain that is as long as can be: the depth of its first block, the hash
-        before it, the hashes, their rows, and the groups that these name by their place. It must not change the index.
+        """Call ``visit`` with every run, a chain that is as long as possible. It must not change the index.
+
+        Its arguments are the first block's depth, the hash before it, the hashes, their rows, and the groups, which the
+        rows name by position.
         """
 
         def visit_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, numbers: list[int]) -> None:
@@ -251,7 +253,6 @@ class RadixIndex:
         self._table.runs(visit_run)
 
     def _contradiction(self, hashes: Sequence[bytes], start: int, parent: bytes | None) -> InvalidInput:
-        """What of a well-formed chain contradicts entries."""
         previous = None
         for depth, key in enumerate(hashes if parent is None else [parent, *hashes], start - (parent is not None)):
             place, below = self._table.place(key), self._table.below(key)

@@ -1,1 +1,1 @@
-"""The cached data: contexts, block hashes, layouts, stored values and their codecs. Pure."""
+"""Cached data: contexts, block hashes, layouts, stored values and their codecs. Pure."""

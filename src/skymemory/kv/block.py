@@ -1,4 +1,4 @@
-"""A block of a prompt: the hash that names it and everything before it, its place, and the layout of its bytes."""
+"""Block of a prompt: the hash that names it and everything before it, its place, and the layout of its bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skymemory.errors import InvalidInput, not_utf8
 
 Buffer = bytes | bytearray | memoryview
 BlockHash = bytes
-"""32 bytes, SHA-256. Because hashes are chained, one hash names its whole prefix."""
+"""SHA-256 (32 bytes). Hashes are chained, so a hash names its complete prefix."""
 HASH_BYTES = 32
 MAX_DEPTH = 2**32 - 1
 TOKEN_BYTES = 4
@@ -29,7 +29,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A block's position in its prompt: ``depth`` blocks are before it, ``parent`` is the last of them.
+    """Position of a block in its prompt: ``depth`` blocks precede it, ``parent`` is the last of them.
 
     Raises InvalidInput for an invalid depth, and unless ``parent`` is None exactly at depth 0.
     """
@@ -48,23 +48,23 @@ class Place:
 
 
 def places_in(hashes: Sequence[BlockHash], indices: Sequence[int]) -> list[Place]:
-    """The places of the blocks ``indices`` of a prompt whose blocks are ``hashes``, the first one first."""
+    """Return the places of the blocks ``indices`` of a prompt with these ``hashes``."""
     return [Place(index, hashes[index - 1] if index else None) for index in indices]
 
 
 def hash_blocks(
     context_digest: bytes, tokens: Tokens, block_tokens: int, content: Mapping[int, bytes] | None = None
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of ``tokens``; a prompt shorter than one block gives ``[]``.
+    """Return the hashes of the full blocks of ``tokens``; a prompt shorter than a block gives ``[]``.
 
-    ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context
-    digest (the paper's §3.1 starts from a null hash).
+    ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context digest (the
+    paper's §3.1 starts from a null hash).
 
-    ``content`` is for prompts with images or audio, whose placeholders share token ids: position of the first
-    placeholder (0-based token) → 32-byte digest of the medium. Each is folded into the block it falls in, as
-    ``|| offset in the block as u32 || digest``, in order of position; later blocks inherit it by the chain.
+    ``content`` is for images and audio, whose placeholders share token ids: position of the first placeholder (0-based
+    token) → 32-byte digest of the medium. Each digest is folded into the block of its position, as ``|| offset in the
+    block as u32 || digest``, in order of position; later blocks inherit it by the chain.
 
-    Raises :class:`InvalidInput` for tokens that are not whole numbers in 0 .. 2^32-1 or not one-dimensional.
+    Raises :class:`InvalidInput` for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
     """
     _check_digest(context_digest, "context digest")
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
@@ -74,7 +74,7 @@ def hash_blocks(
     chain = [context_digest]
     for block, media in (_fold(content, count, block_tokens) if content else {}).items():
         if block == count // block_tokens:
-            break  # the tail, which fills no block
+            break  # the tail fills no block
         begin, end = block * block_bytes, (block + 1) * block_bytes
         chain += native.chain_sha256(raw[(len(chain) - 1) * block_bytes : begin], block_bytes, chain[-1])
         chain.append(hashlib.sha256(b"".join((chain[-1], raw[begin:end], media))).digest())
@@ -83,9 +83,9 @@ def hash_blocks(
 
 
 def key_hash(namespace_digest: bytes, key: str) -> bytes:
-    """32-byte name of a text key of the general key-value store, in the namespace of ``namespace_digest``.
+    """Return the 32-byte name of a text key of the general key-value store.
 
-    ``SHA-256(tag || namespace || UTF-8 key)``; the tag keeps it apart from every block hash.
+    It is ``SHA-256(tag || namespace || UTF-8 key)``; the tag distinguishes it from every block hash.
     """
     _check_digest(namespace_digest, "namespace digest")
     if not isinstance(key, str) or not key:
@@ -97,7 +97,6 @@ def key_hash(namespace_digest: bytes, key: str) -> bytes:
 
 
 def _token_bytes(tokens: Tokens) -> bytes | memoryview:
-    """Tokens as packed u32 little-endian."""
     if (packed := native.pack_tokens(tokens)) is not None:
         return packed
     try:
@@ -118,7 +117,6 @@ def _token_bytes(tokens: Tokens) -> bytes | memoryview:
 
 
 def _fold(content: Mapping[int, bytes], count: int, block_tokens: int) -> dict[int, bytes]:
-    """Block index → the bytes folded into its hash, in order."""
     folded: dict[int, bytes] = {}
     for position in sorted(content):
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < count:
@@ -143,13 +141,12 @@ _MAX_NUMBER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One block: ``(layers, 2, kv_heads, block_tokens, head_dim)`` in C order, 2 = key, value; little-endian.
+    """Layout of a block: ``(layers, 2, kv_heads, block_tokens, head_dim)`` in C order, 2 = key, value; little-endian.
 
-    Where values have another width than keys (``value_dim``; 0: the same): for each layer its keys,
-    ``(kv_heads, block_tokens, head_dim)``, and behind them its values, ``(kv_heads, block_tokens, value_dim)``.
+    If values have another width than keys (``value_dim``; 0: the same), each layer has its keys, ``(kv_heads,
+    block_tokens, head_dim)``, and then its values, ``(kv_heads, block_tokens, value_dim)``.
 
-    Values are per block, not cumulative: 2 · 22 · 4 · 64 · 128 · 2 B = 2.88 MB for
-    TinyLlama-1.1B in 16 bit (paper §5).
+    Sizes are per block, not cumulative: 2 · 22 · 4 · 64 · 128 · 2 B = 2.88 MB for TinyLlama-1.1B in 16 bit (paper §5).
     """
 
     layers: int
@@ -165,7 +162,7 @@ class KVLayout:
             if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MAX_NUMBER:
                 raise InvalidInput(f"KV layout: {name} must be a whole number from 1 on, got {number!r}")
         if self.value_dim == self.head_dim:
-            object.__setattr__(self, "value_dim", 0)  # one representation per layout
+            object.__setattr__(self, "value_dim", 0)  # a single representation per layout
         if isinstance(self.value_dim, bool) or not isinstance(self.value_dim, int) or self.value_dim < 0:
             raise InvalidInput(f"KV layout: value_dim must be a whole number from 0 on, got {self.value_dim!r}")
         if self.dtype not in ITEM_BYTES:
@@ -178,7 +175,7 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Raises InvalidInput if keys and values differ in width: such a block is not a single array."""
+        """Shape as a single array. Raises InvalidInput if keys and values differ in width."""
         if self.value_dim:
             raise InvalidInput(f"a block of {self} is not a single array: its keys and values differ in width")
         return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
@@ -189,16 +186,16 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
+        """Bytes of a token's keys and values over all layers."""
         return self.layers * self.kv_heads * sum(self.widths) * self.item_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block before any codec."""
+        """Bytes of a block before any codec."""
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
-        """A stable text for :attr:`CacheContext.layout`; changes exactly when the bytes of a block would."""
+        """Return a stable text for :attr:`CacheContext.layout`. It changes exactly when a block's bytes would."""
         if self.value_dim:
             return (
                 f"kv2[layers={self.layers},kv_heads={self.kv_heads},tokens={self.block_tokens},"
@@ -212,9 +209,9 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """A block whose bytes only engines of the same kind can read: they pack keys and values in a way of their own.
+    """Layout of a block that only engines of the same kind can read. No codec can: such blocks are stored raw.
 
-    ``packing`` names all that the bytes depend on. Such blocks are stored raw: no codec can read them.
+    ``packing`` names all that the bytes depend on.
     """
 
     packing: str
@@ -228,12 +225,12 @@ class OpaqueLayout:
                 raise InvalidInput(f"opaque layout: {name} must be a whole number from 1 on, got {number!r}")
 
     def describe(self) -> str:
-        """A stable text for :attr:`CacheContext.layout`."""
+        """Return a stable text for :attr:`CacheContext.layout`."""
         return f"opaque1[tokens={self.block_tokens},bytes={self.block_bytes}]{self.packing}"
 
 
 def to_float32(raw: Buffer, dtype: str) -> npt.NDArray[np.float32]:
-    """The numbers in ``raw`` as a flat float32 array; exact for all three dtypes."""
+    """Return the numbers in ``raw`` as a flat float32 array; exact for all three dtypes."""
     if dtype not in ITEM_BYTES:
         raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     if memoryview(raw).nbytes % ITEM_BYTES[dtype]:

@@ -20,23 +20,22 @@ _FIXED = struct.Struct("<BI")
 class CacheContext:
     """Identity of a KV cache. Two contexts that differ in any field never share a block.
 
-    The digest seeds the chain of block hashes (in place of the paper's null hash, §3.1), so a changed model,
-    tokenizer, dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included: a
-    value's header names it, so a block may be re-encoded without changing its hash; only whether loss is allowed is
-    part of the identity.
+    The digest seeds the chain of block hashes (instead of the paper's null hash, §3.1), so a changed model, tokenizer,
+    dtype, layout, adapter or tenant invalidates by construction (§3.3). The codec is not included, only the permission
+    of loss: a value's header names the codec, so a block may be re-encoded without changing its hash.
     """
 
     model: str
-    """Name of the model, such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
+    """Name such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
     weights: str
-    """Revision or digest of the weights."""
+    """Revision or digest."""
     tokenizer: str
-    """Revision or digest of the tokenizer."""
+    """Revision or digest."""
     kv_dtype: str
     layout: str
-    """:meth:`skymemory.kv.block.KVLayout.describe`."""
+    """Text of :meth:`skymemory.kv.block.KVLayout.describe`."""
     lossless: bool = True
-    """True refuses lossy codecs under this context."""
+    """False permits lossy codecs."""
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     adapter: str = ""
     """Name and revision of a LoRA adapter, or empty."""
@@ -61,9 +60,9 @@ class CacheContext:
             raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
-        """The hashed bytes: tag and version, then every field, texts with their length (little-endian).
+        """Return the bytes to hash: tag and version, then every field, texts with their length (little-endian).
 
-        The same on every machine; injective, as every variable part carries its length.
+        The encoding is the same on every machine, and injective, since every variable part carries its length.
         """
         texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
         parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]
@@ -72,11 +71,11 @@ class CacheContext:
         return b"".join(parts)
 
     def digest(self) -> bytes:
-        """32 bytes: SHA-256 of :meth:`encode`. Every chain of block hashes under this context starts here."""
+        """Return the SHA-256 of :meth:`encode`, the start of every chain of block hashes under this context."""
         return hashlib.sha256(self.encode()).digest()
 
     def describe(self) -> dict[str, str | int | bool]:
-        """For users and logs: the digest and every field; of the salt only whether there is one."""
+        """Return the digest and every field for users and logs, but not the salt."""
         return {
             "model": self.model,
             "weights": self.weights,

@@ -1,4 +1,4 @@
-"""The header in front of every stored value, and blocks as stored values.
+"""Header of every stored value, and blocks as stored values.
 
 Layout, little-endian, 64 bytes, then the name, then the payload::
 
@@ -8,7 +8,7 @@ Layout, little-endian, 64 bytes, then the name, then the payload::
     40 name_bytes 2     42   value_dim 4 (zero: as head_dim)
     46 zero 14          60  CRC-32 of the header with this field zero, and of the name
 
-Later versions keep the magic and the position of the version only. A writer writes the oldest version that suffices. A
+Later versions only keep the magic and the position of the version. A writer writes the oldest version that suffices. A
 later version, an unknown dtype or a non-zero reserved byte raises ``LaterVersion``.
 """
 
@@ -23,18 +23,18 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueT
 from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
-"""A stored value is cut into chunks of this size (the last may be shorter): chunk ``index`` goes to server
-``index % servers``, and one chunk missing means the value is missing (paper §3.2). See ``protocol.client.transfer``.
+"""Size of the chunks of a stored value (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; a
+missing chunk means a missing value (paper §3.2). See ``protocol.client.transfer``.
 """
 HEADER_BYTES = 64
 HEADER_VERSION = 1
 MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
-"""No value decodes to more than this; checked before anything is allocated."""
+"""Limit of decoded values, checked before anything is allocated."""
 LATER_VERSION = "later version"
-"""Miss reason of a stored value that only a later release can read; it is kept."""
+"""Miss reason of a value that only a later release can read. The value is kept."""
 BYTES_DTYPE = "bytes"
-"""dtype of a value of the general key-value store: any bytes, no layout."""
+"""Dtype of values of the general key-value store: any bytes, no layout."""
 
 _MAGIC = b"SKYV"
 _HEADER = struct.Struct("<4sBBBxQQIIIIHI14xI")
@@ -44,11 +44,11 @@ _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class ValueHeader:
-    """``raw_bytes`` decoded bytes, stored as ``payload_bytes`` by codec ``codec_id``.
+    """Header of a value of ``raw_bytes`` decoded bytes, stored as ``payload_bytes``.
 
-    ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain
-    bytes and for blocks of an opaque layout. ``name``: the key of a value of the general key-value store, by which a
-    value is checked when it is read and a lost index is rebuilt; or a block's name (``block_name``).
+    ``layout`` is set for a block of a KV cache (then ``raw_bytes`` is its ``block_bytes``), None for plain bytes and
+    opaque layouts. ``name`` is a block's name (``block_name``), or a key of the general key-value store, which is
+    checked when the value is read and rebuilds a lost index.
     """
 
     codec_id: int
@@ -75,16 +75,16 @@ class ValueHeader:
 
     @property
     def dtype(self) -> str:
-        """``float32``, ``float16``, ``bfloat16``, or ``bytes`` when there is no layout."""
+        """Dtype of the layout, or ``bytes``."""
         return BYTES_DTYPE if self.layout is None else self.layout.dtype
 
     @property
     def header_bytes(self) -> int:
-        """Bytes in front of the payload."""
+        """Bytes before the payload."""
         return HEADER_BYTES + len(self.name.encode())
 
     def pack(self) -> bytes:
-        """The header and the name; the payload follows."""
+        """Return the header and the name; the payload follows."""
         name = self.name.encode()
         numbers, value_dim = (0, 0, 0, 0), 0
         if self.layout is not None:
@@ -97,7 +97,7 @@ class ValueHeader:
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
-    """Header and payload (a view, not a copy) of a stored value.
+    """Return the header and the payload (a view, not a copy) of a stored value.
 
     Raises :class:`MalformedPacket` for truncated, foreign, inconsistent or damaged bytes; its subclass
     :class:`LaterVersion` for what a later release wrote. The payload is protected by the chunks' and the value's
@@ -113,9 +113,9 @@ def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
 
 
 def unpack_header(start_of_value: Buffer) -> ValueHeader:
-    """The header alone, from the first bytes of a stored value (such as its first chunk).
+    """Return the header from the first bytes of a stored value (such as its first chunk).
 
-    Raises :class:`MalformedPacket` as ``unpack_value`` does, except for the payload, which is not checked.
+    Raises :class:`MalformedPacket` as ``unpack_value`` does. The payload is not checked.
     """
     view = memoryview(start_of_value).cast("B")
     if len(view) < HEADER_BYTES:
@@ -147,36 +147,37 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
         raise MalformedPacket(f"the header of a stored value is inconsistent: {error}") from None
 
 
-# --- a block of a KV cache as a stored value: its name ties the payload to its hash and carries the payload's CRC ---
+# --- a block of a KV cache as a stored value: the name has the block's hash and the payload's CRC ---
 
 PAYLOAD_AT = HEADER_BYTES + 64
-"""A block's name has 64 characters: its payload begins at byte 128, aligned for any engine's copy."""
+"""Offset of a block's payload: its name has 64 characters, so that the payload is aligned for any copy."""
 _BLOCK_NAME = "block {} crc32 {:08x}"
 
 
 class ForeignBlock(MalformedPacket):
-    """An intact value of another block or layout than the requested one."""
+    """An intact value, but of another block or layout than the requested one."""
 
 
 def block_name(block_hash: bytes, payload_crc: int) -> str:
-    """``block <43 characters of base64> crc32 <8 of hex>``."""
+    """Return ``block <43 characters of base64> crc32 <8 of hex>``."""
     return _BLOCK_NAME.format(base64.urlsafe_b64encode(block_hash).decode().rstrip("="), payload_crc)
 
 
 def block_header(block_hash: bytes, layout: KVLayout | OpaqueLayout, codec_id: int, payload: Buffer) -> bytes:
-    """The ``PAYLOAD_AT`` bytes in front of ``payload``."""
+    """Return the ``PAYLOAD_AT`` bytes before ``payload``."""
     name = block_name(block_hash, native.crc32(payload))
     return ValueHeader(codec_id, layout.block_bytes, len(payload), _written(layout), name).pack()
 
 
 def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
-    """What the header says of a layout; an opaque one is in the block's hash alone."""
+    """Return the layout in the header; an opaque layout is only in the block's hash."""
     return layout if isinstance(layout, KVLayout) else None
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Whether ``value`` is an undamaged block of this hash, in any layout. What a later release wrote passes: it is
-    kept and moved unread.
+    """Return True for an undamaged block of this hash, in any layout.
+
+    Values of a later release pass: they are kept and moved unread.
     """
     try:
         header, payload = unpack_value(value)
@@ -188,8 +189,10 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
 
 
 def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
-    """CRC-32 of an undamaged stored block, continued from ``crc``; its header has the payload's, which is not read.
-    None for what is no block of this hash. Of a damaged payload it is wrong: who compares it with the bytes notices.
+    """Return the CRC-32 of a stored block, continued from ``crc``, or None if it is no block of this hash.
+
+    The payload's CRC is taken from the header, not computed. So for a damaged payload the result is wrong, which a
+    comparison with the bytes reveals.
     """
     if len(value) < PAYLOAD_AT:
         return None
@@ -205,9 +208,9 @@ def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | N
 
 
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
-    """Codec id and payload of a stored block, after every check.
+    """Return codec id and payload of a stored block, after every check.
 
-    Raises MalformedPacket for damaged bytes, and its subclasses ForeignBlock for another block or layout, LaterVersion
+    Raises MalformedPacket for damaged bytes, and its subclasses: ForeignBlock for another block or layout, LaterVersion
     for what a later release wrote.
     """
     header, payload = unpack_value(value)
@@ -218,8 +221,8 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
 def check_placed_block(
     head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
 ) -> int:
-    """Codec id of a stored block of which only the header is at hand, after the checks of ``open_block``.
-    ``value_crc`` is the CRC-32 of all its ``value_bytes``, as they are.
+    """Return the codec id of a stored block after the checks of ``open_block``, given only its header and
+    ``value_crc``, the actual CRC-32 of all its ``value_bytes``.
     """
     header = unpack_header(head)
     if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:

@@ -1,8 +1,8 @@
-"""The five layouts: which cell around the centre is which server.
+"""The five layouts: the assignment of cells around the centre to servers.
 
-SkyMemory paper §3.4 to §3.7. A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of
-the centre. S servers live in a box of w columns and h rows; an even side takes its extra column west, where
-satellites are about to come into sight, and its extra row south.
+SkyMemory paper §3.4 to §3.7. A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre.
+S servers live in a box of w columns and h rows; an even side has its extra column in the west, where satellites are
+about to come into sight, and its extra row in the south.
 
 - ``rotation``      row by row from the north-west corner of the box.
 - ``hop``           breadth-first from the centre, neighbours in the order north, east, south, west; no box.
@@ -28,7 +28,7 @@ from skymemory.errors import InvalidInput
 Strategy = Literal["rotation", "hop", "rotation_hop", "cost", "baseline"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Cell = tuple[int, int]
-"""``(x, y)``: slots east and planes south of the centre."""
+"""Offset ``(x, y)``: slots east and planes south of the centre."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Box:
 
     @property
     def cells(self) -> list[Cell]:
-        """Row by row from the north-west corner."""
+        """Cells row by row from the north-west corner."""
         return [(x, y) for y in self.rows for x in self.columns]
 
     def __contains__(self, cell: object) -> bool:
@@ -67,7 +67,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each server is, relative to the centre. Made by ``layout``; ``cells[server]`` is its cell."""
+    """Cell of each server, relative to the centre: ``cells[server]``. Made by ``layout``."""
 
     strategy: Strategy
     servers: int
@@ -80,12 +80,11 @@ class Layout:
 
     @property
     def worst_path_s(self) -> float:
-        """Delay of the links from the centre to its furthest server."""
         return max(abs(x) * self.slot_link_s + abs(y) * self.plane_link_s for x, y in self.cells)
 
 
 def parse_strategy(name: str) -> Strategy:
-    """A strategy by name; ``rotation-hop`` is accepted for ``rotation_hop``."""
+    """Return a strategy by name; ``-`` is accepted for ``_``."""
     wanted = name.lower().replace("-", "_")
     for strategy in STRATEGIES:
         if strategy == wanted:
@@ -94,7 +93,7 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """``(width, height)`` of the nearly square box for ``servers``: columns of slots, rows of planes."""
+    """Return ``(width, height)`` of the nearly square box: columns of slots, rows of planes."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -102,7 +101,7 @@ def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
 
 
 def check_servers(servers: int, torus: Torus) -> None:
-    """Raise unless this many servers fit on the torus."""
+    """Raise InvalidInput unless this many servers fit on the torus."""
     if not 1 <= servers <= torus.size:
         raise InvalidInput(
             f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
@@ -113,7 +112,7 @@ def check_servers(servers: int, torus: Torus) -> None:
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """The layout of ``servers`` servers. Only ``cost`` (and ``worst_path_s``) use the link delays.
+    """Return a layout. Only ``cost`` (and ``worst_path_s``) use the link delays.
 
     Raises:
         InvalidInput: more servers than satellites, or no delay.
@@ -154,12 +153,13 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Every cell of the box, breadth-first over the links from the centre (a box as wide as a ring closes
-    with it).
+    """Return every cell of the box, breadth-first over the links from the centre.
+
+    A box as wide as a ring closes with it.
     """
-    seen: set[Cell] = {(0, 0)}
+    visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
-    queue: deque[Cell] = deque(seen)
+    queue: deque[Cell] = deque(visited)
     while queue:
         x, y = queue.popleft()
         order.append((x, y))
@@ -167,30 +167,29 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
             column = (x + dx + box.west) % torus.slots_per_plane - box.west
             row = (y + dy + box.north) % torus.planes - box.north
             cell = column, row
-            if cell not in seen and column < box.width - box.west and row < box.height - box.north:
-                seen.add(cell)
+            if cell not in visited and column < box.width - box.west and row < box.height - box.north:
+                visited.add(cell)
                 queue.append(cell)
     return tuple(order)
 
 
 @lru_cache(maxsize=16)
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
-    """Every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
+    """Return every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
 
-    Whole picoseconds, so that every machine breaks ties alike; equal delays keep the order of the
-    breadth-first walk.
+    Whole picoseconds make every machine break ties alike; equal delays keep the order of the breadth-first walk.
     """
     priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _whole(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 
 
 def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
-    """The smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
+    """Return the smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]
-    # Boxes grow west, east, west … and south, north, south …, so a box of w columns and h rows holds just
-    # the cells whose ranks in that order are below w and h.
+    # Boxes grow west, east, west … and south, north, south …, so a box of w columns and h rows holds just the cells
+    # whose ranks in that order are below w and h.
     per_column = [0] * torus.slots_per_plane
     rows: list[list[int]] = [[] for _ in range(torus.planes)]
     for x, y in near:

@@ -1,16 +1,15 @@
-"""Where a server is now: a closed form of the clock, without a table or a query.
+"""Current satellite of a server: a closed form of the clock, without a table or a query.
 
 SkyMemory paper §3.4 to §3.8. ``Moves`` are the steps of the overhead point since the epoch: ``(slot_moves,
-plane_moves)``. A slot move takes the centre one slot west (the satellites fly east under it), a plane move
-one plane south. Both may be negative.
+plane_moves)``. A slot move takes the centre one slot west (the satellites fly east under it), a plane move one plane
+south. Both may be negative.
 
-At each slot move the leaving east column hands its chunks to the entering west column, each within its plane;
-at each plane move the leaving north row hands them to the entering south row. So after r and p moves a server
-that was set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` of the
-centre of that time. The mod runs over the full box, with its empty cells: that is what makes the two axes commute
-when the servers do not fill it.
+At each slot move the leaving east column hands its chunks to the entering west column, each within its plane; at each
+plane move the leaving north row hands them to the entering south row. So after r and p moves a server that was set at
+``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p + north) mod h) − north)`` from the centre at that time. The
+mod runs over the full box, including empty cells: so the two axes commute even if the servers do not fill the box.
 
-Where that is a gap, the satellite is the gap's ``Torus.living``; several servers may then be on one satellite.
+If that position is a gap, the satellite is the gap's ``Torus.living``; several servers may then be on one satellite.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Moves = tuple[int, int]
-"""``(slot_moves, plane_moves)`` of the overhead point since the epoch."""
+"""Moves ``(slot_moves, plane_moves)`` of the overhead point since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,11 @@ class Placement:
         slot_link_s: float = 1.0,
         plane_link_s: float = 1.0,
     ) -> Placement:
-        """The placement of ``servers`` servers; the link delays matter to ``cost`` only."""
         return cls(layout(strategy, servers, torus, slot_link_s, plane_link_s), centre)
 
     @classmethod
     def for_preset(cls, preset: Preset, strategy: Strategy | None = None, servers: int | None = None) -> Placement:
-        """The placement of a preset, with its own strategy and number of servers by default."""
+        """Return the placement of a preset, with its own strategy and number of servers by default."""
         return cls.of(
             strategy or preset.strategy,
             preset.servers if servers is None else servers,
@@ -89,17 +87,16 @@ class Placement:
 
     @property
     def migrates(self) -> bool:
-        """Whether chunks follow the overhead point. ``hop`` stays where it was set, ``baseline`` never moves."""
+        """True if chunks follow the overhead point. ``hop`` stays where it was set, ``baseline`` never moves."""
         return self.layout.strategy not in ("hop", "baseline")
 
     def centre_at(self, now_moves: Moves) -> SatelliteId:
-        """The satellite overhead after these moves."""
         return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
 
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
-        """The centre of the box that holds, now, what was set at ``set_moves``.
+        """Return the centre of the box that currently holds what was set at ``set_moves``.
 
-        The overhead satellite for the strategies that migrate; the one at ``set_moves`` for ``hop``; the first for
+        It is the overhead satellite for strategies that migrate, that at ``set_moves`` for ``hop``, the first for
         ``baseline``.
         """
         if self.migrates:
@@ -107,7 +104,7 @@ class Placement:
         return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
 
     def cell_at(self, cell: Cell, set_moves: Moves, now_moves: Moves) -> Cell:
-        """The cell, at ``now_moves``, of what was set in ``cell`` at ``set_moves``."""
+        """Return the cell, at ``now_moves``, of what was set in ``cell`` at ``set_moves``."""
         if not self.migrates:
             return cell
         box = self.layout.box
@@ -117,16 +114,17 @@ class Placement:
         )
 
     def replica_cell(self, cell: Cell, replica: int) -> Cell:
-        """The cell of a copy of what is set in ``cell``. Replicas 0 (``cell`` itself) to width · height − 1 are all in
-        different cells and, as long as the box has rows left, in different planes.
+        """Return the cell of a copy of what is set in ``cell``.
 
-        It is a shift within the whole box, like the motion itself, so copies stay apart wherever the box goes.
+        Replicas 0 (``cell`` itself) to width · height − 1 are all in different cells and, as long as the box has rows
+        left, in different planes. The shift is within the full box, like the motion itself, so copies stay apart
+        wherever the box goes.
         """
         box = self.layout.box
         if not 0 <= replica < box.width * box.height:
             raise InvalidInput(f"replica {replica} in a box of {box.width} by {box.height}: too small for it")
-        # Down the rows first, which are planes; each row is shifted by half the box, so that copies are apart in
-        # both directions.
+        # Down the rows first, which are planes; each row is shifted by half the box, so that copies are apart in both
+        # directions.
         across, down = divmod(replica, box.height)
         return (
             (cell[0] + across + down * (box.width // 2) + box.west) % box.width - box.west,
@@ -136,7 +134,7 @@ class Placement:
     def locate(
         self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0), replica: int = 0
     ) -> SatelliteId:
-        """The satellite that holds now what was set on ``server`` (0-based) at ``set_moves``."""
+        """Return the satellite that currently holds what was set on ``server`` (0-based) at ``set_moves``."""
         if not 0 <= server < self.layout.servers:
             raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
         cell = self.replica_cell(self.layout.cells[server], replica)
@@ -145,14 +143,14 @@ class Placement:
         return self.torus.living(self.torus.wrap(centre.plane + y, centre.slot + x))
 
     def locate_all(self, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> tuple[SatelliteId, ...]:
-        """``locate`` of every server, in order; cached, since a read needs all of them."""
+        """Return ``locate`` of every server, in order; cached, since a read needs all of them."""
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Counts of moves for which ``locate`` covers every satellite that can ever hold what was set at ``set_moves``.
+        """Return moves for which ``locate`` covers every satellite that can ever hold what was set at ``set_moves``.
 
-        A server keeps its satellite until it has crossed the box, and is then on the one a whole box further on. So the
-        counts are a box apart on each axis, once around both rings.
+        A server keeps its satellite until it has crossed the box, and is then on the satellite a full box further on.
+        So the moves are a box apart on each axis, once around both rings.
         """
         if not self.migrates:
             return [set_moves]
@@ -166,14 +164,14 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """The server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``; None if none."""
+        """Return the server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``, if any."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None
         return self.layout.server_of.get(self.cell_at(cell, now_moves, set_moves))
 
     def cell_of(self, satellite: SatelliteId, centre: SatelliteId) -> Cell | None:
-        """The cell of ``satellite`` in the box around ``centre``; None outside it."""
+        """Return the cell of ``satellite`` in the box around ``centre``; None outside it."""
         box = self.layout.box
         column = (satellite.slot - centre.slot + box.west) % self.torus.slots_per_plane
         row = (satellite.plane - centre.plane + box.north) % self.torus.planes
@@ -182,8 +180,9 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """The whole box around the overhead satellite, empty cells included, row by row from its north-west
-        corner; for gaps, who stands in for them.
+        """Return the full box around the overhead satellite, row by row from its north-west corner.
+
+        Gaps are replaced by their stand-ins.
         """
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
@@ -199,12 +198,12 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
 
 # --- Handovers when the overhead point moves (SkyMemory paper §3.5 and figures 5 and 8) ---
 #
-# All handovers of a slot move stay within their plane and those of a plane move within their slot, so they run
-# in parallel. A satellite computes its own from the clock and needs no command.
+# All handovers of a slot move stay within their plane and those of a plane move within their slot, so they run in
+# parallel. A satellite computes its own handovers from the clock and needs no command.
 
 
 class Handover(NamedTuple):
-    """Everything ``source`` holds in ``cell`` (a cell of the box before the move) goes to ``target``."""
+    """Transfer of everything that ``source`` holds in ``cell`` (of the box before the move) to ``target``."""
 
     cell: Cell
     source: SatelliteId
@@ -212,7 +211,7 @@ class Handover(NamedTuple):
 
 
 class ServerHandover(NamedTuple):
-    """What was set on ``server`` goes from ``source`` to ``target``."""
+    """Transfer of what was set on ``server`` from ``source`` to ``target``."""
 
     server: int
     source: SatelliteId
@@ -220,9 +219,9 @@ class ServerHandover(NamedTuple):
 
 
 def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """The handovers of the whole box, row by row, whenever its chunks were set; none if nothing migrates.
+    """Return the handovers of the full box, row by row; none if nothing migrates.
 
-    Empty cells are included: what was set before earlier moves may be in any of them by now.
+    Empty cells are included: what was set before earlier moves may be in any of them.
     """
     if not placement.migrates:
         return []
@@ -239,7 +238,6 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
 
 
 def server_moves(placement: Placement, set_moves: Moves, from_moves: Moves, to_moves: Moves) -> list[ServerHandover]:
-    """The handovers of what was set at ``set_moves``, by server."""
     before = placement.locate_all(set_moves, from_moves)
     after = placement.locate_all(set_moves, to_moves)
     return [

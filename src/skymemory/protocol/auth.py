@@ -1,12 +1,13 @@
-"""Authentication of packets: MACs are made and checked, replays refused. Past a gate a packet is a plain one again.
+"""Authentication of packets: MACs are computed and checked, and replays are refused. After a gate, a packet is plain
+again.
 
-An authenticated packet is the plain one with flag 0x01 and the key's id in its SKY header, and a MAC of 16 bytes at the
-end of its body: truncated HMAC-SHA-256 over the high half of the sender's time in microseconds (4 bytes, not sent: the
-receiver can infer it within 35 minutes) and the packet up to there, with its CRC and the fields that forwarders change
-as zero. The payload of SET, MIGRATE and DATA follows. The chunk reference is covered, and with it the payload's CRC-32;
-where answers are signed, the MACs of SET and MIGRATE also cover the payload's hash (``native.twin.nh``), or other bytes
-of the same CRC would be stored. That a payload is what its writer wrote is checked by the writer's tenant
-(``store.sealed``), who shares no key with satellites.
+An authenticated packet is the plain packet with flag 0x01 and the key id in its SKY header, and a MAC of 16 bytes at
+the end of its body: truncated HMAC-SHA-256. It covers the high half of the sender's time in microseconds (4 bytes, not
+sent: the receiver can infer them within 35 minutes) and the packet up to the MAC, with its CRC and the fields that
+forwarders change as zero. The payload of SET, MIGRATE and DATA follows. The MAC covers the chunk reference and with it
+the payload's CRC-32. If answers are signed, the MACs of SET and MIGRATE also cover the payload's hash
+(``native.twin.nh``); otherwise other bytes of the same CRC would be stored. The writer's tenant (``store.sealed``), who
+shares no key with satellites, checks that a payload is what its writer wrote.
 
 The loops are ``native.sign_packets``, ``check_macs`` and ``strip_macs``.
 """
@@ -46,51 +47,54 @@ from skymemory.protocol.wire import (
 FLAG_AUTHENTICATED = 0x01
 MAC_BYTES = 16
 FLAGS_OFFSET, TIMESTAMP_OFFSET, KEY_ID_OFFSET = 2, 24, 38
-"""Within the SKY header."""
+"""Offsets within the SKY header."""
 MAX_SIGNED_CHUNK_BYTES = MAX_CHUNK_BYTES - MAC_BYTES
-"""The largest chunk where packets carry a MAC (65,359 bytes)."""
+"""Largest chunk in a packet with a MAC (65,359 bytes)."""
 CARRIERS = (Op.SET, Op.MIGRATE, Op.DATA)
-"""Operations with a payload behind the body."""
+"""Operations with a payload after the body."""
 
 _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
 _PAYLOADS_PURPOSE = b"skymemory payloads 1"
 _CHANGE_CLOCK_S = 0.5
-"""Operations that run together are refused together: within this time only the first refusal counts."""
+"""Seconds within which only the first refusal counts: operations that run together are refused together."""
 
 
 @dataclass(slots=True)
 class Authority:
-    """The keys that may command, as a ring that may be replaced at any time. ``every_packet``: answers have MACs too;
-    ``signed_answers``: those to ground hosts have, except DATA, and MACs of SET and MIGRATE cover payloads.
+    """Keys that may command, as a ring that may be replaced at any time.
+
+    With ``every_packet``, answers have MACs too. With ``signed_answers``, answers to ground hosts except DATA have
+    MACs, and MACs of SET and MIGRATE cover payloads.
     """
 
     ring: KeyRing
     every_packet: bool = False
     signed_answers: bool = False
     wall_shift_s: float = 0.0
-    """By how much this computer's wall clock is ahead of the time that its machines are given (``UnixClock``)."""
+    """Lead of this computer's wall clock over its machines' time (``UnixClock``)."""
     signs_by_wall: bool = False
-    """Whether commands get the wall clock's time."""
+    """True if commands get the wall clock's time."""
     heard_s: float = -math.inf
-    """When an authentic command of now was last heard."""
+    """Time of the last authentic command that agreed with the machines' time."""
     heard_by_wall: bool = False
-    """Set when an authentic command was of now by a wall clock that is ahead, and none by the machines' time was heard
-    for ``ALONE_S``: then the wall clock is believed.
+    """True if the wall clock is believed: an authentic command carried its time, which is ahead, and no command by the
+    machines' time was heard for ``ALONE_S``.
     """
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
     _changed_s: float = -math.inf
 
     def on_refused(self, now_s: float) -> None:
-        """Sign by the other clock from now on, if the wall clock was set: satellites may have started since then. Both
-        are clocks of this computer: what a forged refusal says is of no use to its sender.
+        """Sign by the other clock from now on, if the wall clock was set: satellites may have started since then.
+
+        Both clocks are this computer's, so a forged refusal gains nothing.
         """
         if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
             self._changed_s, self.signs_by_wall = now_s, not self.signs_by_wall
 
     @property
     def mac_keys(self) -> dict[int, bytes]:
-        """The accepted keys, derived for MACs, by id."""
+        """Return the accepted keys by id, derived for MACs."""
         if self._keys is None or self._keys[0] is not self.ring:
             ring = self.ring
             self._keys = (ring, {key.key_id: self._mac_key(key) for key in ring.keys})
@@ -101,20 +105,18 @@ class Authority:
 
     @property
     def covers_payloads(self) -> bool:
-        """Whether MACs of SET and MIGRATE cover their payloads."""
+        """Return True if MACs of SET and MIGRATE cover their payloads."""
         return self.signed_answers and not self.every_packet
 
     @property
     def proves_answers(self) -> bool:
-        """Whether ground hosts take no answers without MACs, except DATA unless ``every_packet``."""
+        """Return True if ground hosts refuse answers without MACs (except DATA, unless ``every_packet``)."""
         return self.every_packet or self.signed_answers
 
     def signing_key_id(self, now_s: float) -> int:
-        """The id of the key that signs now."""
-        return self.ring.active(now_s + self.wall_shift_s).key_id  # keys are made by the wall clock
+        return self.ring.active(now_s + self.wall_shift_s).key_id  # keys are created by the wall clock
 
     def signs(self, packet: Buffer) -> bool:
-        """Whether packets with these headers get MACs."""
         head = memoryview(packet)
         if head[0] & COMMAND_BIT or self.every_packet:
             return True
@@ -122,8 +124,9 @@ class Authority:
         return self.signed_answers and to_ground and head[_ANSWER_AT] != Op.DATA
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """The packets of a batch (plain, sealed, one per row) with MACs, if they get any. Commands get the time
-        ``now_s``, or the wall clock's.
+        """Return the packets of a batch (plain, sealed, one per row) with MACs, if they get any.
+
+        Commands get the time ``now_s``, or the wall clock's.
 
         Raises:
             ValueTooLarge: a chunk so large that its packet has no room for a MAC.
@@ -145,13 +148,13 @@ class Authority:
 
 
 def payload_key(key: SecretKey) -> bytes:
-    """The key of the payload hash: the beginning of what is derived for the purpose and a number, from 0."""
+    """Return the key of the payload hash, concatenated from numbered derived keys."""
     parts = (key.derive(_PAYLOADS_PURPOSE + bytes([number])) for number in range(-(-PAYLOAD_KEY_BYTES // SECRET_BYTES)))
     return b"".join(parts)[:PAYLOAD_KEY_BYTES]
 
 
 def claims_mac(packet: memoryview, sky: int) -> bool:
-    """Whether the packet, which has a whole SKY header, claims to carry a MAC."""
+    """Return True if the packet, whose SKY header is complete, claims to carry a MAC."""
     return bool(packet[sky + FLAGS_OFFSET] & FLAG_AUTHENTICATED)
 
 
@@ -161,33 +164,36 @@ def claims_mac(packet: memoryview, sky: int) -> bool:
 # A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""A command whose time differs by more from the receiver's is refused, so older ones need not be remembered."""
+"""Greatest difference between a command's time and the receiver's. Beyond it a command is refused, so older numbers
+need not be remembered.
+"""
 REMEMBERED = 2048
-"""Numbers remembered of a sender, in each of two generations; older ones are refused."""
+"""Numbers remembered per sender, in each of two generations; older numbers are refused."""
 MAX_SENDERS = 256
-"""Senders with such a memory; of earlier ones only the newest number is remembered."""
+"""Senders with such a memory; only the newest number of earlier senders is remembered."""
 MAX_FORGOTTEN = 4096
-"""Number of those earlier senders. Each is kept while the time check would let a copy of its packets pass. One common
-limit for all instead would refuse senders whose clocks are a little behind for what others have sent.
+"""Limit of those earlier senders. Each is kept while the time check would admit a copy of its packets. A common floor
+would instead refuse senders whose clocks are slightly behind, because of other senders.
 """
 START_GRACE_S = 1.0
-"""A receiver accepts commands made this shortly before it started: its neighbours start with it, and greet it."""
+"""Seconds before its start from which a receiver accepts commands: its neighbours start with it, and greet it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""A number this much below an accepted one is too old by any receiver's clock: the accepted one is 30 s ahead at most.
+"""Distance below an accepted number at which any receiver's clock refuses a number: the accepted number is at most 30 s
+ahead.
 """
 
 Sender = tuple[int, int, int]
-"""Key id, ground host and, where that is 0, the packed address of a satellite."""
+"""Key id, ground host and, if the ground host is 0, the packed address of a satellite."""
 
 
 def stamp(time_us: int, sequence_count: int) -> int:
-    """The number of a command: unique per sender, ascending."""
+    """Return the number of a command: unique per sender, ascending."""
     return time_us << _SEQUENCE_BITS | sequence_count
 
 
 class _Seen:
-    """The numbers of one sender: everything up to ``floor`` counts as seen."""
+    """Numbers of one sender; all up to ``floor`` count as seen."""
 
     __slots__ = ("earlier", "floor", "newest", "recent")
 
@@ -222,59 +228,57 @@ class _Seen:
 
 
 class ReplayWindow:
-    """The commands that one receiver has seen, a bounded number per sender. Refuses what was made before
-    ``start_us``.
-    """
+    """Commands that one receiver has seen, a bounded number per sender, none made before ``start_us``."""
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
-        """The newest numbers of senders not heard recently, the oldest first."""
+        """Newest number per sender not heard recently, oldest sender first."""
 
     def first(self, sender: Sender, number: int) -> bool:
-        """Whether this authentic, recent command is seen for the first time; it is then remembered."""
+        """Return True, and remember the command, if this authentic, recent command is new."""
         return self._seen(sender).first(number)
 
     def all_first(self, sender: Sender, numbers: list[int]) -> bool:
-        """Whether all these are distinct and seen for the first time: then all are remembered, otherwise none."""
+        """Return True, and remember all commands, if they are distinct and all new; otherwise remember none."""
         return self._seen(sender).all_first(numbers)
 
     def _seen(self, sender: Sender) -> _Seen:
-        seen = self._senders.get(sender)
-        if seen is None:
-            seen = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))
+        record = self._senders.get(sender)
+        if record is None:
+            record = self._senders[sender] = _Seen(max(self._floor, self._forgotten.pop(sender, self._floor)))
             if len(self._senders) > MAX_SENDERS:
                 self._forget(*self._senders.popitem(last=False))
         else:
             self._senders.move_to_end(sender)
-        return seen
+        return record
 
     def _forget(self, sender: Sender, seen: _Seen) -> None:
-        """Keep only the newest number of a sender; beyond ``MAX_FORGOTTEN``, raise the floor of all senders instead."""
+        """Keep only a sender's newest number. Above ``MAX_FORGOTTEN`` senders, raise the floor of all senders."""
         self._forgotten[sender] = seen.newest
-        passed = seen.newest - stamp(_PASSED_US, 0)
-        while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < passed:
+        too_old = seen.newest - stamp(_PASSED_US, 0)
+        while len(self._forgotten) > MAX_FORGOTTEN or next(iter(self._forgotten.values())) < too_old:
             self._floor = max(self._floor, self._forgotten.popitem(last=False)[1])
 
 
 # --- Gates ---
 
 Refuse = Callable[[memoryview, LinkEnd, float], None]
-"""Answers a refused command of a ground host: the packet, the link it came by, and the time."""
+"""Callback that answers a refused command of a ground host: packet, incoming link, time."""
 
 REFUSALS_PER_S = 100
-"""Refused ground hosts that get an answer, per second (and at once after a pause); a flood gets no more."""
+"""Refusals answered per second, and at once after a pause; a flood gets no more."""
 ALONE_S = 5.0
-"""A wall clock that was set forward is not followed within this time of a command that agrees with the old time."""
+"""Seconds after a command with the old time before a wall clock that was set forward is followed."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
 
 class SatelliteGate:
-    """Admits to one satellite only what is authentic and new.
+    """Gate of one satellite that admits only authentic and new commands.
 
-    Counts ``packets_refused``, ``packets_replayed`` and ``packets_malformed``; and, for what it does not admit,
+    It counts ``packets_refused``, ``packets_replayed``, ``packets_malformed`` and, for packets not admitted,
     ``packets_received``.
     """
 
@@ -289,16 +293,15 @@ class SatelliteGate:
         self._commanded = False
         self._guarded_s = now_s
         self._answered_to_us = microseconds(now_s)
-        """When all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
+        """Time at which all refusals answered so far would have been sent at ``REFUSALS_PER_S``."""
 
     @property
     def every_packet(self) -> bool:
-        """Whether our answers carry MACs too."""
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """What ``native.serve`` needs to check GETs and SETs by our own beam, and to sign ACKs, until the machine is
-        next called.
+        """Return what ``native.serve`` needs to check GETs and SETs from the own beam and to sign ACKs, until the
+        machine's next call.
         """
         self._guarded_s = now_s
         authority = self._authority
@@ -310,8 +313,10 @@ class SatelliteGate:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
-        """The admitted runs from one link, in order, those for this satellite as plain packets; and whether an
-        authentic command for it was among them: only then is the other end known.
+        """Return the admitted runs from one link, in order, and True if an authentic command for this satellite was
+        among them.
+
+        Runs for this satellite become plain. Only an authentic command proves the other end of the link.
         """
         admitted: list[Run] = []
         self._commanded = False
@@ -326,7 +331,6 @@ class SatelliteGate:
         return admitted, self._commanded
 
     def _admit(self, view: memoryview, size: int, source: LinkEnd, now_s: float, admitted: list[Run]) -> None:
-        """Packets of one operation for one destination."""
         sky = header_start(view)
         if len(view) < sky + SKY_BYTES:
             admitted.append((view, size))  # malformed: the machine counts it
@@ -336,7 +340,7 @@ class SatelliteGate:
         if not isinstance(source, SatelliteId):
             if command:
                 keep = self._from_ground(view, size, source, now_s)
-            else:  # ground hosts send no answers: one that does would have them taken for another's
+            else:  # ground hosts send no answers: an answer from there would be mistaken for another satellite's
                 keep = bytes(-(-len(view) // size))
                 self._turn_away(view, size, keep, source, now_s)
         elif to_me and command:
@@ -352,8 +356,10 @@ class SatelliteGate:
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
     def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Commands by our beam. One made for another satellite's beam was overheard there: it is refused, since its
-        answers would go to the host that repeats it here.
+        """Check commands from the own beam.
+
+        A command made for another satellite's beam was overheard there. It is refused: its answers would go to the host
+        that repeats it here.
         """
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
@@ -370,11 +376,11 @@ class SatelliteGate:
         return bytes(keep)
 
     def _authentic(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """1 for each packet that is authentic and new; the others are counted."""
+        """Return 1 for each packet that is authentic and new, otherwise 0; count the others."""
         authority, keys = self._authority, self._authority.mac_keys
         by_now = native.check_macs(view, size, COMMAND_BYTES, keys, microseconds(now_s), _MAX_SKEW_US)
         times = by_now
-        # Not by a wall clock from before our start, when a new command looks like a replay.
+        # Not by a wall clock from before the start, when a new command looks like a replay.
         if authority.wall_shift_s and None in by_now and now_s + authority.wall_shift_s > self._began_s:
             wall_us = microseconds(now_s + authority.wall_shift_s)
             by_wall = native.check_macs(view, size, COMMAND_BYTES, keys, wall_us, _MAX_SKEW_US)
@@ -399,8 +405,10 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Whether a refused SET names a known key and is of now: then its payload may be what is wrong. It gets no
-        answer, since one would end the operation of a sender who need only repeat it.
+        """Return True if the payload of a refused SET may be what is wrong: it names a known key and has the current
+        time.
+
+        It gets no answer, which would end the operation of a sender that only needs to repeat it.
         """
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
@@ -409,16 +417,16 @@ class SatelliteGate:
             return False
         low = int.from_bytes(sky[TIMESTAMP_OFFSET : TIMESTAMP_OFFSET + 4], "big")
         clocks_us = (microseconds(now_s + shift_s) for shift_s in (0.0, self._authority.wall_shift_s))
-        of_now = any(abs((low - us + (1 << 31)) % (1 << 32) - (1 << 31)) <= _MAX_SKEW_US for us in clocks_us)
-        return of_now and _sender(packet)[0] in self._authority.mac_keys
+        is_current = any(abs((low - us + (1 << 31)) % (1 << 32) - (1 << 31)) <= _MAX_SKEW_US for us in clocks_us)
+        return is_current and _sender(packet)[0] in self._authority.mac_keys
 
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Count packets that are not admitted; answer the first sound command of a ground host, once per run."""
-        packets = [view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if not kept]
+        """Count packets not admitted; answer the first sound command of a ground host, once per run."""
+        packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
-        sound = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
-        if sound and sound[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
-            self._refuse(sound[0], source, now_s)
+        valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
+        if valid and valid[0][0] & COMMAND_BIT and not isinstance(source, SatelliteId) and self._may_answer(now_s):
+            self._refuse(valid[0], source, now_s)
 
     def _may_answer(self, now_s: float) -> bool:
         now_us = microseconds(now_s)
@@ -436,18 +444,19 @@ def _sender(packet: bytes | memoryview) -> Sender:
 
 
 def count_wrong(counters: Counters, packets: list[memoryview]) -> list[memoryview]:
-    """Count packets that are not authentic: damaged ones as malformed, sound ones, which are returned, as refused."""
+    """Count packets that are not authentic: damaged as malformed, sound (returned) as refused."""
     if not packets:
         return []
-    sound = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
-    counters.add("packets_malformed", len(packets) - len(sound))
-    counters.add("packets_refused", len(sound))
-    return sound
+    valid = [packet for packet in packets if native.verify_segments(packet, max(1, len(packet))) == b"\0"]
+    counters.add("packets_malformed", len(packets) - len(valid))
+    counters.add("packets_refused", len(valid))
+    return valid
 
 
 def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[bytes, list[memoryview]]:
-    """1 for each authentic telemetry packet, and the packets that are not. Answers need no replay window: an answer
-    counts only while its request is open, and only once.
+    """Return 1 or 0 for each telemetry packet (authentic or not), and the packets that are not.
+
+    Answers need no replay window: an answer counts only while its request is open, and only once.
     """
     times = native.check_macs(view, size, TELEMETRY_BYTES, authority.mac_keys, 0, 0)
     wrong = [view[number * size : (number + 1) * size] for number, time in enumerate(times) if time is None]
@@ -455,33 +464,31 @@ def check_answers(authority: Authority, view: memoryview, size: int) -> tuple[by
 
 
 def plain_run(view: memoryview, size: int, sky: int, keep: bytes) -> list[Run]:
-    """The kept packets, which are authentic, without their MACs as one run; only the last may be shorter."""
+    """Return the kept, authentic packets without MACs as one run; only the last may be shorter."""
     if not any(keep):
         return []
     return [(memoryview(native.strip_macs(view, size, sky, keep)), min(size, len(view)) - MAC_BYTES)]
 
 
 def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
-    """The kept packets, unchanged."""
     if all(keep):
         return [(view, size)]
-    packets = (view[number * size : (number + 1) * size] for number, kept in enumerate(keep) if kept)
+    packets = (view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if is_kept)
     return [(packet, len(packet)) for packet in packets]
 
 
 def answer_number(answer: Buffer) -> int:
-    """A number that ascends from answer to answer of one satellite: when it was made, then its sequence count. A replay
-    has the number of its original.
-    """
+    """Return a number that ascends over the answers of one satellite; a replay has the number of its original."""
     head = memoryview(answer)
     return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
 
 
 class ClientGate:
-    """Admits to a ground host only authentic answers, if satellites sign them, and DATA if it carries no MACs.
+    """Gate of a ground host that admits only authentic answers, if satellites sign them, and DATA if it carries no
+    MACs.
 
-    Counts ``packets_refused``; and, of these, ``refusals_unproved`` (UNREACHABLE with REFUSED): of satellites that have
-    other keys, or of a stranger.
+    It counts ``packets_refused`` and, among these, ``refusals_unproved`` (UNREACHABLE with REFUSED, from satellites
+    with other keys or from a stranger).
     """
 
     def __init__(self, authority: Authority, counters: Counters) -> None:
@@ -490,11 +497,10 @@ class ClientGate:
 
     @property
     def admits_plain_data(self) -> bool:
-        """Whether DATA carries no MAC: it proves something only by the chunks that it brings."""
+        """Return True if DATA carries no MAC; it then proves only the chunks that it brings."""
         return not self._authority.every_packet
 
     def admit(self, runs: list[Run]) -> list[Run]:
-        """The authentic packets, as plain ones."""
         admitted: list[Run] = []
         for view, size in runs:
             if size <= 0 or native.same_journey(view, size):
@@ -505,7 +511,6 @@ class ClientGate:
         return admitted
 
     def _admit(self, view: memoryview, size: int, admitted: list[Run]) -> None:
-        """Packets of one operation."""
         if size <= 0 or len(view) <= _STATUS_AT:
             admitted.append((view, size))  # malformed: the machine counts it
         elif self.admits_plain_data and not view[0] & COMMAND_BIT and view[_ANSWER_AT] == Op.DATA:

@@ -1,5 +1,5 @@
-"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), what a receiver offers to each
-sender (``Credit``), rate limits (``Throttle``).
+"""Congestion control: round trips and timeouts (``RoundTrip``), windows (``Window``), the share of a receive buffer
+that each sender is offered (``Credit``), rate limits (``Throttle``).
 """
 
 from __future__ import annotations
@@ -7,19 +7,21 @@ from __future__ import annotations
 import math
 
 RTO_FLOOR_S = 0.020
-"""A shorter timeout takes a busy host's scheduling for loss (3 ms: 555 spurious retransmissions of 480 requests)."""
+"""Minimum margin of the timeout over the round trip. A shorter margin mistakes a busy host's scheduling for loss (3 ms:
+555 spurious retransmissions of 480 requests).
+"""
 RTO_CEILING_S = 2.0
 SENDERS_PERIOD_S = 0.5
 SHORT_HOLD_S = 0.02
 LONG_HOLD_S = 1.0
 _AT_ONCE = 64
-"""A plane that dies causes some forty declarations within two seconds."""
+"""Runs without a long pause: a dying plane causes some forty declarations within two seconds."""
 
 
 class RoundTrip:
     """Smoothed round trip to one satellite (RFC 6298), from timestamps that answers echo.
 
-    ``expected_s`` is computed from the geometry and used until something is measured.
+    ``expected_s`` is computed from the geometry and used until a round trip is measured.
     """
 
     def __init__(self, expected_s: float = 0.0) -> None:
@@ -27,13 +29,13 @@ class RoundTrip:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measurements: those of an overloaded satellite do not apply to it later."""
+        """Discard the measurements: those of an overload do not apply later."""
         self.smoothed_s = self.latest_s = self._longest_s = self._expected_s
         self._deviation_s = 0.0
         self._measured = False
 
     def rerouted(self) -> None:
-        """The route has changed: until it is measured, assume the longest round trip so far."""
+        """Assume the longest round trip so far until the new route is measured."""
         self.smoothed_s = self._longest_s
         self._measured = False
 
@@ -49,7 +51,7 @@ class RoundTrip:
         self.smoothed_s += (round_trip_s - self.smoothed_s) / 8
 
     def timeout_s(self) -> float:
-        """Retransmission timeout: ``SRTT + 4·VAR``, at least 20 ms above SRTT; generous before the first
+        """Return the retransmission timeout: ``SRTT + 4·VAR``, at least 20 ms above SRTT; generous before the first
         measurement.
         """
         if not self._measured:
@@ -63,23 +65,20 @@ class Window:
     def __init__(
         self, limit_bytes: int, floor_bytes: int, rate_bytes_s: float = math.inf, most_bytes: int | None = None
     ) -> None:
-        """``rate_bytes_s``: of the link that it fills; ``most_bytes``: what that holds, whatever receivers offer."""
+        """Create a window for a link of ``rate_bytes_s`` that holds ``most_bytes``, whatever receivers offer."""
         self.rate_bytes_s = rate_bytes_s
         self._most_bytes = most_bytes
         self.passed_bytes = 0
-        """Answered or given up so far: the link's own clock."""
+        """Bytes answered or given up so far: the link's own clock."""
         self.moved_s = -math.inf
-        """When bytes were last answered."""
         self.limit_bytes = limit_bytes
         self._floor_bytes = min(floor_bytes, limit_bytes)
         self.size_bytes = limit_bytes
         self.in_flight_bytes = 0
         self._cut_until_s = 0.0
         self._uncut_bytes = 0
-        """Its size before the last cut."""
 
     def offer(self, limit_bytes: int) -> None:
-        """The receiver advertises how much it can take."""
         if self._most_bytes is not None:
             limit_bytes = min(limit_bytes, self._most_bytes)
         if limit_bytes != self.limit_bytes:
@@ -92,7 +91,7 @@ class Window:
         return self.size_bytes - self.in_flight_bytes
 
     def admits(self, size_bytes: int) -> bool:
-        """Whether a request fits; one alone always does, however large."""
+        """Return True if a request fits; with nothing in flight, any request does."""
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= self.size_bytes
 
     def sent(self, size_bytes: int) -> None:
@@ -105,7 +104,6 @@ class Window:
             self.size_bytes = min(self.limit_bytes, self.size_bytes + max(1, size_bytes // 2))
 
     def given_up(self, size_bytes: int) -> None:
-        """Bytes that will not be answered are no longer in flight."""
         self.passed_bytes += size_bytes
         self.in_flight_bytes = max(0, self.in_flight_bytes - size_bytes)
 
@@ -116,40 +114,37 @@ class Window:
             self._cut_until_s = now_s + max(round_trip_s, RTO_FLOOR_S)
 
     def not_lost(self) -> None:
-        """What ``lost`` was called for has come: take its cut back."""
+        """Undo the cut of the last ``lost``: the answer was only late."""
         self.size_bytes = max(self.size_bytes, min(self._uncut_bytes, self.limit_bytes))
 
 
 QUEUE_S = 0.02
-"""Beside two round trips: how long bytes of ours may wait at the slowest link of their way. It must be filled while a
-request for the next burst is under way, and no longer queue is needed.
+"""Queueing time at the slowest link of a path, in addition to two round trips: it keeps the link busy while a request
+for the next burst is under way.
 """
 
 
 _LEAST_QUEUE_BYTES = 24 * 1024
-"""However slow the link is: the next packets are there when one has gone."""
+"""Minimum queue on any link, however slow: the next packets are ready when the previous packet has left."""
 
 
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
-    """The most bytes in flight over links of this rate: they fill it, and no buffer overflows."""
+    """Return the most bytes in flight over links of this rate: they fill the links, and no buffer overflows."""
     return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
 class Credit:
-    """Divides what a receive buffer holds among those that send lately: each of them fills its window."""
+    """Division of a receive buffer among the recent senders: each of them fills its window."""
 
     def __init__(self, buffer_bytes: int, least_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._least_bytes = min(least_bytes, buffer_bytes)
         self._senders: set[int] = set()
         self._before = 0
-        """Senders in the period before this one."""
         self._until_s = -math.inf
         self.each_bytes = buffer_bytes
-        """What is offered to each."""
 
     def heard(self, sender: int, now_s: float) -> None:
-        """Bytes of this sender came."""
         if now_s < self._until_s and sender in self._senders:
             return
         if now_s >= self._until_s:
@@ -162,25 +157,24 @@ class Credit:
 
 
 class Throttle:
-    """Limits how often an action may run that others cause: prompt while rare, once a second while it goes on.
+    """Limit on how often others may trigger an action: prompt while rare, once per second under continuous load.
 
-    At once, then ``short_hold_s`` apart; in any ``t`` seconds at most ``t / LONG_HOLD_S + at_once`` times. Routers damp
-    the computation of routes in the same way (SPF throttling, RFC 8405): the first failures are acted on without delay,
-    even if they come in pieces (a plane that dies is noticed satellite by satellite), and a storm costs a steady rate.
+    Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds, as routers
+    damp route computation (SPF throttling, RFC 8405). The first failures are acted on without delay, even in pieces (a
+    plane's death is noticed satellite by satellite), and a storm costs a steady rate.
     """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:
         self._burst_s = (at_once - 1) * LONG_HOLD_S
         self._short_hold_s = short_hold_s
         self.open_s = 0.0
-        """When the action may next run."""
+        """Earliest time of the next run."""
         self._earned_s = -math.inf
-        """Until when the long holds of all runs so far extend."""
+        """End of the long holds of all runs so far."""
 
     def is_open(self, now_s: float) -> bool:
         return now_s >= self.open_s
 
     def done(self, now_s: float) -> None:
-        """The action runs now."""
         self._earned_s = max(self._earned_s, now_s - self._burst_s) + LONG_HOLD_S
         self.open_s = max(now_s + self._short_hold_s, self._earned_s)

@@ -1,4 +1,4 @@
-"""Bodies of the messages: how they are packed and parsed.
+"""Bodies of the messages, packed and parsed.
 
 Bulk packets (SET, MIGRATE, DATA) have a ``ChunkRef`` and a payload instead (``wire``). The bodies of NOTICE, CHECK and
 LINKS, which only satellites exchange, are in ``satellite.gossip``, ``satellite.checks`` and ``satellite.routing``.
@@ -21,7 +21,7 @@ from skymemory.protocol.wire import MAX_MOVES, VERSION, Buffer, Op, PlacementTag
 
 KEY_BYTES = 32
 MAX_KEYS_PER_PACKET = 180
-"""Keys of one HAS, EVICT or LISTED: their packet stays as small as one with a chunk of the default size."""
+"""Most keys of a HAS, EVICT or LISTED: the packet is no larger than one chunk's packet of the default size."""
 
 _KEYS = struct.Struct(">HH")
 _PRESENCE = struct.Struct(">IIIIIHHBBHii")
@@ -80,12 +80,12 @@ HOUSEKEEPING_FIELDS = (
     "link_isl_queued_bytes",
     "pools_full",
 )
-"""Fields of a PONG, in this order; new ones are appended, and a reader ignores what it does not know."""
+"""Fields of a PONG, in this order. New fields are appended, and a reader ignores fields that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What a satellite holds of one key: ``held`` chunks, of which ``index`` is the lowest, ``length_bytes`` long."""
+    """Chunks of one key on a satellite: ``held`` chunks, the lowest with ``index`` and ``length_bytes``."""
 
     index: int
     chunks: int
@@ -96,29 +96,28 @@ class Presence:
     tag: PlacementTag
 
     def pack(self) -> bytes:
-        tag, held = self.tag, min(self.held, 0xFFFF)
+        tag, held_count = self.tag, min(self.held, 0xFFFF)
         value = self.index + 1, self.chunks, self.length_bytes, self.value_bytes, self.value_crc
-        placement = tag.servers, tag.server + 1, tag.strategy, 0, held, tag.slot_moves, tag.plane_moves
+        placement = tag.servers, tag.server + 1, tag.strategy, 0, held_count, tag.slot_moves, tag.plane_moves
         return _PRESENCE.pack(*value, *placement)
 
     @classmethod
     def unpack(cls, record: Buffer) -> Presence | None:
-        """None if the satellite holds nothing of the key."""
         number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
-        servers, server, strategy, _, held, slot_moves, plane_moves = placement
+        servers, server, strategy, _, held_count, slot_moves, plane_moves = placement
         if number == 0:
             return None
         if not (number <= chunks and 1 <= server <= servers):
             raise MalformedPacket(f"presence of chunk {number} of {chunks} on server {server} of {servers}")
         tag = PlacementTag(strategy, servers, server - 1, slot_moves, plane_moves)
-        return cls(number - 1, chunks, length, value_bytes, value_crc, held, tag)
+        return cls(number - 1, chunks, length, value_bytes, value_crc, held_count, tag)
 
 
 _ABSENT = bytes(_PRESENCE.size)
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Body of HAS and EVICT."""
+    """Pack the body of HAS and EVICT."""
     if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
         raise InvalidInput(f"{len(keys)} keys in one packet: expected 1 to {MAX_KEYS_PER_PACKET}")
     return _KEYS.pack(len(keys), 0) + b"".join(keys)
@@ -134,7 +133,7 @@ def unpack_keys(body: Buffer) -> list[bytes]:
 
 
 def pack_presences(presences: Iterable[Presence | None]) -> bytes:
-    """Body of PRESENCE: one record a key, in the order of the HAS."""
+    """Pack the body of PRESENCE: a record per key, in the order of the HAS."""
     records = [_ABSENT if presence is None else presence.pack() for presence in presences]
     return _KEYS.pack(len(records), 0) + b"".join(records)
 
@@ -146,7 +145,7 @@ def unpack_presences(body: Buffer) -> list[Presence | None]:
 
 
 def pack_list(after: bytes, limit: int) -> bytes:
-    """Body of LIST: up to ``limit`` keys that sort after ``after`` (32 zero bytes to begin)."""
+    """Pack the body of LIST: up to ``limit`` keys greater than ``after`` (32 zero bytes at the start)."""
     return _LIST.pack(after, limit, 0)
 
 
@@ -174,7 +173,7 @@ def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
 
 
 def pack_moves(slot_moves: int, plane_moves: int) -> bytes:
-    """Body of ADVANCE: totals to add to the clock's moves (absolute, so a repeat changes nothing)."""
+    """Pack the body of ADVANCE: total moves to add to the clock (absolute, so a repeat changes nothing)."""
     return _MOVES.pack(slot_moves, plane_moves)
 
 
@@ -188,7 +187,7 @@ def unpack_moves(body: Buffer) -> tuple[int, int]:
 
 
 def pack_count(count: int) -> bytes:
-    """Body of EVICTED: chunks freed."""
+    """Pack the body of EVICTED: the number of chunks freed."""
     return _COUNT.pack(count)
 
 
@@ -222,14 +221,14 @@ def _counted(body: Buffer, width: int) -> int:
 # --- Selection: which chunks of a key; the body of GET, ACK, MISS and BUSY ---
 
 MAX_SELECTION_BITS = 1 << 16
-"""Steps of one selection: bounds what one GET can ask for before anything is allocated."""
+"""Limit of a selection's steps, which bounds a GET before anything is allocated."""
 
 _SELECTION = struct.Struct(">32sIII")
 _STEPS = struct.Struct(">III")
 
 
 def pack_steps(indices: range) -> bytes:
-    """The part of a selection of exactly these indices that follows the key: it is the same for every key."""
+    """Pack the part of a selection after the key, for exactly these indices: the same for every key."""
     count = len(indices)
     if not 1 <= count <= MAX_SELECTION_BITS:
         raise InvalidInput(f"a selection over {count} steps: expected 1 to {MAX_SELECTION_BITS}")
@@ -238,9 +237,11 @@ def pack_steps(indices: range) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Some chunks of one key: those of ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte 0).
+    """Some chunks of one key: the indices ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte
+    0).
 
-    A server of ``S`` holds chunks ``server, server + S, …``, so one selection names all that a satellite should send.
+    A server of ``S`` holds chunks ``server, server + S, …``, so a single selection names all that a satellite should
+    send.
     """
 
     key: bytes
@@ -251,10 +252,10 @@ class Selection:
 
     @classmethod
     def of(cls, key: bytes, indices: Sequence[int], stride: int = 1) -> Selection:
-        """The selection of exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
+        """Return the selection of exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
 
         Raises:
-            InvalidInput: none, not on one grid, or spread over more than ``MAX_SELECTION_BITS`` steps.
+            InvalidInput: no indices, not on one grid, or spread over more than ``MAX_SELECTION_BITS`` steps.
         """
         if not indices:
             raise InvalidInput("empty selection: expected at least one chunk")
@@ -266,15 +267,17 @@ class Selection:
             return cls(key, first, stride, count, ((1 << count) - 1).to_bytes((count + 7) // 8, "little"))
         bits = bytearray((count + 7) // 8)
         for index in indices:
-            step, rest = divmod(index - first, stride)
-            if rest or not 0 <= step < count:
+            step, remainder = divmod(index - first, stride)
+            if remainder or not 0 <= step < count:
                 raise InvalidInput(f"chunk {index} is not on the grid {first} + {stride}·n")
             bits[step >> 3] |= 1 << (step & 7)
         return cls(key, first, stride, count, bytes(bits))
 
     @classmethod
     def cover(cls, key: bytes, indices: Iterable[int]) -> list[Selection]:
-        """Selections that together are exactly ``indices``, in any order: one unless they are spread very far."""
+        """Return selections of exactly ``indices``, given in any order: a single selection unless they are very far
+        apart.
+        """
         ordered = list(indices)
         if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
             step = ordered[1] - ordered[0]
@@ -292,7 +295,6 @@ class Selection:
 
     @classmethod
     def pack_cover(cls, key: bytes, indices: Sequence[int]) -> list[bytes]:
-        """``cover``, packed."""
         if indices:
             first, count = indices[0], len(indices)
             step = indices[1] - first if count > 1 else 1
@@ -336,7 +338,11 @@ def pack_verdicts(verdicts: Sequence[IntEnum]) -> bytes:
 
 
 def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
-    """One ``kind`` per question; raises ``MalformedPacket`` if the body is not that of an ``op``."""
+    """Return a ``kind`` for each question.
+
+    Raises:
+        MalformedPacket: the body is not that of an ``op``.
+    """
     if len(body) < _VERDICTS.size or len(body) != _VERDICTS.size + _VERDICTS.unpack_from(body)[0]:
         raise MalformedPacket(f"{op.name} of {len(body)} bytes: its count does not match")
     codes = bytes(body[_VERDICTS.size :])
@@ -349,14 +355,14 @@ def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
 
 SETTING_BYTES = 12
 Dead = tuple[bytes, bytes]
-"""A dead value: its key and its setting (CRC of the value and moves when it was SET), so that a value that is set again
-under the key lives on.
+"""Dead value: its key and its setting (CRC of the value and moves when it was SET). A value that is set again under the
+key survives.
 """
 DEAD_BYTES = KEY_BYTES + SETTING_BYTES
 MAX_DEAD_PER_PACKET = 130
-"""Dead values of one NOTICE or GONE: their packet stays as small as one with a chunk of the default size."""
+"""Most dead values of a NOTICE or GONE: the packet is no larger than one chunk's packet of the default size."""
 MOST_SINCE_S = 10.0
-"""How long a satellite remembers that a writer stored a key."""
+"""Seconds for which a satellite remembers that a writer stored a key."""
 _DEAD_COUNT = struct.Struct(">HH")
 _SETTING = struct.Struct(">Iii")
 
@@ -366,7 +372,6 @@ def pack_setting(value_crc: int, slot_moves: int, plane_moves: int) -> bytes:
 
 
 def pack_dead(dead: Sequence[Dead]) -> bytes:
-    """Body of GONE."""
     if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET:
         raise InvalidInput(f"{len(dead)} dead values in one packet: expected 1 to {MAX_DEAD_PER_PACKET}")
     return _DEAD_COUNT.pack(len(dead), 0) + join_dead(dead)
@@ -379,7 +384,7 @@ def unpack_dead(body: Buffer) -> list[Dead]:
 
 
 def pack_forget(dead: Sequence[Dead], since_s: float) -> bytes:
-    """Body of FORGET: delete these, except what was stored in the last ``since_s`` (at most 65 s, in whole ms)."""
+    """Pack the body of FORGET: delete these, unless stored in the last ``since_s`` (at most 65 s, in whole ms)."""
     since_ms = math.ceil(since_s * 1000)
     if not 1 <= len(dead) <= MAX_DEAD_PER_PACKET or not 0 <= since_ms <= 0xFFFF:
         raise InvalidInput(
@@ -400,7 +405,11 @@ def join_dead(dead: Sequence[Dead]) -> bytes:
 
 
 def split_dead(body: Buffer, count: int) -> list[Dead]:
-    """Inverse of ``join_dead``; raises ``MalformedPacket`` where the body does not hold ``count`` of them."""
+    """Return the dead values of a body: the inverse of ``join_dead``.
+
+    Raises:
+        MalformedPacket: the body does not hold ``count`` of them.
+    """
     if not 1 <= count <= MAX_DEAD_PER_PACKET or len(body) != count * DEAD_BYTES:
         raise MalformedPacket(f"{count} dead values in {len(body)} bytes")
     return [
@@ -412,40 +421,40 @@ def split_dead(body: Buffer, count: int) -> list[Dead]:
 # --- RETAIN: pins, leases, expiries ---
 
 WRITING_S = 3.0
-"""How long a key counts as being written after its writer's last SET or RETAIN with WRITING. Writers send one each half
-second: five in a row may be lost, or be late by as much.
+"""Seconds for which a key counts as being written after its writer's last SET or RETAIN with WRITING. Writers send such
+a RETAIN each half second: five in a row may be lost or equally late.
 """
 _LATEST_S = 1e12
-"""The latest time of a RETAIN, some 30,000 years on; later ones are reduced to it."""
+"""Latest time of a RETAIN, some 30,000 years ahead; later times are reduced to it."""
 _RETAIN = struct.Struct(">HBBQ")
 
 
 class Retain(IntEnum):
-    """What a RETAIN requests of its keys: the numbers of the wire."""
+    """Action that a RETAIN requests for its keys, by its number on the wire."""
 
     TOUCH = 0
-    """Make the first key the most recently used, the last the least of them. Not answered."""
+    """Make the first key the most recently used of them, the last key the least. Not answered."""
     PIN = 1
-    """Do not evict until the time; a time that has passed unpins."""
+    """Do not evict until the time; a past time unpins."""
     EXPIRE = 2
-    """Delete at the time, pinned or not; 0 means never. A later SET means never, too."""
+    """Delete at the time, pinned or not; 0 means never. A later SET also means never."""
     LEASE = 3
-    """Do not evict until the time, or until the ground host that sent this has read chunks of it. Not answered."""
+    """Do not evict until the time, or until the sending ground host has read chunks of the key. Not answered."""
     WRITING = 4
-    """The ground host is still storing chunks of it, here or elsewhere. Not answered."""
+    """Record that the ground host is still storing chunks of the key, on any satellite. Not answered."""
 
 
 class Kept(IntEnum):
-    """What RETAINED reports of each key."""
+    """Outcome that RETAINED reports for a key."""
 
     ABSENT = 0
     DONE = 1
     REFUSED = 2
-    """The share of memory for pins, or the list of expiries, is full."""
+    """The memory share for pins or the list of expiries is full."""
 
 
 def pack_retain(what: Retain, until_s: float, keys: Sequence[bytes]) -> bytes:
-    """Body of RETAIN; ``until_s`` in seconds since the epoch."""
+    """Pack the body of RETAIN; ``until_s`` is in seconds since the epoch."""
     if not 1 <= len(keys) <= MAX_KEYS_PER_PACKET:
         raise InvalidInput(f"{len(keys)} keys in one RETAIN: expected 1 to {MAX_KEYS_PER_PACKET}")
     until_ms = round(until_s * 1000) if 0 <= until_s <= _LATEST_S else 0 if until_s < 0 else round(_LATEST_S * 1000)
@@ -472,23 +481,25 @@ def unpack_retained(body: Buffer) -> list[Kept]:
 
 # --- Capabilities: protocol versions, operations and codecs, as stated in a PONG and in an UNSUPPORTED ---
 #
-# Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; one
-# that states nothing is of version 1. A client sends only stated operations, remembers for a while what a satellite
-# could not do, and never takes an unsupported operation for a dead satellite.
+# Different releases meet on the wire. A satellite states which versions it speaks and which operations it serves; a
+# satellite that states nothing is of version 1. A client sends only stated operations, remembers for a while what a
+# satellite could not do, and never mistakes an unsupported operation for a dead satellite.
 
 ASK_AGAIN_S = 60.0
-"""How long a client believes that a satellite lacks an operation: a later release may replace it meanwhile."""
+"""Seconds for which a client believes that a satellite lacks an operation: a later release may replace it."""
 CODEC_IDS = (0, 8, 9, 10)
-"""Ids of the codecs of this release (``kv.codec``, ``engine.quantizers``): a client on the satellite's computer reads
-their payloads. The satellite itself keeps any bytes."""
+"""Codec ids of this release (``kv.codec``, ``engine.quantizers``), for a client on the satellite's computer that reads
+their payloads. The satellite itself stores any bytes.
+"""
 
 _UNSUPPORTED = struct.Struct(">BBBxQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """``operations`` has bit n set if command n is served, ``codecs`` likewise by codec id. If not ``stated``, they are
-    those of version 1's first releases, some of which may be missing.
+    """Protocol versions, operations and codecs, the latter two as bits by number.
+
+    If not ``stated``, they are those of the first releases of version 1, some of which may be missing.
     """
 
     lowest_version: int
@@ -501,13 +512,12 @@ class Capabilities:
         return bool(self.operations >> op & 1)
 
     def figures(self) -> dict[str, int]:
-        """As fields of a PONG."""
         versions = self.lowest_version << 8 | self.highest_version
         return {"protocol_versions": versions, "operations": _signed(self.operations), "codecs": _signed(self.codecs)}
 
     @classmethod
     def of_figures(cls, figures: Mapping[str, int]) -> Capabilities:
-        """The capabilities in a PONG; zero stands for a missing field."""
+        """Return those in a PONG; zero stands for a missing field."""
         versions = figures.get("protocol_versions", 0)
         if not 0 < versions <= 0xFFFF:
             return UNSTATED
@@ -515,12 +525,12 @@ class Capabilities:
         return cls(versions >> 8, versions & 0xFF, operations, codecs)
 
     def pack_unsupported(self, op: int) -> bytes:
-        """Body of UNSUPPORTED: the number of the requested operation, and these capabilities."""
+        """Pack the body of UNSUPPORTED: the requested operation's number, and these capabilities."""
         return _UNSUPPORTED.pack(op, self.lowest_version, self.highest_version, self.operations, self.codecs)
 
     @classmethod
     def unpack_unsupported(cls, body: Buffer) -> tuple[int, Capabilities]:
-        """The operation and the capabilities; what a later release appends is ignored."""
+        """Return the operation and the capabilities; fields that a later release appends are ignored."""
         if len(body) < _UNSUPPORTED.size:
             raise MalformedPacket(f"UNSUPPORTED of {len(body)} bytes: expected {_UNSUPPORTED.size}")
         op, *stated = _UNSUPPORTED.unpack_from(body)
@@ -536,5 +546,4 @@ def _bits(numbers: tuple[int, ...]) -> int:
 
 
 OURS = Capabilities(VERSION, VERSION, _bits(tuple(op for op in Op if op.is_command)), _bits(CODEC_IDS))
-"""The capabilities of this release."""
 UNSTATED = Capabilities(1, 1, _bits(tuple(range(Op.SET, Op.CHECK + 1))), 0, stated=False)

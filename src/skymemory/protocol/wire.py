@@ -1,12 +1,12 @@
-"""Packets of protocol version 1: the frozen numbers, offsets and headers; control packets as a whole; batches.
+"""Packets of protocol version 1: the frozen numbers, offsets and headers; whole control packets; batches.
 
 ``docs/reference/wire.md`` is the readable form of this file; golden vectors in ``tests/vectors`` hold both to it. The
-bodies are in ``messages``. Big-endian throughout. Ids are 1-based here and 0-based everywhere else.
+bodies are in ``messages``. Integers are big-endian. Ids on the wire are 1-based; everywhere else they are 0-based.
 
 A packet is ``Space Packet header (8 command | 16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32
-covers every byte from the first of the packet to the end of the body, except itself and the four bytes that
-forwarders change, which count as zero: a forwarder never recomputes it. The payload is covered by the chunk's own
-CRC-32, which stands in the body: a sender never rereads a stored payload.
+covers every byte from the start of the packet to the end of the body, except itself and the four bytes that forwarders
+change; these count as zero, so a forwarder never recomputes it. The chunk's own CRC-32, which is in the body, covers
+the payload, so a sender never rereads a stored payload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skymemory.errors import InvalidInput, MalformedPacket
 
 Buffer = bytes | bytearray | memoryview
 LinkEnd = Hashable
-"""The other end of a link: ``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
+"""Other end of a link: the ``SatelliteId`` of a neighbour, or the transport's token for a ground host."""
 
 # --- Space Packets: CCSDS 133.0-B-2 primary header, and the two secondary headers of NASA's core Flight System (cFS)
 # ---
@@ -35,7 +35,7 @@ LinkEnd = Hashable
 
 PRIMARY_BYTES = 6
 COMMAND_BIT = 0x10
-"""In the first byte of a command."""
+"""Bit in the first byte of a command."""
 COMMAND_BYTES = 8
 TELEMETRY_BYTES = 16
 IDLE_APID = 0x7FF
@@ -44,7 +44,7 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""One packet is one UDP datagram, whose limit is below the 65,542 bytes of a Space Packet."""
+"""Size limit of a packet, which is one UDP datagram; a Space Packet could have 65,542 bytes."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -55,7 +55,7 @@ _HALF_WRAP_S = float(1 << 31)
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
-    """Primary and secondary header. ``total_bytes`` is the length of the whole packet."""
+    """Primary and secondary header. ``total_bytes`` counts the whole packet."""
 
     telemetry: bool
     apid: int
@@ -71,43 +71,43 @@ class PacketHeader:
 
 
 def pack_command(function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """The first 8 bytes of a command packet of ``total_bytes`` bytes in all."""
+    """Return the first 8 bytes of a command packet."""
     return _COMMAND.pack(*command_fields(function_code, sequence_count, total_bytes, apid))
 
 
 def command_fields(
     function_code: int, sequence_count: int, total_bytes: int, apid: int = SKY_APID
 ) -> tuple[int, int, int, int, int]:
-    """The fields of ``pack_command``, for callers that pack more at once (``COMMAND_FORMAT``)."""
+    """Return the fields of ``pack_command``, for callers that pack more at once (``COMMAND_FORMAT``)."""
     _check(apid, total_bytes, COMMAND_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return 0x1800 | apid, count, total_bytes - PRIMARY_BYTES - 1, function_code, 0
 
 
 def pack_telemetry(time_s: float, sequence_count: int, total_bytes: int, apid: int = SKY_APID) -> bytes:
-    """The first 16 bytes of a telemetry packet of ``total_bytes`` bytes in all; time in seconds of our epoch."""
+    """Return the first 16 bytes of a telemetry packet; the time is in seconds since the mission epoch."""
     _check(apid, total_bytes, TELEMETRY_BYTES)
     count = UNSEGMENTED << 14 | sequence_count % SEQUENCE_COUNT_MODULUS
     return _TELEMETRY.pack(0x0800 | apid, count, total_bytes - PRIMARY_BYTES - 1, *telemetry_time(time_s), 0)
 
 
 def microseconds(time_s: float) -> int:
-    """A time in whole microseconds: what packets say is computed from these, alike in every implementation."""
+    """Return a time in whole microseconds, from which all implementations compute packet fields alike."""
     return round(time_s * 1e6)
 
 
 def telemetry_time(time_s: float) -> tuple[int, int]:
-    """The time of a telemetry header: seconds, and a fraction in 1/65,536."""
+    """Return the time of a telemetry header: seconds, and a fraction in units of 1/65,536 s."""
     seconds, rest_us = divmod(microseconds(time_s), 1_000_000)
     return seconds & 0xFFFFFFFF, (rest_us << 16) // 1_000_000
 
 
 def parse_header(data: Buffer) -> PacketHeader:
-    """Read the headers of one packet.
+    """Read the headers of a packet.
 
     Raises:
-        MalformedPacket: too short, another version, no secondary header, idle packet, segmented, or a length field
-            that disagrees with the bytes at hand (a truncated or padded datagram).
+        MalformedPacket: too short, another version, no secondary header, idle packet, segmented, or a length field that
+            disagrees with the actual size (a truncated or padded datagram).
     """
     size = len(data)
     if size < COMMAND_BYTES:
@@ -142,7 +142,7 @@ def _check(apid: int, total_bytes: int, least: int) -> None:
 
 
 def made_at_s(telemetry: memoryview, now_s: float) -> float:
-    """When telemetry was made, by its sender's clock, as full seconds: those of the wire wrap at 2^32."""
+    """Return the time of a telemetry packet by its sender's clock, in full: seconds on the wire wrap at 2^32."""
     _, _, _, seconds, fraction, _ = _TELEMETRY.unpack_from(telemetry)
     since_s = (seconds + fraction / 65536 - now_s + _HALF_WRAP_S) % (2 * _HALF_WRAP_S) - _HALF_WRAP_S
     return now_s + float(since_s)
@@ -155,14 +155,11 @@ VERSION = 1
 SKY = struct.Struct(">BBBBIIIIBBHIiiHHI")
 SKY_BYTES = SKY.size
 MUTABLE_OFFSET, MUTABLE_BYTES = 20, 4
-"""Within the SKY header: hop limit, hop count, congestion marks. Zero when the CRC is taken."""
+"""Part of the SKY header that forwarders change (hop limit, hop count, congestion marks); zero in the CRC."""
 HOP_LIMIT = 64
-"""Links that a packet may cross, as its sender sets it."""
 CRC_OFFSET = 40
 CREDIT_UNIT_BYTES = 4096
-"""The unit of a header's ``credit``."""
 MOST_CREDIT = 0xFFFF
-"""The largest value of the field."""
 
 CHUNK_REF = struct.Struct(">32sIIIIIIHHBBHii")
 CHUNK_REF_BYTES = CHUNK_REF.size
@@ -173,11 +170,11 @@ REPLICA_OFFSET = 61
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
 TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
 MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
-"""The largest chunk: one datagram carries one chunk (65,375 bytes)."""
+"""Largest chunk: a datagram carries one chunk (65,375 bytes)."""
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
-"""More moves, in either direction, are refused: sums of two stay within the 32 bits of the wire."""
+"""Limit of moves in either direction: the sum of two counts fits the wire's 32 bits."""
 _FIRST_ANSWER = 0x40
 
 
@@ -218,7 +215,7 @@ class Op(IntEnum):
 
 
 class UnknownOperation(MalformedPacket):
-    """A command whose operation this release does not know: a later release may have sent it."""
+    """Command whose operation this release does not know: a later release may have sent it."""
 
 
 class Status(IntEnum):
@@ -234,16 +231,18 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the count of moves in this
-header is up to date. Without it a chunk may still be on its way to or from this satellite.
+"""Flag of MISS and CHECKED: nothing of the key is being handed over to or written on this satellite, and this header's
+count of moves is up to date. Without it, a chunk may still be on its way to or from this satellite.
 """
 
 GROUND_SHELL = 0xFF
-"""Addresses of this shell are ground hosts; plane and slot then name their gateway."""
+"""Shell of ground hosts' addresses; plane and slot then name the gateway."""
 
 
 class Address(NamedTuple):
-    """A satellite (``shell`` 0) or, with ``shell`` 0xFF, a ground host behind the gateway ``(plane, slot)``."""
+    """Address of a satellite (``shell`` 0), or of a ground host behind the gateway ``(plane, slot)`` (``shell``
+    0xFF).
+    """
 
     plane: int
     slot: int
@@ -261,7 +260,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """The server of a chunk and the moves when it was set: all a satellite needs to compute where it belongs now.
+    """Server of a chunk and the moves when it was set: all that is needed to compute where the chunk belongs now.
 
     ``strategy`` is a number of ``STRATEGY_CODES``; ``server`` is 0-based; moves are counted from the epoch.
     """
@@ -276,9 +275,9 @@ class PlacementTag:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Identifies one chunk of one value: chunks that two writers store under one key never mix.
+    """Identity of one chunk of one value: chunks that two writers store under the same key never mix.
 
-    ``index`` is 0-based, ``chunks`` the number of chunks of the value, ``value_crc`` the CRC-32 of the whole value.
+    ``index`` is 0-based; ``value_crc`` is the CRC-32 of the whole value.
     """
 
     key: bytes
@@ -325,9 +324,9 @@ class ChunkRef:
 
 
 class SkyHeader(NamedTuple):
-    """The mission's own header: ``credit`` counts ``CREDIT_UNIT_BYTES``, ``timestamp_us`` is echoed by the answer.
+    """Mission header: ``credit`` counts ``CREDIT_UNIT_BYTES``, and the answer echoes ``timestamp_us``.
 
-    A tuple, like ``Address``: one is made for every control packet, in a third of the time of a dataclass.
+    A tuple, like ``Address``: it takes a third of a dataclass's time, for every control packet.
     """
 
     op: Op
@@ -369,8 +368,11 @@ class SkyHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, data: Buffer, offset: int = 0) -> SkyHeader:
-        """Raises ``MalformedPacket`` for another version, an unknown operation or status, or too few bytes; of a
-        command its subclass ``UnknownOperation``.
+        """Read a header.
+
+        Raises:
+            MalformedPacket: another version, an unknown operation or status, or too few bytes.
+            UnknownOperation: a subclass, for an unknown command.
         """
         if len(data) < offset + SKY_BYTES:
             raise MalformedPacket(f"{len(data)} bytes: too short for a SKY header at {offset}")
@@ -422,7 +424,7 @@ class SkyHeader(NamedTuple):
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:
-    """Time since the request whose timestamp is echoed; None if implausible."""
+    """Return the time since the request whose timestamp is echoed; None if implausible."""
     elapsed_us = (microseconds(now_s) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
 
@@ -432,30 +434,28 @@ def since_s(echo_us: int, now_s: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """One control packet as read."""
-
     header: SkyHeader
     body: memoryview
 
 
 def build_packet(header: SkyHeader, body: bytes, sequence_count: int, now_s: float) -> bytes:
-    """A whole control packet, sealed."""
     packet = _prefix(header, len(body), sequence_count, now_s) + body
     return sealed(packet, COMMAND_BYTES if header.op.is_command else TELEMETRY_BYTES)
 
 
 def sealed(packet: bytes, sky_offset: int) -> bytes:
-    """The packet with its checksum; ``sky_offset`` is where the SKY header begins."""
+    """Return the packet with its checksum; ``sky_offset`` is the start of the SKY header."""
     writable = bytearray(packet)
     native.seal_headers(writable, len(writable), sky_offset)
     return bytes(writable)
 
 
 def parse_packet(data: Buffer) -> Packet:
-    """Read one control packet whose CRC ``native.verify_segments`` has accepted.
+    """Read a control packet whose CRC ``native.verify_segments`` has accepted.
 
     Raises:
-        MalformedPacket: the packet contradicts itself; UnknownOperation for an otherwise sound command.
+        MalformedPacket: the packet contradicts itself.
+        UnknownOperation: an otherwise sound command.
     """
     outer = parse_header(data)
     if outer.apid != SKY_APID:
@@ -472,7 +472,7 @@ def parse_packet(data: Buffer) -> Packet:
 
 
 def bulk_prefix(header: SkyHeader, now_s: float) -> bytes:
-    """Headers up to the body of a bulk packet; ``native.bulk_headers`` fills in count and length and seals it."""
+    """Return the headers of a bulk packet up to the body; ``native.bulk_headers`` completes and seals them."""
     return _prefix(header, 1, 0, now_s)
 
 
@@ -485,20 +485,19 @@ def _prefix(header: SkyHeader, body_bytes: int, sequence_count: int, now_s: floa
 
 
 def header_start(view: memoryview) -> int:
-    """Offset of the SKY header, by the packet's first byte."""
+    """Return the offset of the SKY header, from the packet's first byte."""
     return COMMAND_BYTES if len(view) and view[0] & COMMAND_BIT else TELEMETRY_BYTES
 
 
 def destination_of(packet: Buffer) -> Address:
-    """Of a packet with a whole SKY header."""
     at = header_start(memoryview(packet)) + 4
     return Address.unpack(int.from_bytes(packet[at : at + 4], "big"))
 
 
 # --- Batches: ``n`` packets for one destination, headers as rows of one array, payloads left where they are ---
 #
-# A ``SegmentBatch`` is what a machine hands to its transport. The UDP transport gathers headers and payloads into sends
-# with segmentation offload, without a copy; the simulated one joins them.
+# A machine hands a ``SegmentBatch`` to its transport. The UDP transport gathers headers and payloads into sends with
+# segmentation offload, without a copy; the simulated transport joins them.
 
 
 class Slices(Sequence[memoryview]):
@@ -527,7 +526,7 @@ class Slices(Sequence[memoryview]):
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
+    """Batch of ``n`` packets: packet ``i`` is ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
 
     With ``payloads`` None, ``headers`` is a run of whole packets of ``header_bytes`` each; the last may be shorter.
     """
@@ -542,7 +541,6 @@ class SegmentBatch:
 
     @property
     def is_one_packet(self) -> bool:
-        """Whether ``headers`` is one whole packet and nothing else."""
         return self.payloads is None and len(self.headers) <= self.header_bytes
 
     @property
@@ -550,7 +548,6 @@ class SegmentBatch:
         return len(self.headers) + (sum(map(len, self.payloads)) if self.payloads is not None else 0)
 
     def datagrams(self) -> list[bytes]:
-        """Each packet as bytes."""
         step = self.header_bytes
         rows = [bytes(self.headers[at : at + step]) for at in range(0, len(self.headers), step)]
         if self.payloads is None:
@@ -565,14 +562,15 @@ def single(packet: bytes) -> SegmentBatch:
 def bulk_batch(
     header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
 ) -> SegmentBatch:
-    """One SET, MIGRATE or DATA packet per reference (``CHUNK_REF_BYTES`` each) and payload, sealed; sequence counts
-    from ``sequence_count``.
+    """Return a sealed SET, MIGRATE or DATA packet for each packed reference and its payload.
+
+    Sequence counts start at ``sequence_count``.
     """
     bodies = refs if isinstance(refs, bytes) else refs.tobytes()
     return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
 
 
 def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
-    """``bulk_batch`` from headers that are packed already, up to the end of the SKY header."""
+    """Return ``bulk_batch`` for headers already packed up to the end of the SKY header."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

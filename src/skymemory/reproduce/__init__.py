@@ -1,1 +1,1 @@
-"""`skymemory reproduce`: figures of the Cake and Mooncake papers, computed by our code."""
+"""Reproduction of the figures of the Cake and Mooncake papers by our code (`skymemory reproduce`)."""

@@ -1,8 +1,8 @@
-"""Figures of the Cake paper, computed by our loader in virtual time, with its headline figures beside ours.
+"""Figures of the Cake paper, computed by our loader in virtual time, and its headline values next to ours.
 
 Settings are those of its section 5: LongAlpaca-7B, 32k tokens on a whole A100 or H100 (figure 5), 9k and 14k on a part
-of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Settings that
-the paper leaves open are stated where chosen.
+of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Our choices for settings that the paper
+leaves open are stated in the code.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ from skymemory.sim.loading import (
 MBIT_BYTES = 125_000
 PAPER_MBIT = (2_000, 5_000, 10_000)
 CODECS = {"raw": 1.0, "8 bit": 1.95, "CacheGen": 7.97}
-"""Speed-up of transfers by each codec, as the paper measured (section 5.4); not reproduced."""
+"""Transfer speed-up of each codec, as measured in the paper (section 5.4); not reproduced."""
 _KNOWN = 3
-"""Warm-up prompts, so that the loader knows the speeds."""
+"""Number of warm-up prompts, after which the loader knows the speeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CakeRun:
-    """Seconds to the complete prompt in one setting: computing, loading, Cake, and the best split in hindsight."""
+    """Seconds to the complete prompt: computing alone, loading alone, Cake, and the best split in hindsight."""
 
     compute_s: float
     load_s: float
     cake_s: float
     hindsight_s: float
     computed_share: float
-    """Share of the tokens that Cake computes."""
 
     @property
     def saved_of_compute(self) -> float:
@@ -62,7 +61,7 @@ class CakeRun:
 
 
 def prompt_chunks(tokens: int, chunk_tokens: int, token_bytes: float = PAPER_TOKEN_BYTES) -> tuple[PromptChunk, ...]:
-    """A fully stored prompt in chunks of ``chunk_tokens``."""
+    """Return a fully stored prompt."""
     sizes = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return tuple(PromptChunk(at, count, round(count * token_bytes), True) for at, count in sizes)
 
@@ -79,7 +78,7 @@ def load_with_cake(
     max_in_flight_bytes: int = 1,
     timer: Callable[[], float] | None = None,
 ) -> SimulatedLoad:
-    """Runs our loader for one prompt; by default one fetch at a time, as in the paper."""
+    """Run our loader for a prompt; by default with a single fetch at a time, as in the paper."""
     chunks = prompt_chunks(tokens, chunk_tokens, PAPER_TOKEN_BYTES / CODECS[codec])
     return simulate_load(
         chunks,
@@ -88,7 +87,7 @@ def load_with_cake(
         budget_tokens=budget_tokens,
         max_in_flight_bytes=max_in_flight_bytes,
         pace=pace,
-        # With a share of the GPU, other prompts take the rest of each step, so a step is as long as a whole one.
+        # With a share of the GPU, other prompts fill each step, so that it takes as long as a full step.
         others_fill=budget_tokens < PAPER_STEP_TOKENS,
         timer=timer,
     )
@@ -98,11 +97,11 @@ def load_with_cake(
 def cake_run(
     gpu: PrefillModel, share: float, tokens: int, mbit_per_s: int, codec: str = "raw", chunk_tokens: int | None = None
 ) -> CakeRun:
-    """All variants in one setting. A chunk is a step's budget, as in the paper's appendix B."""
+    """Return all variants in a setting. A chunk is a step's budget, as in the paper's appendix B."""
     model, budget = with_share(gpu, share), share_tokens(share)
     size, trace = chunk_tokens or budget, LinkTrace.constant(mbit_per_s * MBIT_BYTES)
     pace = Pace()
-    # The last of the prompts counts: by then the loader knows both speeds, as one that has served does.
+    # The last prompt counts: by then the loader knows both speeds.
     for _ in range(_KNOWN):
         run = load_with_cake(model, tokens, trace, budget_tokens=budget, chunk_tokens=size, pace=pace, codec=codec)
     chunks = prompt_chunks(tokens, size, PAPER_TOKEN_BYTES / CODECS[codec])
@@ -116,9 +115,9 @@ def cake_run(
 
 
 def fluid_run(gpu: PrefillModel, tokens: int, mbit_per_s: int) -> CakeRun:
-    """``cake_run`` on a whole GPU without chunks: both sides meet at any token."""
+    """Return ``cake_run`` on a whole GPU in the limit without chunks: both sides meet at any token."""
     load_token_s = PAPER_TOKEN_BYTES / (mbit_per_s * MBIT_BYTES)
-    # Computing x tokens from the front takes token_s·x + pair_s·x² (attention grows with what stands before);
+    # Computing x tokens from the front takes token_s·x + pair_s·x² (attention grows with the tokens before);
     # loading the others takes load_token_s each. Both end together at the positive root of:
     # token_s·x + pair_s·x² = load_token_s·(tokens − x)
     linear = gpu.token_s + load_token_s
@@ -134,35 +133,35 @@ SHARES = (0.1, 0.5, 0.9)
 _32K, _16K, _14K, _9K = 32_768, 16_384, 14_336, 9_216
 _LENGTHS = (2_048, 4_096, 8_192, 12_288, 16_384, 20_480, 24_576, 28_672, 32_768)
 _13B = A100.for_larger_model("A100", 13.0 / 6.74, (40 * 5120) / (32 * 4096))
-"""LongAlpaca-13B, by ratios of weights and of layers × width."""
+"""LongAlpaca-13B, scaled by the ratios of weights and of layers × width."""
 _13B_TOKEN_BYTES = 2 * 40 * 5120 * 2
 _DEVICES = {"HDD": 0.2, "SATA SSD": 0.6, "NVMe SSD": 3.0, "network, 20 Gbit/s": 2.5}
-"""GB/s, the paper's section 3 (which takes 20 Gbit/s for 3 GB/s)."""
+"""GB/s, from the paper's section 3 (which equates 20 Gbit/s with 3 GB/s)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A value stated in the paper, beside ours."""
+    """Value stated in the paper, with ours."""
 
     what: str
     unit: str
-    """Deviations of ``%`` and ``points`` are differences, of other units ratios."""
+    """Unit; deviations of ``%`` and ``points`` are differences, of other units ratios."""
     paper: float
     ours: float
     kind: Kind = "ours"
-    """``fitted``: the GPU's model is fitted to it, so agreement says little."""
+    """Origin of ours; ``fitted``: the GPU's model is fitted to the value, so agreement says little."""
     note: str = ""
 
     @property
     def deviation(self) -> str:
         points = self.unit in ("%", "points")
-        apart = self.ours - self.paper if points else (self.ours / self.paper - 1) * 100
-        return f"{round(apart, 1) + 0.0:+.1f} {'points' if points else '%'}"
+        difference = self.ours - self.paper if points else (self.ours / self.paper - 1) * 100
+        return f"{round(difference, 1) + 0.0:+.1f} {'points' if points else '%'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """One figure: its data, and the paper's values beside ours."""
+    """Data of a figure, and the paper's values with ours."""
 
     figure: int
     title: str
@@ -172,7 +171,7 @@ class Reproduction:
 
 
 def figure_1() -> Reproduction:
-    """What the loading phase takes for 32k tokens from each device of the paper's section 3, alone and with Cake."""
+    """Return the loading time of 32k tokens from each device of the paper's section 3, alone and with Cake."""
     rows: list[tuple[object, ...]] = []
     for name, gb_per_s in sorted(_DEVICES.items(), key=lambda device: device[1]):
         run = cake_run(A100, 1.0, _32K, round(gb_per_s * 8_000))
@@ -187,7 +186,7 @@ def figure_1() -> Reproduction:
 
 
 def figure_4() -> Reproduction:
-    """Each chunk of 16k tokens: computed or loaded, and when; recorded from our loader, A100 and 10,000 Mbit/s."""
+    """Return origin and time of each chunk of 16k tokens, recorded from our loader (A100, 10,000 Mbit/s)."""
     chunks = prompt_chunks(_16K, PAPER_STEP_TOKENS)
     steps: list[int] = []
 
@@ -202,7 +201,7 @@ def figure_4() -> Reproduction:
         run = simulate_load(
             chunks, step_s, link, budget_tokens=PAPER_STEP_TOKENS, max_in_flight_bytes=1, pace=pace, others_fill=False
         )
-    # Neither side pauses before they meet: a chunk is there when all that its side had before it are.
+    # Neither side pauses before they meet: a chunk is ready once all earlier chunks of its side are.
     ready_s: dict[int, float] = {}
     now_s = 0.0
     for index in steps:
@@ -218,7 +217,7 @@ def figure_4() -> Reproduction:
 
 
 def figure_2() -> Reproduction:
-    """Link bandwidth at which loading is as fast as computing 32k tokens."""
+    """Return the link bandwidth at which loading is as fast as computing 32k tokens."""
     rows: list[tuple[object, ...]] = []
     for name, model, token_bytes in (("7B", A100, PAPER_TOKEN_BYTES), ("13B", _13B, _13B_TOKEN_BYTES)):
         rows.append((name, "A100, 100 %", _32K * token_bytes / model.prompt_s(_32K) / 1e9))
@@ -242,7 +241,7 @@ def figure_2() -> Reproduction:
 
 
 def figure_3() -> Reproduction:
-    """Time of each 512-token step of 32k tokens, and the size of the KV cache after it."""
+    """Return the time of each 512-token step of 32k tokens, and the size of the KV cache after it."""
     steps = range(0, _32K, PAPER_STEP_TOKENS)
     rows = tuple(
         (
@@ -263,7 +262,7 @@ def figure_3() -> Reproduction:
 
 
 def figure_5() -> Reproduction:
-    """Whole GPUs: 32k tokens at three rates, then 2k to 32k tokens at 10000 Mbit/s on the A100."""
+    """Return whole GPUs: 32k tokens at three rates, then 2k to 32k tokens at 10000 Mbit/s on the A100."""
     rows: list[tuple[object, ...]] = []
     runs: dict[tuple[str, int], CakeRun] = {}
     for gpu in GPUS:
@@ -275,7 +274,7 @@ def figure_5() -> Reproduction:
         "128": lambda tokens: cake_run(A100, 1.0, tokens, 10_000, chunk_tokens=128),
         "none": lambda tokens: fluid_run(A100, tokens, 10_000),
     }
-    # The paper does not say whether it counts whole chunks: at three grains, to show how much of the fall that is.
+    # The paper does not say if it counts whole chunks; three grains show how much of the fall is due to that.
     falls: dict[str, tuple[float, float]] = {}
     for grain, of in grains.items():
         for tokens in _LENGTHS:
@@ -329,7 +328,7 @@ def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeR
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
-    """All shares, rates and codecs of figures 6 and 8 for a prompt of ``tokens``."""
+    """Return all shares, rates and codecs of figures 6 and 8 for a prompt of ``tokens``."""
     return {
         (share, mbit, codec): cake_run(A100, share, tokens, mbit, codec)
         for share in SHARES
@@ -349,7 +348,7 @@ _PART_HEADER = ("codec", "share", *_HEADER[1:])
 
 
 def figure_6() -> Reproduction:
-    """14k tokens on a share of an A100, raw and with two codecs."""
+    """Return 14k tokens on a share of an A100, raw and with two codecs."""
     runs = _parts(_14K)
     raw = [run for (_, _, codec), run in runs.items() if codec == "raw"]
     tenth = [run for (share, _, codec), run in runs.items() if codec == "raw" and share == 0.1]
@@ -394,7 +393,7 @@ def figure_6() -> Reproduction:
 
 
 def figure_8(seed: int = 0) -> Reproduction:
-    """9k and 14k tokens on a share of an A100, and averages over 20 prompts of 5k to 16k tokens.
+    """Return 9k and 14k tokens on a share of an A100, and averages over 20 prompts of 5k to 16k tokens.
 
     The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 % of the A100.
     """
@@ -415,20 +414,20 @@ def figure_8(seed: int = 0) -> Reproduction:
 
 
 def figure_7(repeats: int = 3) -> Reproduction:
-    """Time of each step with and without the loader, whose overhead is measured on this computer."""
+    """Return the time of each step with and without the loader, whose overhead is measured on this computer."""
     rows: list[tuple[object, ...]] = []
     headlines = []
     for gpu in GPUS:
         trace = LinkTrace.constant(1.0)  # so slow that everything is computed
         takes = [load_with_cake(gpu, _32K, trace, timer=time.perf_counter).scheduling_s for _ in range(repeats)]
-        # The least of the repeats for each step: what else runs on this computer only adds.
+        # The minimum over the repeats of each step, since other load on this computer only adds time.
         ours = [min(step) for step in zip(*takes, strict=True)]
-        plain = [gpu.step_s(first, PAPER_STEP_TOKENS) for first in range(0, _32K, PAPER_STEP_TOKENS)]
+        steps_s = [gpu.step_s(first, PAPER_STEP_TOKENS) for first in range(0, _32K, PAPER_STEP_TOKENS)]
         rows += [
             (gpu.name, at, step_s * 1e3, (step_s + own_s) * 1e3, own_s * 1e6)
-            for at, (step_s, own_s) in enumerate(zip(plain, ours, strict=True))
+            for at, (step_s, own_s) in enumerate(zip(steps_s, ours, strict=True))
         ]
-        part = median(own_s / step_s for step_s, own_s in zip(plain, ours, strict=True))
+        part = median(own_s / step_s for step_s, own_s in zip(steps_s, ours, strict=True))
         headlines.append(
             Headline(f'{gpu.name}: a step is longer by, in the median ("negligible")', "%", 0.0, part * 100, "measured")
         )
@@ -454,7 +453,11 @@ FIGURES: dict[int, Callable[[], Reproduction]] = {
 
 
 def reproduce(numbers: Sequence[int]) -> list[Reproduction]:
-    """The figures in this order. Raises InvalidInput for one not in ``FIGURES``."""
+    """Return these figures in this order.
+
+    Raises:
+        InvalidInput: a number is not in ``FIGURES``.
+    """
     for number in numbers:
         if number not in FIGURES:
             known = ", ".join(map(str, FIGURES))

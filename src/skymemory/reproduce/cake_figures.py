@@ -1,4 +1,4 @@
-"""Drawings of the Cake paper's figures. They read a figure's rows by the names of its header."""
+"""Drawings of the Cake paper's figures. They read a figure's rows by the names in its header."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _records(result: Reproduction) -> list[Record]:
 
 
 def log_seconds(axes: Axes) -> None:
-    """A logarithmic axis of seconds with a label at 1, 2 and 5 of each decade: at all nine they would overlap."""
+    """Set a logarithmic axis of seconds with labels at 1, 2 and 5 of each decade; labels at all nine would overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")
@@ -47,17 +47,16 @@ def log_seconds(axes: Axes) -> None:
 
 
 def _bars(axes: Axes, places: list[float], records: list[Record]) -> None:
-    """Three bars at each place: computing, loading, both."""
     for offset, (key, label, colour) in enumerate(_KINDS):
         at = [place + (offset - 1) * 0.28 for place in places]
         axes.bar(at, [record[key] for record in records], 0.27, color=colour, label=label)
-    # Logarithmic: at a tenth of the GPU and 2000 Mbit/s the bars differ by more than ten times.
+    # Logarithmic: at a tenth of the GPU and 2000 Mbit/s the bars differ by more than a factor of ten.
     log_seconds(axes)
     axes.grid(axis="x", visible=False)
 
 
 def _workflow(result: Reproduction) -> Figure:
-    """The phases of a request, and under the one in which Cake works what it takes."""
+    """Draw the phases of a request, and the times of the phase in which Cake works."""
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
     figure = new_figure(WIDE_IN, ROW_IN * (len(result.rows) + 2.2) + 2.0)
@@ -112,7 +111,7 @@ def _steps(result: Reproduction) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("chunk of 512 tokens")
     axes.set_ylabel("step, ms")
-    # A second axis: the cache grows linearly, which is why late steps favour loading and early ones computing.
+    # A second axis: the cache grows linearly, so late steps favour loading and early steps computing.
     memory: Any = axes.twinx()
     memory.plot(at, [r["kv_gb"] for r in records], color=GREY, linestyle=":", label="KV cache (right)")
     memory.set_ylabel("KV cache, GB")
@@ -126,7 +125,7 @@ _STAGES = 8
 
 
 def _meeting(result: Reproduction) -> Figure:
-    """Stages as rows: what was there by then, of which side."""
+    """Draw stages as rows: the chunks ready by then, by origin."""
     from matplotlib.patches import Rectangle
 
     records = _records(result)
@@ -136,8 +135,8 @@ def _meeting(result: Reproduction) -> Figure:
     for stage in range(_STAGES):
         by_s = end_s * stage / (_STAGES - 1)
         for r in records:
-            there = r["ready_s"] <= by_s * (1 + 1e-9)
-            colour = PAPER if not there else RED if r["origin"] == "computed" else BLUE
+            ready = r["ready_s"] <= by_s * (1 + 1e-9)
+            colour = PAPER if not ready else RED if r["origin"] == "computed" else BLUE
             axes.add_patch(Rectangle((r["chunk"], stage), 0.86, 0.62, facecolor=colour, edgecolor=GREY, linewidth=0.5))
     for colour, words in ((RED, "computed"), (BLUE, "loaded"), (PAPER, "not there yet")):
         axes.add_patch(Rectangle((0, 0), 0, 0, facecolor=colour, edgecolor=GREY, linewidth=0.5, label=words))
@@ -147,8 +146,8 @@ def _meeting(result: Reproduction) -> Figure:
         [stage + 0.31 for stage in range(_STAGES)],
         [f"{end_s * stage / (_STAGES - 1) * 1e3:,.0f} ms" for stage in range(_STAGES)],
     )
-    shown = range(0, len(records), 4)
-    axes.set_xticks([chunk + 0.43 for chunk in shown], [str(chunk + 1) for chunk in shown])
+    labelled = range(0, len(records), 4)
+    axes.set_xticks([chunk + 0.43 for chunk in labelled], [str(chunk + 1) for chunk in labelled])
     axes.tick_params(length=0)
     axes.grid(visible=False)
     for spine in axes.spines.values():
@@ -184,7 +183,7 @@ def _whole_gpu(result: Reproduction) -> Figure:
 
 
 def _part_of_gpu(result: Reproduction) -> Figure:
-    """A panel for each length and share of the GPU; in it, the rates, and in each rate the codecs."""
+    """Draw a panel per length and share of the GPU, grouped by rate, then by codec."""
     records = _records(result)
     lengths = sorted({r["tokens"] for r in records})
     shares = sorted({r["share"] for r in records}, key=float)
@@ -260,7 +259,6 @@ TITLES: dict[int, str] = {
 
 
 def exhibit_of(result: Reproduction) -> Exhibit:
-    """How a computed figure is drawn."""
 
     def draw() -> Figure:
         figure = _DRAWINGS[result.figure](result)
@@ -277,7 +275,7 @@ def _computed(number: int) -> Exhibit:
 
 
 def _later(number: int) -> Exhibit:
-    """Computed when it is drawn: a list of all figures computes none."""
+    """Return an exhibit that is computed when it is drawn, so that a list of all figures computes none."""
     return Exhibit(
         f"cake-{number:02d}",
         f"Figure {number}. {TITLES[number]}",

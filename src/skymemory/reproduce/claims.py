@@ -1,7 +1,7 @@
-"""Each claim with a number of the five documents: by our run of its own model, by physics, and measured.
+"""The claims with a number in the five documents: by our run of the document's model, by physics, and measured.
 
-Measured values are read from the JSON that the benchmarks left in the repository; nothing here is typed in but what
-the documents state. ``PHYSICS`` is where a physical model of the sky adds what it says of a claim, by the claim's key.
+Measured values are read from the JSON that the benchmarks left in the repository; only what the documents state is
+typed in here. ``PHYSICS`` maps the key of a claim to what a physical model of the sky adds to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skymemory.view.protocol_sequence import label, record
 
 _CHECKOUT = Path(__file__).parents[3]
 DOCS = _CHECKOUT / "docs" if (_CHECKOUT / "pyproject.toml").is_file() else None
-"""The documentation with the runs that are kept, where the package runs from a checkout of the repository."""
+"""Documentation with the kept runs, if the package runs from a checkout of the repository."""
 
 NO_SKY = "— (nothing of the sky in it)"
 NO_RATES = "— (needs rates and queues of links)"
@@ -46,7 +46,7 @@ NO_CHECKOUT = "— (runs are kept in a checkout of the repository)"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim: as its document states it, and what our three ways say. A way that says nothing says why: "— (…)"."""
+    """Claim as its document states it, and our three values. Instead of a value there may be a reason: "— (…)"."""
 
     key: str
     document: str
@@ -56,17 +56,18 @@ class Claim:
     physics: str
     measured: str
     command: str = ""
-    """What measures it."""
 
 
 def all_claims(physics: Mapping[str, Callable[[], str]] | None = None) -> list[Claim]:
-    """All claims, document by document. ``physics``: by a claim's key what physics says of it, beside ``PHYSICS``."""
+    """Return all claims, document by document. ``physics`` adds to ``PHYSICS``, by the claim's key."""
     known = {**PHYSICS, **(physics or {})}
     listed = [*_paper(), *_disclosure(), *_cake(), *_mooncake(), *_routing()]
-    return [Claim(**{**asdict(one), "physics": known[one.key]()}) if one.key in known else one for one in listed]
+    return [
+        Claim(**{**asdict(claim), "physics": known[claim.key]()}) if claim.key in known else claim for claim in listed
+    ]
 
 
-# Physics: what light, orbits and the horizon alone say.
+# Physics: results of light, orbits and the horizon alone.
 
 _SAMPLES = 96
 
@@ -77,31 +78,31 @@ def _starlink() -> Shell:
 
 def _satellites_in_sight() -> str:
     shell = _starlink()
-    found = []
+    counts_by_mask = []
     for mask_deg in (10.0, DEFAULT_MASK_DEG):
         counts = [
             int((elevations_deg(shell, DEFAULT_HOST, EPOCH_UNIX_S, shell.period_s * at / _SAMPLES) >= mask_deg).sum())
             for at in range(_SAMPLES)
         ]
-        found.append(f"{min(counts)} to {max(counts)} above {mask_deg:g}°")
-    return f"Starlink A from {DEFAULT_HOST.latitude_deg:g}° north: {', '.join(found)}"
+        counts_by_mask.append(f"{min(counts)} to {max(counts)} above {mask_deg:g}°")
+    return f"Starlink A from {DEFAULT_HOST.latitude_deg:g}° north: {', '.join(counts_by_mask)}"
 
 
 def _longest_pass() -> str:
     shell = _starlink()
-    # Straight overhead, against an Earth that turns the same way.
+    # A pass straight overhead, relative to the Earth's rotation in the same direction.
     rate_rad_s = 2 * math.pi / shell.period_s - EARTH_ROTATION_RAD_S * math.cos(math.radians(shell.inclination_deg))
-    found = []
+    durations = []
     for mask_deg in (0.0, 10.0, DEFAULT_MASK_DEG):
         minutes = 2 * math.acos(reach_cosine(shell, mask_deg)) / rate_rad_s / 60
-        found.append(f"{minutes:.1f} min above {mask_deg:g}°")
-    return f"Starlink A, longest pass: {', '.join(found)}"
+        durations.append(f"{minutes:.1f} min above {mask_deg:g}°")
+    return f"Starlink A, longest pass: {', '.join(durations)}"
 
 
 def _beam() -> str:
     shell = _starlink()
-    there_ms = [slant_s(shell, cosine) * 1e3 for cosine in (1.0, reach_cosine(shell, DEFAULT_MASK_DEG))]
-    low, high = (2 * one for one in there_ms)
+    one_way_ms = [slant_s(shell, cosine) * 1e3 for cosine in (1.0, reach_cosine(shell, DEFAULT_MASK_DEG))]
+    low, high = (2 * time_ms for time_ms in one_way_ms)
     return f"light to Starlink A and back: {low:.1f} ms overhead, {high:.1f} at {DEFAULT_MASK_DEG:g}°"
 
 
@@ -125,7 +126,7 @@ def _near_neighbours() -> str:
 
 
 def _flat_sky() -> str:
-    """How far off equations 3 and 4 are at the box's corner: what of the claim is geometry."""
+    """Return the error of equations 3 and 4 at the box's corner: the part of the claim that is geometry."""
     shell = Shell(15, 15, PaperSetting().altitude_m, 53.0)
     flat, real = (shell.slant_one_way_s(4, 4, model=model) * 1e3 for model in ("paper", "exact"))
     return f"light to the corner of 9 × 9: {flat:.0f} ms by equations 3 and 4, {real:.0f} over a round Earth"
@@ -136,7 +137,7 @@ _RATES_SAID = "Starlink A, hybrid, 1.2 Gbit/s a beam, 10 between satellites"
 
 
 def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) -> float:
-    """Time to read, over an orbit."""
+    """Return the median time to read over an orbit."""
     preset = preset_named("starlink-a")
     times_s = [preset.shell.period_s * at / 24 for at in range(24)]
     sight = sight_of(preset, DEFAULT_MASK_DEG, "climbing")
@@ -145,19 +146,19 @@ def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) 
 
 
 def _more_servers() -> str:
-    found = []
+    changes = []
     for chunk_s, words in ((0.02, "20 ms"), (0.002, "2 ms"), (25e-6, "25 µs (measured here)")):
         few, many = (_median_s("rotation_hop", servers, 21 << 20, chunk_s) for servers in (9, 81))
-        found.append(f"{'less' if many < few else 'more'} by {abs(1 - many / few):.0%} with chunks of {words}")
-    return f"9 to 81 servers: {', '.join(found)} ({_RATES_SAID})"
+        changes.append(f"{'less' if many < few else 'more'} by {abs(1 - many / few):.0%} with chunks of {words}")
+    return f"9 to 81 servers: {', '.join(changes)} ({_RATES_SAID})"
 
 
 def _strategies_apart() -> str:
     spreads = []
     for kvc_bytes in (1 << 20, 21 << 20):
         for chunk_s in (0.002, 0.02):
-            each = [_median_s(strategy, 81, kvc_bytes, chunk_s) for strategy in ("rotation", "rotation_hop", "cost")]
-            spreads.append(max(each) / min(each) - 1)
+            times_s = [_median_s(strategy, 81, kvc_bytes, chunk_s) for strategy in ("rotation", "rotation_hop", "cost")]
+            spreads.append(max(times_s) / min(times_s) - 1)
     return f"apart by {min(spreads):.0%} to {max(spreads):.0%}, rotation, rotation_hop and cost ({_RATES_SAID})"
 
 
@@ -172,7 +173,6 @@ PHYSICS: dict[str, Callable[[], str]] = {
     "servers": _more_servers,
     "similar": _strategies_apart,
 }
-"""What physics says, by the key of a claim."""
 
 
 # Measured: from the JSON in docs/benchmarks.
@@ -247,7 +247,7 @@ def _paper() -> Iterator[Claim]:
     )
     yield Claim("pass", document, "a satellite stays in sight", "5 to 10 minutes", "—", "", NOT_MEASURED)
     yield Claim("laser", document, "table 1: LEO, theoretical laser", "2 to 4 ms", "—", "", "— (no laser at hand)")
-    of = {one.what: one for one in latency_claims()}
+    of = {claim.what: claim for claim in latency_claims()}
     for key, what in (
         ("link", "links under 2 ms"),
         ("servers", "8× the servers"),
@@ -255,9 +255,9 @@ def _paper() -> Iterator[Claim]:
         ("similar", "KV cache size and processing time"),
     ):
         yield Claim(key, document, what, of[what].paper, of[what].model, NO_RATES, NOT_MEASURED)
-    shown = paper_map(8)
+    rotation = paper_map(8)
     moves = ", ".join(
-        f"{server + 1}: {label(source)}→{label(target)}" for server, source, target in sorted(shown.handovers)
+        f"{server + 1}: {label(source)}→{label(target)}" for server, source, target in sorted(rotation.handovers)
     )
     packets = ", ".join(f"{label(source)}→{label(target)}" for source, target in sorted(record().handed_over()))
     yield Claim(
@@ -337,7 +337,7 @@ _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
 
 
 def _saved(than: str, *, whole: bool, part: str) -> str:
-    """On our engine on a CPU, whose links are set to multiples of its own speed."""
+    """Return the saved time on our engine on a CPU, with links set to multiples of its own speed."""
     saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
     value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
@@ -350,15 +350,15 @@ def _value(headline: Headline, value: float) -> str:
 def _cake() -> Iterator[Claim]:
     document = "Cake"
     for result in reproduce([2, 3, 5, 6, 8]):
-        for one in result.headlines:
-            words, command = _MEASURED_OF.get((result.figure, one.what), (None, ""))
-            fitted = " (fitted to it)" if one.kind == "fitted" else ""
+        for headline in result.headlines:
+            words, command = _MEASURED_OF.get((result.figure, headline.what), (None, ""))
+            fitted = " (fitted to it)" if headline.kind == "fitted" else ""
             yield Claim(
-                f"cake-{result.figure}-{re.sub(r'[^a-z0-9]+', '-', one.what.lower()).strip('-')}",
+                f"cake-{result.figure}-{re.sub(r'[^a-z0-9]+', '-', headline.what.lower()).strip('-')}",
                 document,
-                f"figure {result.figure}: {one.what}",
-                _value(one, one.paper),
-                f"{_value(one, one.ours)}{fitted}",
+                f"figure {result.figure}: {headline.what}",
+                _value(headline, headline.paper),
+                f"{_value(headline, headline.ours)}{fitted}",
                 NO_SKY,
                 NO_GPU if words is None else _measured(words),
                 command,
@@ -402,7 +402,9 @@ _MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jso
 
 
 def _mooncake() -> Iterator[Claim]:
-    """Of the kept run, which takes twenty minutes; counts of requests are left out, since their share follows."""
+    """Yield the claims of the kept run, which takes twenty minutes, without counts of requests (their share
+    follows).
+    """
     document = "Mooncake"
     if DOCS is None:
         yield Claim(
@@ -413,20 +415,20 @@ def _mooncake() -> Iterator[Claim]:
     for line in (DOCS / "reproduce" / "mooncake.md").read_text("utf-8").splitlines():
         if named := re.match(r"`([a-z-]+)`; published as ([^.]+)\.", line):
             experiment, published_as = named.groups()
-        found = _MOONCAKE_ROW.match(line)
+        cells = _MOONCAKE_ROW.match(line)
         if not line.startswith("|"):
             compares = False
         elif line.startswith("| what | published | ours |"):
             compares = True
-        if not compares or not found or found["paper"] in ("-", "published", "---:") or found["unit"] == "requests":
+        if not compares or not cells or cells["paper"] in ("-", "published", "---:") or cells["unit"] == "requests":
             continue
-        unit = f" {found['unit']}" if found["unit"] else ""
+        unit = f" {cells['unit']}" if cells["unit"] else ""
         yield Claim(
-            f"mooncake-{experiment}-{re.sub(r'[^a-z0-9]+', '-', found['what'].lower()).strip('-')}",
+            f"mooncake-{experiment}-{re.sub(r'[^a-z0-9]+', '-', cells['what'].lower()).strip('-')}",
             document,
-            f"{published_as}: {found['what']}",
-            f"{found['paper']}{unit}",
-            f"{found['ours']}{unit}",
+            f"{published_as}: {cells['what']}",
+            f"{cells['paper']}{unit}",
+            f"{cells['ours']}{unit}",
             NO_SKY,
             NO_GPU,
             _MOONCAKE_COMMAND,
@@ -434,7 +436,7 @@ def _mooncake() -> Iterator[Claim]:
 
 
 def _routing() -> Iterator[Claim]:
-    """Its only claims are orders, here with the hits that decide them."""
+    """Yield the claims, which are orders only, with the hits that decide them."""
     document = "Prefix-aware routing"
 
     def hits(*players: str) -> str:
@@ -466,17 +468,17 @@ def _routing() -> Iterator[Claim]:
 
 def as_text(claims: list[Claim], width: int) -> str:
     lines = []
-    for document in dict.fromkeys(one.document for one in claims):
+    for document in dict.fromkeys(claim.document for claim in claims):
         lines += ["", *textwrap.wrap(document, width)]
-        for one in (one for one in claims if one.document == document):
-            lines += textwrap.wrap(one.what, width, initial_indent="  ", subsequent_indent="  ")
+        for claim in (claim for claim in claims if claim.document == document):
+            lines += textwrap.wrap(claim.what, width, initial_indent="  ", subsequent_indent="  ")
             for name in ("paper", "model", "physics", "measured"):
-                text = str(getattr(one, name))
+                text = str(getattr(claim, name))
                 if text.startswith("—") and name != "model":
                     continue
-                shown = f"{text}  [{one.command}]" if name == "measured" and one.command else text
+                line = f"{text}  [{claim.command}]" if name == "measured" and claim.command else text
                 lines += textwrap.wrap(
-                    shown,
+                    line,
                     width,
                     initial_indent=f"    {name + ':':<10}",
                     subsequent_indent=" " * 14,
@@ -486,7 +488,7 @@ def as_text(claims: list[Claim], width: int) -> str:
 
 
 def as_markdown(claims: list[Claim]) -> str:
-    """The page docs/reproduce/claims.md."""
+    """Return the page docs/reproduce/claims.md."""
     lines = [
         "<!-- Generated: skymemory reproduce claims --markdown -->",
         "",
@@ -496,27 +498,27 @@ def as_markdown(claims: list[Claim]) -> str:
         "horizon alone. *Measured*: by the command beside it, from the JSON in `docs/benchmarks`. A dash says why not.",
         "What the disclosure states like the paper stands once.",
     ]
-    for document in dict.fromkeys(one.document for one in claims):
-        mine = [one for one in claims if one.document == document]
+    for document in dict.fromkeys(claim.document for claim in claims):
+        mine = [claim for claim in claims if claim.document == document]
         lines += ["", f"## {document}", ""]
-        # A command that all share stands above the table.
-        shared = mine[0].command if len(mine) > 1 and len({one.command for one in mine}) == 1 else ""
+        # A command that all claims share is printed before the table.
+        shared = mine[0].command if len(mine) > 1 and len({claim.command for claim in mine}) == 1 else ""
         if shared:
             lines += [f"All by `{shared}`.", ""]
         columns = {
-            "claim": [one.what for one in mine],
-            "paper": [one.paper for one in mine],
-            "its model": [one.model for one in mine],
-            "physics": [one.physics for one in mine],
-            "measured": [one.measured for one in mine],
+            "claim": [claim.what for claim in mine],
+            "paper": [claim.paper for claim in mine],
+            "its model": [claim.model for claim in mine],
+            "physics": [claim.physics for claim in mine],
+            "measured": [claim.measured for claim in mine],
             "by": [
-                "" if shared else ", ".join(f"`{part.strip()}`" for part in one.command.split(";") if part)
-                for one in mine
+                "" if shared else ", ".join(f"`{part.strip()}`" for part in claim.command.split(";") if part)
+                for claim in mine
             ],
         }
-        # A reason for nothing that all rows share stands above the table, too.
+        # A reason for a missing value that all rows share is printed before the table, too.
         for name in ("physics", "measured"):
-            if len(said := set(columns[name])) == 1 and (reason := next(iter(said))).startswith("— ("):
+            if len(texts := set(columns[name])) == 1 and (reason := next(iter(texts))).startswith("— ("):
                 lines += [f"{name.capitalize()}: {reason[3:-1]}.", ""]
                 del columns[name]
         if not any(columns["by"]):
@@ -528,4 +530,4 @@ def as_markdown(claims: list[Claim]) -> str:
 
 
 def as_json(claims: list[Claim]) -> str:
-    return json.dumps([asdict(one) for one in claims], indent=1, ensure_ascii=False)
+    return json.dumps([asdict(claim) for claim in claims], indent=1, ensure_ascii=False)

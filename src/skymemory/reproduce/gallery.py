@@ -1,4 +1,4 @@
-"""All figures and tables of the documents, by the names of ``skymemory figures``; table 3; the page that shows them."""
+"""Gallery of all figures and tables of the documents, by the names of ``skymemory figures``; table 3."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ TABLE_3_COMMAND = "skymemory demo"
 
 
 def _table_3() -> Numbers:
-    """The paper's table 3 beside the kept run of the demo. Raises ``InvalidInput`` where there is none."""
+    """Return the paper's table 3 next to the kept run of the demo.
+
+    Raises:
+        InvalidInput: there is no kept run.
+    """
     path = None if DOCS is None else DOCS / "benchmarks" / "table_3.json"
     if path is None or not path.is_file():
         raise InvalidInput(
@@ -76,7 +80,7 @@ def _draw_table_3() -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One of the documents, with its figures and tables by their names on the command line."""
+    """Document with its figures and tables, by their names on the command line."""
 
     title: str
     remark: str
@@ -84,29 +88,28 @@ class Document:
 
 
 def documents() -> list[Document]:
-    """All documents with figures, in the order of the gallery."""
     table_3 = Exhibit("table-3", "Table 3. Testbed", _draw_table_3, _table_3, table=True)
     mooncake = kept_exhibits(Path("docs/figures") if DOCS is None else DOCS / "figures")
     return [
         Document(
             "SkyMemory paper",
             "Computed by our code; 9 and 10 are recorded from a run; table 3 is the kept run of `skymemory demo`.",
-            {**{str(number): one for number, one in FIGURES.items()}, **TABLES, "table-3": table_3},
+            {**{str(number): exhibit for number, exhibit in FIGURES.items()}, **TABLES, "table-3": table_3},
         ),
         Document(
             "SkyMemory disclosure",
             "Its figures 1 to 9 are 1 to 11 of the paper.",
-            {f"disclosure-{name}": one for name, one in DISCLOSURE.items()},
+            {f"disclosure-{name}": exhibit for name, exhibit in DISCLOSURE.items()},
         ),
         Document(
             "Cake",
             "By our loader in virtual time, on GPUs fitted to the paper; the overhead of figure 7 is measured.",
-            {f"cake-{number}": one for number, one in CAKE.items()},
+            {f"cake-{number}": exhibit for number, exhibit in CAKE.items()},
         ),
         Document(
             "Mooncake",
             "Drawn from the CSV of the full run on the conversation trace, beside the pictures.",
-            {f"mooncake-{name}": one for name, one in mooncake.items()},
+            {f"mooncake-{name}": exhibit for name, exhibit in mooncake.items()},
         ),
     ]
 
@@ -115,13 +118,13 @@ PAPER = "SkyMemory paper"
 
 
 def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
-    """The exhibits by name, in the order asked for; without names those of the SkyMemory paper, or all.
+    """Return the exhibits of these names, in this order; without names those of the SkyMemory paper, or all.
 
     Raises:
         InvalidInput: an unknown name.
     """
     shelves = documents()
-    known = {name: one for shelf in shelves for name, one in shelf.exhibits.items()}
+    known = {name: exhibit for shelf in shelves for name, exhibit in shelf.exhibits.items()}
     wanted = list(dict.fromkeys(name.lower() for name in names))
     for name in wanted:
         if name not in known:
@@ -133,7 +136,11 @@ def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
 
 
 def formats_of(text: str) -> tuple[str, ...]:
-    """``png,svg`` as formats. Raises ``InvalidInput`` for another than ``FORMATS``."""
+    """Return the formats of a text such as ``png,svg``.
+
+    Raises:
+        InvalidInput: a format is not in ``FORMATS``.
+    """
     wanted = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     for name in wanted:
         if name not in FORMATS:
@@ -142,7 +149,7 @@ def formats_of(text: str) -> tuple[str, ...]:
 
 
 def gallery_page() -> str:
-    """The page docs/figures.md: each figure as a thumbnail that leads to its SVG."""
+    """Return the page docs/figures.md: each figure as a thumbnail that links to its SVG."""
     lines = [
         "<!-- Generated: python -m tools.gallery -->",
         "",
@@ -154,12 +161,12 @@ def gallery_page() -> str:
     ]
     for shelf in documents():
         lines += ["", f"## {shelf.title}", "", shelf.remark, ""]
-        for name, one in shelf.exhibits.items():
-            alt = one.title.rstrip(".")
+        for name, exhibit in shelf.exhibits.items():
+            alt = exhibit.title.rstrip(".")
             lines += [
                 f"**{alt}** (`{name}`)",
                 "",
-                f"[![{alt}](figures/{one.stem}.png)](figures/{one.stem}.svg)",
+                f"[![{alt}](figures/{exhibit.stem}.png)](figures/{exhibit.stem}.svg)",
                 "",
             ]
         lines.pop()

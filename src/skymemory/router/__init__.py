@@ -1,1 +1,1 @@
-"""The doors of the router: an OpenAI-compatible HTTP proxy and Envoy's endpoint picker; engines' metrics and events."""
+"""Front ends of the router (an OpenAI-compatible HTTP proxy, Envoy's endpoint picker) and its input from engines."""

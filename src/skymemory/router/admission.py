@@ -1,9 +1,9 @@
-"""Admission at the router's doors: the rule that the settings name, and the 429 of a refused request.
+"""Admission control: the rule that the settings name, and the 429 response of a refused request.
 
-Where servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen server;
-the promised time between tokens cannot be estimated, it is measured and counted. Where prefill and decode are apart and
-a cost model is given, rules see the decode servers, too: their batches now, and as forecast. They decide before the
-prefill only, so that none is wasted by a refusal.
+If the same servers prefill and decode, a rule judges a request by the estimated time to its first token at the chosen
+server. The promised time between tokens cannot be estimated; it is only measured and counted. If prefill and decode are
+separate and a cost model is given, rules also consider the decode servers' current and forecast batches. Rules decide
+before the prefill only, so that no refusal wastes a prefill.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from skymemory.router.prompts.reader import slo_of
 from skymemory.router.settings import Settings
 
 CODE = "overloaded"
-"""``code`` of the error body: distinguishes this 429 from an exceeded quota."""
+"""``code`` of the error body. It distinguishes this 429 from an exceeded quota."""
 
 DECISION_HEADER = "x-skymemory-decision"
-"""A client sends it with any value to get the routing decision, as JSON, in the same header of the response."""
+"""Request header that asks for the routing decision. The response has it as JSON in the same header."""
 
 DECODE_RULES = ("baseline", "early", "predicted")
 """Rules that refuse by the estimated time between tokens."""
 
 PROBE_S = 10.0
-"""After so long without an admitted request the next is admitted: speeds are learned only from served requests."""
+"""Time without an admission after which the next request is admitted: only served requests teach speeds."""
 
 
 class Overloaded(ApiError):
@@ -43,13 +43,12 @@ class Overloaded(ApiError):
         self.refusal = refusal
 
     def as_header(self) -> str:
-        """Value of the decision header: JSON, without any of the prompt."""
         refusal = self.refusal
         return json.dumps({"refused": refusal.kind, "reason": refusal.reason, "retry_after_s": self.retry_after_s})
 
 
 def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """How a response of ``tokens`` (None: unknown) met its promise: "kept", "late" (first token), "slow" (others)."""
+    """Return "kept", "late" (first token) or "slow" (the others) for a response of ``tokens`` (None: unknown)."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
@@ -58,11 +57,10 @@ def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> s
 
 
 def rule_of(settings: Settings) -> Admission:
-    """The admission rule of the settings.
+    """Return the admission rule of the settings.
 
     Raises:
-        InvalidInput: an unknown rule or option, no promised time, or a strategy that does not estimate the time to
-            the first token.
+        InvalidInput: an unknown rule or option, no promised time, or a strategy without estimates of the first token.
     """
     chosen = settings.admission
     if chosen.rule == "all" and not chosen.fair and not chosen.options:
@@ -88,11 +86,11 @@ def rule_of(settings: Settings) -> Admission:
             f"admission: rule {name!r} needs `cost`, a cost model, to estimate the time between tokens at the decode "
             "servers: a file of `skymemory fit`, or a preset"
         )
-    if chosen.rule in DECODE_RULES:  # goodput corrects estimates by itself
+    if chosen.rule in DECODE_RULES:  # goodput corrects its estimates itself
         rule = Corrected(rule)
     return Probing(rule, PROBE_S)
 
 
 def without_probes(rule: Admission) -> Admission:
-    """The rule for requests that teach no estimates, so that they do not count as probes."""
+    """Return the rule for requests that teach no speeds, so that they do not count as probes."""
     return rule.rule if isinstance(rule, Probing) else rule

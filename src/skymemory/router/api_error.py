@@ -1,4 +1,4 @@
-"""Error responses in the format of OpenAI's API, which its clients parse."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import msgspec
 from skymemory.errors import SkyMemoryError
 
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
-"""OpenAI's ``code`` where a status has one meaning; null for all others."""
+"""OpenAI's ``code`` of statuses with a single meaning; null for all others."""
 OF_CLIENT = "invalid_request_error"
-"""Type of an error that is the client's, whatever its status."""
+"""Type of an error that the client caused, independent of the status."""
 _encode = msgspec.json.Encoder().encode
 
 
 class ApiError(SkyMemoryError):
-    """The response to a request that the router itself refuses: HTTP status, message, OpenAI's further fields."""
+    """Response to a request that the router itself refuses."""
 
     headers: Mapping[str, str] = MappingProxyType({})
-    """Additional headers of the response."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class ApiError(SkyMemoryError):
         self.code = code
         self.kind = kind
         self.retry_after_s = retry_after_s
-        """For ``Retry-After``; None: the header is left out."""
+        """Value of ``Retry-After``; None omits the header."""
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param, self.code, self.kind)
@@ -47,22 +46,21 @@ class ApiError(SkyMemoryError):
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None
 ) -> bytes:
-    """``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``.
+    """Return ``{"error": {"message", "type", "param", "code"}}`` as JSON; ``kind`` is its ``type``.
 
-    Types are OpenAI's: ``requests`` or ``tokens`` names the exceeded limit (429), ``server_error`` is any status from
-    500, ``invalid_request_error`` the rest. ``code`` is a word or null: clients compare it with words.
+    Types are OpenAI's: ``requests`` or ``tokens`` for an exceeded limit (429), ``server_error`` from 500 on, else
+    ``invalid_request_error``. ``code`` is a word or null, because clients compare it with words.
     """
     error = {"message": message, "type": kind or kind_of(status), "param": param, "code": code or _CODES.get(status)}
     return _encode({"error": error})
 
 
 def kind_of(status: int) -> str:
-    """Default ``type`` of OpenAI's error object."""
     if status == 429:
         return "requests"
     return "server_error" if status >= 500 else OF_CLIENT
 
 
 def error_event(status: int, message: str) -> bytes:
-    """The error as a server-sent event: OpenAI's clients raise it in the middle of a stream."""
+    """Return the error as a server-sent event, which OpenAI's clients raise in the middle of a stream."""
     return b"data: " + error_body(status, message) + b"\n\n"

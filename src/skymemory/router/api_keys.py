@@ -1,6 +1,6 @@
-"""API keys of the HTTP proxy, the tenants they belong to, and the tenants' quotas.
+"""API keys of the HTTP proxy, the tenants that own them, and the tenants' quotas.
 
-They are in a TOML file::
+They are read from a TOML file::
 
     [tenants.gold]                 # required for every tenant with a key, even if empty
     requests_per_minute = 600
@@ -14,12 +14,12 @@ They are in a TOML file::
     sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash protects them: a slow one only helps against guessing. The hash is looked up
-in a table; its timing reveals nothing of other keys, since a sender cannot choose what a key hashes to.
+Keys are 32 random bytes, so a plain hash protects them; slow hashes only help against guessing. The timing of the table
+lookup reveals nothing about other keys, since a sender cannot choose what a key hashes to.
 
-Quotas are token buckets that hold one minute's worth and fill evenly. A request takes one from the bucket of requests
-and its estimated tokens from the bucket of tokens, which is corrected at its end and may then be negative. A refused
-request takes nothing, and gets OpenAI's error text and headers, which clients act upon.
+Quotas are token buckets that hold one minute's worth and refill continuously. A request takes 1 from the bucket of
+requests and its estimated tokens from the bucket of tokens. When it ends, the latter is corrected and may become
+negative. A refused request takes nothing; its response has OpenAI's error text and headers, on which clients act.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from skymemory.router.api_error import ApiError
 KEY_PREFIX = "sk-sky-"
 SECRET_BYTES = 32
 MOST_PRIORITY = 10
-"""Priorities are limited to this and its negative."""
+"""Limit of priorities, positive and negative."""
 MINUTE_S = 60.0
 _ROUNDING = 1e-6
-"""A client that retries exactly at ``Retry-After`` must not be refused for a rounding error."""
+"""Tolerance, so that a client that retries exactly at ``Retry-After`` is not refused for a rounding error."""
 _TABLES = ("tenants", "keys")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +55,7 @@ _HEADING = re.compile(r"\s*\[{1,2}\s*([^\]#]+?)\s*\]{1,2}\s*(#.*)?$")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant and its quota. A limit of 0 is none."""
+    """Tenant and its quota. A limit of 0 means no limit."""
 
     name: str = ""
     requests_per_minute: int = setting("requests_per_minute", whole, 0, "requests in a minute; 0: any number")
@@ -71,7 +71,7 @@ class Tenant:
 
 def _digest(value: object) -> bytes:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        # The value is not repeated: it may be the key itself, written here by mistake.
+        # The value is not repeated in the message: it may be the key itself, written into the file by mistake.
         raise InvalidInput("expected the key's SHA-256, 64 hexadecimal digits, and not the key itself")
     return bytes.fromhex(value)
 
@@ -90,22 +90,20 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """Content of a file of keys."""
-
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
     """Tenants by the SHA-256 of their keys."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of tenants, for fairness and the queue."""
         return {name: tenant.weight for name, tenant in self.tenants.items()}
 
 
 def read_api_keys(file: Path) -> KeyFile:
-    """
+    """Read a file of keys.
+
     Raises:
-        InvalidInput: an unreadable or invalid file; the message has the place, and never a key.
+        InvalidInput: an unreadable or invalid file; the message has the line, and never a key.
     """
     try:
         return api_keys_from(decode_text(read_bounded(file)))
@@ -116,9 +114,10 @@ def read_api_keys(file: Path) -> KeyFile:
 
 
 def api_keys_from(source: str) -> KeyFile:
-    """
+    """Parse the text of a file of keys.
+
     Raises:
-        InvalidInput: with the line, where it can be found.
+        InvalidInput: invalid text; the message has the line, if it is known.
     """
     table = parse_toml(source)
     for name in table:
@@ -134,9 +133,9 @@ def api_keys_from(source: str) -> KeyFile:
     listed = table.get("keys", [])
     if not isinstance(listed, list):
         raise InvalidInput(f"{_line(source, 'keys')}keys: expected [[keys]] tables, one for each")
-    for at, each in enumerate(listed):
+    for at, entry in enumerate(listed):
         where = f"{_line(source, 'keys', at)}keys, number {at + 1}"
-        key = filled(_Key, _table(each, where), where)
+        key = filled(_Key, _table(entry, where), where)
         if key.tenant not in tenants:
             raise InvalidInput(f"{where}: unknown tenant {key.tenant!r}; {suggestion(key.tenant, tenants)}")
         if key.digest in keys:
@@ -146,14 +145,13 @@ def api_keys_from(source: str) -> KeyFile:
 
 
 def new_key(secret: bytes) -> str:
-    """A key made of ``SECRET_BYTES`` random bytes."""
     if len(secret) != SECRET_BYTES:
         raise InvalidInput(f"a key needs {SECRET_BYTES} random bytes, got {len(secret)}")
     return KEY_PREFIX + base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
 
 
 def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
-    """The text of a file of keys with one more key, and with its tenant if that is new. All else is unchanged.
+    """Add a key to the text of a key file, and its tenant if it is new.
 
     Raises:
         InvalidInput: an invalid file, or an invalid name of a tenant.
@@ -171,7 +169,7 @@ def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A token bucket of ``limit`` per minute; ``level`` is available now, and may be negative."""
+    """Token bucket that refills by ``limit`` per minute. ``level`` may be negative."""
 
     limit: int
     level: float
@@ -184,19 +182,15 @@ class _Bucket:
         return self.level
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until ``amount`` is available."""
         return max(0.0, amount - self.level) * MINUTE_S / self.limit
 
     def set_limit(self, limit: int) -> None:
-        """Change the limit; what was taken stays taken."""
         self.level = max(min(self.level, 0.0), self.level + limit - self.limit)
         self.limit = limit
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """A tenant's use of its quota."""
-
     tenant: Tenant
     in_flight: int = 0
     requests: _Bucket | None = None
@@ -205,19 +199,19 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class QuotaLease:
-    """A request's part of its tenant's quota, from ``acquire`` to ``release``."""
+    """Share of a tenant's quota that a request holds."""
 
     tenant: Tenant
     headers: Mapping[str, str]
-    """``x-ratelimit-…`` of its response; empty without a quota."""
+    """``x-ratelimit-…`` headers of the response; empty without a quota."""
     _account: _Account = field(repr=False)
     tokens: float = field(repr=False)
-    """Charged so far, by its estimate."""
+    """Tokens charged so far: the estimate."""
     _held: bool = field(default=True, repr=False)
 
 
 class QuotaExceeded(ApiError):
-    """429 in OpenAI's form; ``kind`` is the exceeded limit, ``requests`` or ``tokens``."""
+    """429 in OpenAI's format; ``kind`` is the exceeded limit, ``requests`` or ``tokens``."""
 
     def __init__(self, message: str, kind: str, tenant: Tenant, headers: Mapping[str, str]) -> None:
         super().__init__(429, message, code="rate_limit_exceeded", kind=kind)
@@ -227,13 +221,11 @@ class QuotaExceeded(ApiError):
 
 
 class NoKey(ApiError):
-    """401: no key, or an unknown one."""
-
     headers = MappingProxyType({"WWW-Authenticate": "Bearer"})
 
 
 class ApiKeys:
-    """The keys in force, and each tenant's use of its quota. Not thread-safe; ``now_s`` never decreases."""
+    """Valid keys, and the use of each tenant's quota. Not thread-safe; ``now_s`` must never decrease."""
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
@@ -244,20 +236,20 @@ class ApiKeys:
         return self._file.weights
 
     def replace(self, file: KeyFile, now_s: float) -> None:
-        """Change keys and quotas. Tenants in both files keep their use of them."""
+        """Replace keys and quotas. Tenants in both files keep what they have used."""
         self._file = file
-        kept = {name: account for name, account in self._accounts.items() if name in file.tenants}
-        for name, account in kept.items():
+        accounts = {name: account for name, account in self._accounts.items() if name in file.tenants}
+        for name, account in accounts.items():
             account.tenant = tenant = file.tenants[name]
             account.requests = _changed(account.requests, tenant.requests_per_minute, now_s)
             account.tokens = _changed(account.tokens, tenant.tokens_per_minute, now_s)
-        self._accounts = kept
+        self._accounts = accounts
 
     def tenant_of(self, authorization: str | None) -> Tenant:
-        """The tenant of the key in an ``Authorization`` header.
+        """Return the tenant of the key in an ``Authorization`` header.
 
         Raises:
-            NoKey: 401, no key or an unknown one.
+            NoKey: the key is missing or unknown.
         """
         scheme, _, key = (authorization or "").strip().partition(" ")
         key = key.strip()
@@ -265,15 +257,15 @@ class ApiKeys:
             raise NoKey(401, "the request has no API key; send one in the header `Authorization: Bearer KEY`")
         tenant = self._file.keys.get(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest())
         if tenant is None:
-            # The first words are OpenAI's: by them litellm recognises a wrong key.
+            # OpenAI's message begins with the same words; litellm recognises a wrong key by them.
             raise NoKey(401, "Incorrect API key provided: it is unknown here, or has been revoked")
         return tenant
 
     def acquire(self, tenant: Tenant, tokens: float, now_s: float) -> QuotaLease:
-        """Take a request's part of the quota; ``tokens``: its estimated prompt and response.
+        """Charge a request to its tenant's quota. ``tokens`` is the estimate for prompt and response.
 
         Raises:
-            QuotaExceeded: 429, and nothing was taken.
+            QuotaExceeded: nothing was charged.
         """
         account = self._account(tenant, now_s)
         tenant, requests, bucket = account.tenant, account.requests, account.tokens
@@ -284,7 +276,7 @@ class ApiKeys:
         if tenant.max_in_flight and account.in_flight >= tenant.max_in_flight:
             words = f"{account.in_flight} requests of {tenant.name} are in flight, its limit"
             raise QuotaExceeded(words, "requests", tenant, {**_retry_headers(1.0), **_quota_headers(account, now_s)})
-        # All limits are checked before any is charged: a refused request takes nothing.
+        # Check all limits before charging any, so that a refused request takes nothing.
         if requests is not None:
             requests.level -= 1
         if bucket is not None:
@@ -293,7 +285,7 @@ class ApiKeys:
         return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
     def release(self, lease: QuotaLease, tokens: float | None, now_s: float) -> None:
-        """The request has ended, and took ``tokens`` (None: unknown, the estimate stands). Idempotent."""
+        """End a request that took ``tokens`` (None: unknown, the estimate stands). Idempotent."""
         if not lease._held:
             return
         lease._held = False
@@ -333,13 +325,13 @@ class ApiKeys:
 
 
 def as_duration(seconds: float) -> str:
-    """``6m0s``, ``1.25s``, ``20ms``, as in OpenAI's headers; rounded up."""
+    """Format a duration as OpenAI's headers do (``6m0s``, ``1.25s``, ``20ms``), rounded up."""
     milliseconds = math.ceil(round(seconds * 1000, 6))
     if milliseconds < 1000:
         return f"{milliseconds}ms"
-    minutes, rest = divmod(milliseconds, 60_000)
+    minutes, remainder = divmod(milliseconds, 60_000)
     hours, minutes = divmod(minutes, 60)
-    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest / 1000:g}s"
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{remainder / 1000:g}s"
 
 
 def _retry_headers(wait_s: float) -> dict[str, str]:
@@ -347,7 +339,6 @@ def _retry_headers(wait_s: float) -> dict[str, str]:
 
 
 def _quota_headers(account: _Account, now_s: float) -> dict[str, str]:
-    """Each limit, what is left of it, and the time until it is full again."""
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
@@ -374,11 +365,11 @@ def _table(value: object, where: str = "tenants") -> Mapping[str, Any]:
 
 
 def _line(source: str, heading: str, at: int = 0) -> str:
-    """``line 7: ``, of the ``at``-th heading of that name; empty if it is not found."""
+    """Return ``line 7: `` for the ``at``-th heading of that name, if any."""
     for number, line in enumerate(source.splitlines(), 1):
-        found = _HEADING.match(line)
-        named = "" if found is None else found[1].replace('"', "")
-        if named == heading or named.startswith(f"{heading}."):
+        match = _HEADING.match(line)
+        name = "" if match is None else match[1].replace('"', "")
+        if name == heading or name.startswith(f"{heading}."):
             if not at:
                 return f"line {number}: "
             at -= 1
@@ -386,5 +377,4 @@ def _line(source: str, heading: str, at: int = 0) -> str:
 
 
 def _quoted(words: str) -> str:
-    """A basic string of TOML."""
     return json.dumps(words, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,11 +1,11 @@
-"""The servers behind a router: membership, the models and adapters each serves, ejection and return.
+"""Servers behind a router: membership, models and adapters, roles, ejection and return.
 
-Pure, and the same at both doors: requests report their results to it, and so do health checks, where there are any
-(``route``). ``failure`` decides by them which servers get no requests.
+No I/O; shared by both front ends. Requests and health checks (only ``route`` has them) report their results here. From
+these ``failure`` decides which servers get no requests.
 
-With roles there are two fleets. Servers for the prefill are in one; those that decode in the other, among them those
-with both roles, which also serve alone what cannot be split, if there are any. A server changes its role by draining:
-because the settings name another one, or, of an elastic server, by ``change_role``.
+With roles there are two fleets: servers that only prefill, and servers that decode. Servers with both roles belong to
+the decode fleet, and preferably serve the requests that cannot be split. A server drains before it changes its role,
+because of new settings or, for an elastic server, by ``change_role``.
 """
 
 from __future__ import annotations
@@ -28,67 +28,69 @@ log = logging.getLogger("skymemory.router")
 
 @dataclass(slots=True, eq=False)
 class KnownServer:
-    """State of one server, beside the fleet's."""
+    """State of a server that the fleet does not hold."""
 
     backend: Backend
     server: Server
     why: str = ""
-    """Why it is ejected; empty: it is not."""
+    """Reason of its ejection; empty if it is not ejected."""
     leaving: bool = False
-    """No longer configured; removed when its last request has ended."""
+    """True while it drains to be removed or to change its role."""
     models: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Its /v1/models, by id."""
+    """Content of its /v1/models, by id."""
 
     answers: bool = True
-    """It answers clients; False: it only prefills."""
+    """True if it answers clients; False if it only prefills."""
     next_backend: Backend | None = None
-    """It drains to change its role: its settings from then on."""
+    """Settings with the new role, while it drains to change its role."""
     configured_role: str = BOTH
-    """Its role in the settings; an elastic server may have another one now."""
+    """Role in the settings; an elastic server may currently have another."""
     work: tuple[float, ...] | None = None
-    """What its last metrics say of its tokens, running requests and use of its cache."""
+    """Tokens, running requests and cache usage of its last load report."""
 
     @property
     def state(self) -> State:
-        """Draining: it gets no new requests. Down: it is ejected, and enough others are left."""
+        """State for status pages; "down" if it is ejected and enough others are left."""
         return "down" if not self.server.healthy else "draining" if self.server.draining else "serving"
 
     @property
     def base_model(self) -> str:
-        """The one model it serves, adapters aside; empty: unknown, or several."""
-        listed = [each for each, entry in self.models.items() if not entry.get("parent")]
+        """The only model it serves, apart from adapters; empty if unknown or if there are several."""
+        listed = [model for model, entry in self.models.items() if not entry.get("parent")]
         named = list(self.backend.models) or listed
         return named[0] if len(named) == 1 else ""
 
     @property
     def names(self) -> set[str]:
-        """Models and adapters it serves, by the settings or its own list."""
         return {*self.backend.models, *self.models} | set(self.backend.adapters)
 
 
 class Backends:
-    """All servers by name (``known``); the fleet has the same."""
+    """All servers by name (``known``). The fleets hold the same servers."""
 
     def __init__(
         self, picker: Picker, health: Health | None = None, *, are_checked: bool = True, decode: Picker | None = None
     ) -> None:
-        """``are_checked``: whether health checks report to it (``on_check``). ``decode``: of the servers that decode,
-        where backends have roles; None: their roles are ignored.
+        """Create it without servers.
+
+        Args:
+            are_checked: health checks report to ``on_check``.
+            decode: picker of the servers that decode, if backends have roles; None: roles are ignored.
         """
         self.known: dict[str, KnownServer] = {}
         self.policy = FailurePolicy(are_checked=are_checked)
         self.health = health or Health()
         self.adapters: dict[str, str] = {}
-        """LoRA adapters, and the models they are for (empty: unknown); the prompt reader uses it."""
+        """LoRA adapters and their base models (empty: unknown), shared with the prompt reader."""
         self._picker = picker
         self._decode = decode
         self._is_applying = False
         self.on_check_wanted: Callable[[str], None] = lambda name: None
-        """A server should be checked at once: requests failed there."""
+        """Called with a server to check at once, because requests failed there."""
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
-        """A server has another role, and its slot in its former fleet is free."""
+        """Called after a server has changed its role."""
         self._serving: dict[str, frozenset[str]] = {}
 
     @property
@@ -103,20 +105,22 @@ class Backends:
     # Membership
 
     def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
-        """Make these the servers: names of the added ones, and of those that drain and are then removed. Others keep
-        their state, unless their address has changed.
+        """Make these the servers. Known servers keep their state, unless their address has changed.
+
+        Returns:
+            Names of added servers, and of servers that drain before their removal.
         """
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
         for name in self.known.keys() - wanted.keys():
             self.known[name].leaving = self.known[name].server.draining = True
             self.known[name].next_backend = None
-        came = []
+        added = []
         for name, backend in wanted.items():
             known = self.known.get(name)
             if known is None:
                 self._add(backend)
-                came.append(name)
+                added.append(name)
                 continue
             backend = self._with_role_of_now(known, backend)
             picker = self._picker_of(known)
@@ -136,7 +140,7 @@ class Backends:
             known.next_backend = None
         self.remove_drained()
         self._index_names()
-        return came, leave
+        return added, leave
 
     def _add(self, backend: Backend) -> None:
         picker = self._picker_for(backend)
@@ -147,15 +151,14 @@ class Backends:
         self._judge(known)
 
     def _judge(self, known: KnownServer) -> None:
-        # Where prefill and decode are apart, another server does the work: with none for prefills, one that decodes.
+        # If prefill and decode are separate, a decode server can replace the last prefill server. So none is a last
+        # resort.
         self.policy.add(known.backend.name, known.answers, is_last_resort=self._decode is None)
 
     def remove_drained(self) -> bool:
-        """Remove leaving servers without requests, and put those with a new role into its fleet; whether there were
-        any.
-        """
-        gone = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
-        for name in gone:
+        """Remove leaving servers without requests, or move them to their new fleet. Return True if there were any."""
+        drained = [name for name, known in self.known.items() if known.leaving and not known.server.in_flight]
+        for name in drained:
             known = self.known[name]
             self._picker_of(known).remove(name)
             if known.next_backend is None:
@@ -167,14 +170,14 @@ class Backends:
                 self._enter_role(known, known.next_backend)
                 self.on_moved()
                 log.info("server %s has the role %r now", name, known.backend.role)
-        if gone:
+        if drained:
             self._index_names()
-        return bool(gone)
+        return bool(drained)
 
     # Roles
 
     def change_role(self, name: str, role: str) -> None:
-        """Drain a server; it has ``role`` once its last request has ended. Its role of now: the drain is called off."""
+        """Drain a server, then give it ``role``. Its current role cancels a drain."""
         known = self.known.get(name)
         if known is None or (known.leaving and known.next_backend is None):
             return
@@ -185,19 +188,19 @@ class Backends:
         self._index_names()
 
     def _with_role_of_now(self, known: KnownServer, backend: Backend) -> Backend:
-        """Settings that were read again, with an elastic server's role of now: unless they name another than before."""
+        """Return reloaded settings with an elastic server's current role, unless its configured role has changed."""
         if backend.elastic and backend.role == known.configured_role:
             return replace(backend, role=(known.next_backend or known.backend).role)
         known.configured_role = backend.role
         return backend
 
     def _enter_role(self, known: KnownServer, backend: Backend) -> None:
-        if backend.url != known.backend.url:  # another server by that name
+        if backend.url != known.backend.url:  # a different server with the same name
             del self.known[backend.name]
             self.policy.remove(backend.name)
             self._add(backend)
             return
-        # The same process: what is known of its health, its models and its load stays true.
+        # It is the same process: health, models and load stay valid.
         before, picker = known.server, self._picker_for(backend)
         known.server = server = picker.fleet.add(backend.name)
         server.healthy, server.draining, server.reported = before.healthy, backend.drain, before.reported
@@ -212,12 +215,11 @@ class Backends:
         return self._decode if self._decode is not None and known.answers else self._picker
 
     def server(self, name: str) -> Server | None:
-        """A server of either fleet."""
         known = self.known.get(name)
         return None if known is None else known.server
 
     def prefills(self, known: KnownServer) -> bool:
-        """It computes prompts that are routed by their prefix."""
+        """Return True if it computes the prompts that are routed by their prefix."""
         return self._decode is None or not known.answers
 
     def role_of(self, name: str) -> str:
@@ -225,7 +227,6 @@ class Backends:
         return BOTH if known is None else known.backend.role
 
     def states(self) -> list[dict[str, object]]:
-        """Each server's role and state now, for status pages."""
         return [
             {
                 "name": name,
@@ -238,8 +239,10 @@ class Backends:
         ]
 
     def alone(self, request: Request, tried: Collection[str], avoid: Set[str] = NONE) -> Collection[str]:
-        """Servers that serve its model, both its prefill and its decoding, without those ``tried`` and, if others are
-        up, those to ``avoid``: those with both roles, if one of them is up, else all that decode.
+        """Return servers that serve the request's model alone, both prefill and decode.
+
+        These are servers with both roles if one is up, else all that decode; without those ``tried`` and, if others are
+        up, those to ``avoid``.
         """
         serving = self.serving(request)
         able = [
@@ -248,14 +251,14 @@ class Backends:
             if known.answers and name not in tried and (serving is None or name in serving)
         ]
         if avoid:
-            left = self.without({known.backend.name for known in able}, avoid)
-            able = [known for known in able if known.backend.name in left]
+            remaining = self.without({known.backend.name for known in able}, avoid)
+            able = [known for known in able if known.backend.name in remaining]
         both = [known for known in able if known.backend.role == BOTH]
         chosen = both if any(known.server.takes_requests for known in both) else able
         return {known.backend.name for known in chosen}
 
     def has_prefill(self, among: Collection[str] | None) -> bool:
-        """Whether a server for prefills is up among these (None: all)."""
+        """Return True if a prefill server among these (None: all) is up."""
         return any(among is None or server.name in among for server in self._picker.fleet.available)
 
     # Candidates for a request
@@ -263,8 +266,8 @@ class Backends:
     def able(
         self, request: Request, tried: Collection[str], max_waiting: int, avoid: Set[str] = NONE
     ) -> Collection[str] | None:
-        """Servers that serve its model, without those ``tried`` or with ``max_waiting`` (0: any number) and, if others
-        are up, those to ``avoid``; None: all.
+        """Return servers of the request's model (None: all) without those ``tried``, those with ``max_waiting``
+        requests (0: any number) and, if others are up, those to ``avoid``.
         """
         serving = self.serving(request)
         if not tried and not max_waiting and not avoid:
@@ -274,30 +277,30 @@ class Backends:
         return self.without(able, avoid) if avoid else able
 
     def without(self, names: Set[str], avoid: Set[str]) -> Set[str]:
-        """Names without those to ``avoid``, in each fleet that has another server up."""
-        left = {name for name in names - avoid if name in self.known}
-        fleets = {self.known[name].answers for name in left if self.known[name].server.takes_requests}
-        return left | {name for name in avoid & names if self.known[name].answers not in fleets}
+        """Exclude those to ``avoid`` from each fleet that has another server up."""
+        remaining = {name for name in names - avoid if name in self.known}
+        fleets = {self.known[name].answers for name in remaining if self.known[name].server.takes_requests}
+        return remaining | {name for name in avoid & names if self.known[name].answers not in fleets}
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
-        """Whether a server of the same fleet as ``name`` is up that serves the request and was not ``tried``."""
+        """Return True if another server of the fleet of ``name`` is up, serves the request and was not ``tried``."""
         known, serving = self.known.get(name), self.serving(request)
         names = self.known if serving is None else serving
         return known is not None and any(
-            each != name
-            and each not in tried
-            and (other := self.known[each]).server.takes_requests
+            candidate != name
+            and candidate not in tried
+            and (other := self.known[candidate]).server.takes_requests
             and other.answers == known.answers
-            for each in names
+            for candidate in names
         )
 
     def is_busy(self, request: Request, now_s: float) -> bool:
-        """Whether all servers that could serve it are up but have said that they are full."""
+        """Return True if all servers that could serve it are up but reported that they are full."""
         names = [name for name in self.serving(request) or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self.policy.is_busy(name, now_s) for name in names)
 
     def full(self, request: Request, max_waiting: int) -> bool:
-        """Whether servers that could serve it are up, and all have ``max_waiting``."""
+        """Return True if servers that could serve it are up, and all have ``max_waiting`` requests."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         if self._decode is not None:
@@ -305,8 +308,10 @@ class Backends:
         return bool(names) and all(self._is_full(name, max_waiting) for name in names)
 
     def serving(self, request: Request) -> frozenset[str] | None:
-        """Servers that list its adapter, if one of them is up (others may still load it), else those of its model; and
-        those whose models are unknown. None: no server is known to have it; any may answer that it does not exist.
+        """Return the servers that may serve the request; None: its model is unknown, and any may answer so.
+
+        These are the servers that list its adapter if one is up, else those of its model (which may still load the
+        adapter), and always servers whose models are unknown.
         """
         if request.adapter:
             listing = self._serving.get(request.adapter)
@@ -315,56 +320,52 @@ class Backends:
         return self._serving.get(request.model)
 
     def _is_full(self, name: str, max_waiting: int) -> bool:
-        # With roles only servers for prefills can be full: what waits at another waits for its prefill elsewhere.
+        # With roles only prefill servers can be full: requests waiting at a decode server wait for their prefill
+        # elsewhere.
         known = self.known[name]
         only_decodes = self._decode is not None and known.answers
         return bool(max_waiting) and known.server.prefilling >= max_waiting and not only_decodes
 
-    # Failures. The policy decides; what it decides is applied here.
+    # Failures: the policy decides, and `_apply` carries out its decisions.
 
     def on_answer(
         self, attempts: Attempts, name: str, now_s: float, is_good: bool = True, is_whole: bool = True
     ) -> None:
-        """See ``FailurePolicy.on_answer``."""
         self.policy.on_answer(attempts, name, now_s, is_good, is_whole)
         if self.policy.decisions:
             self._apply()
 
     def on_complete(self, attempts: Attempts, name: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
-        """See ``FailurePolicy.on_complete``."""
         self.policy.on_complete(attempts, name, now_s, pieces, is_good)
         if self.policy.decisions:
             self._apply()
 
     def on_fault(self, attempts: Attempts, name: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """A request failed at a server. ``wait_s``: the server's ``Retry-After``."""
+        """Report a failed request. ``wait_s``: the server's ``Retry-After``."""
         self.policy.on_fault(attempts, name, fault, now_s, wait_s)
         self._apply()
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
-        """A request has ended with its last failure."""
         self.policy.on_end(attempts, now_s)
         self._apply()
 
     def on_dropped(self, attempts: Attempts, name: str, now_s: float) -> None:
-        """A request without a first byte is no longer waited for."""
+        """Report that a request without a first byte was abandoned."""
         self.policy.on_dropped(attempts, name, now_s)
         self._apply()
 
     def on_check(
         self, name: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
     ) -> None:
-        """See ``FailurePolicy.on_check``."""
         self.policy.on_check(name, why, began_s, now_s, is_refused=is_refused, is_reached=is_reached)
         self._apply()
 
     def review(self, now_s: float) -> None:
-        """Look for silent servers, and for ejected ones whose time is over."""
         self.policy.sweep(now_s)
         self._apply()
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> Set[str]:
-        """Servers that a client's request should not go to, if there are others."""
+        """Return servers that a client's request should avoid if there are others."""
         policy = self.policy
         if now_s < policy.sweep_s and not policy.doubted:
             return NONE
@@ -375,7 +376,7 @@ class Backends:
 
     def _apply(self) -> None:
         if self._is_applying:
-            return  # a request that moves on reports here: its decisions come in their turn
+            return  # called by a request that moves on: the outer loop applies its decisions
         self._is_applying = True
         try:
             while self.policy.decisions:
@@ -408,14 +409,13 @@ class Backends:
     # Models and adapters
 
     def lists(self, name: str, models: Mapping[str, Mapping[str, Any]]) -> None:
-        """A server's /v1/models was read."""
         known = self.known.get(name)
         if known is not None and known.models != models:
             known.models = dict(models)
             self._index_names()
 
     def reported(self, name: str) -> None:
-        """A server's load report was read: it may name new adapters, or show that the server computes."""
+        """Use a server's new load report: it may name new adapters, or show progress."""
         known = self.known.get(name)
         if known is None or (report := known.server.reported) is None:
             return
@@ -427,22 +427,30 @@ class Backends:
             self._index_names()
 
     def _index_names(self) -> None:
-        """Index servers by model and adapter. Adapters are names with a parent in a server's list, and those that
-        settings or metrics name. Outdated reports count, too: a silent engine makes no model of its adapter.
+        """Index servers by model and adapter.
+
+        Adapters are names with a parent in a server's list, and those that settings or metrics name. Outdated reports
+        count, too: otherwise the adapter of a silent engine would become a model.
         """
         staying = {name: known for name, known in self.known.items() if not known.leaving}
         unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)
-        every = set().union(*(known.names for known in staying.values())) if staying else set()
+        names = set().union(*(known.names for known in staying.values())) if staying else set()
         self._serving = {
-            each: unknown | {name for name, known in staying.items() if each in known.names} for each in every if each
+            model: unknown | {name for name, known in staying.items() if model in known.names}
+            for model in names
+            if model
         }
         adapters: dict[str, str] = {}
         for known in self.known.values():
-            bases = {each for each, entry in known.models.items() if not entry.get("parent")} | {*known.backend.models}
+            bases = {model for model, entry in known.models.items() if not entry.get("parent")} | {
+                *known.backend.models
+            }
             only = known.base_model
             report = known.server.reported
-            named = {*known.backend.adapters, *(report.adapters if report is not None else ())}
-            adapters.update({each: only for each in named if each not in bases})
-            adapters.update({each: str(entry["parent"]) for each, entry in known.models.items() if entry.get("parent")})
+            adapter_names = {*known.backend.adapters, *(report.adapters if report is not None else ())}
+            adapters.update({model: only for model in adapter_names if model not in bases})
+            adapters.update(
+                {model: str(entry["parent"]) for model, entry in known.models.items() if entry.get("parent")}
+            )
         self.adapters.clear()
         self.adapters.update(adapters)

@@ -1,9 +1,9 @@
-"""The choice of decode servers, and of those that serve a request alone, where prefill and decode are apart.
+"""Choice of decode servers if prefill and decode are separate, including servers that serve a request alone.
 
-A request takes two steps where that is worth it. One of which a decode server lacks few tokens goes there alone
-(``DecodeServers.lacking_few``): computing those delays its other requests by little more than taking values over does,
-and the first token need not wait for the hand-over. The rule is llm-d's (its scheduler's ``nonCachedTokens``); its
-figure is the setting ``split_from``.
+If a decode server lacks few tokens of the prompt, it serves the request alone (``DecodeServers.lacking_few``).
+Computing these tokens delays its other requests by little more than loading transferred values would, and the first
+token need not wait for the transfer. The rule is llm-d's (``nonCachedTokens`` of its scheduler); its threshold is the
+setting ``split_from``.
 """
 
 from __future__ import annotations
@@ -23,30 +23,28 @@ from skymemory.router.settings import Settings, read_cost
 
 
 class DecodeServers(Indexed):
-    """Ranks decode servers as ``ranking`` does, and knows what each has of a prompt.
+    """Ranking of decode servers by ``ranking``, with an index of what each holds of a prompt.
 
-    A server that answered a prompt has its values: it computed them, or took them over. It is counted on for as many
-    tokens as it reports that its memory holds; that it finds older ones in the store is not. Where the usage of an
-    answer that it gave alone says otherwise, the index is corrected.
+    A server that answered a prompt holds its values: it computed or received them. The index counts on no more tokens
+    than the server's memory holds, as it reports; older values in its store do not count. If a server answered alone,
+    the usage in its answer corrects the index.
     """
 
     def __init__(self, fleet: Fleet, ranking: Scorer) -> None:
-        # A prompt counts from its first token on: until then its values may still be at the prefill server.
+        # A prompt counts only from its first token on: before that its values may still be at the prefill server.
         super().__init__(ApproximatePrefixIndex(secret=int.from_bytes(os.urandom(8), "little") | 1), under_way_blocks=0)
         self._fleet = fleet
         self.ranking = ranking
         self.name = ranking.name
 
     def lacking_few(self, request: Request, among: Collection[str] | None, below_tokens: int) -> list[str]:
-        """Names of the servers, of those ``among`` (None: all) that take requests, that would have to compute fewer
-        than ``below_tokens`` of the prompt.
-        """
-        servers = [each for each in self._fleet.available if among is None or each.name in among]
+        """Return servers, of those ``among`` (None: all) that take requests, that lack fewer tokens of the prompt."""
+        servers = [server for server in self._fleet.available if among is None or server.name in among]
         if not servers or below_tokens <= 0:
             return []
-        held = self.matched_tokens(request.prompt, self.held_blocks(request.prompt, servers))
-        lacks = [request.prompt.tokens - tokens for tokens in held]
-        return [each.name for each, tokens in zip(servers, lacks, strict=True) if tokens < below_tokens]
+        held_tokens = self.matched_tokens(request.prompt, self.held_blocks(request.prompt, servers))
+        missing_tokens = [request.prompt.tokens - tokens for tokens in held_tokens]
+        return [server.name for server, tokens in zip(servers, missing_tokens, strict=True) if tokens < below_tokens]
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         return self.ranking.rank(request, servers, now_s)
@@ -72,8 +70,9 @@ class DecodeServers(Indexed):
 
 
 def decode_picker(settings: Settings) -> Picker:
-    """The picker of the servers that decode: by the shortest time between tokens where a cost model is given, else by
-    requests. Its ties must not follow those of the prefill servers.
+    """Return the picker of the decode servers: by the time between tokens if there is a cost model, else by requests.
+
+    Its seed differs from the prefill picker's, so that ties break independently.
 
     Raises:
         InvalidInput: the cost model cannot be read.
@@ -84,7 +83,7 @@ def decode_picker(settings: Settings) -> Picker:
 
 
 def forecast_of(decode: Picker | None) -> DecodeForecast | None:
-    """The forecast of the decode servers' load; None where no cost model estimates it."""
+    """Return the forecast of the decode servers' load; None without a cost model."""
     ranking = decode.scorer.ranking if decode is not None and isinstance(decode.scorer, DecodeServers) else None
     return ranking if isinstance(ranking, LeastTbt) else None
 
@@ -92,15 +91,16 @@ def forecast_of(decode: Picker | None) -> DecodeForecast | None:
 def lacking_few(
     scheduler: Scheduler, request: Request, among: Collection[str] | None, split_from: int
 ) -> Collection[str]:
-    """Decode servers that may serve the request alone, as they lack fewer than ``split_from`` tokens of its prompt."""
+    """Return decode servers that may serve the request alone: they lack fewer than ``split_from`` of its tokens."""
     scorer = None if scheduler.decode is None else scheduler.decode.scorer
     return scorer.lacking_few(request, among, split_from) if isinstance(scorer, DecodeServers) else ()
 
 
 def alone_schedulers(scheduler: Scheduler, seed: int) -> tuple[Scheduler, Scheduler | None]:
-    """Schedulers of requests that one server serves: of those without a prompt, by the least load, which are always
-    admitted; and of prompts, by the decode servers' own books. The second is None where prefill and decode are not
-    apart.
+    """Return the schedulers of requests that a single server serves.
+
+    The first is for requests without a prompt: by the least load, always admitted. The second is for prompts, and uses
+    the decode servers' accounting; None if prefill and decode are not separate.
     """
     decode = scheduler.decode
     least_load = Scheduler(Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed))

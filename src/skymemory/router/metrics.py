@@ -1,5 +1,6 @@
-"""Prometheus metrics: the proxy's, and the queue's of both doors. Labels are servers, outcomes and kinds, and tenants
-that the settings name, never text from a request.
+"""Prometheus metrics of the HTTP proxy, and of the queue of both front ends.
+
+Labels are servers, outcomes, kinds and configured tenants, never text of a request.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OUTCOMES = (
     "refused",  # refused by the admission rule or the queue: 429
     "no-server",  # no server takes requests: 503
     "unreachable",  # every server that was tried failed before its first byte: 502
-    "timeout",  # the first byte, or the next, did not come in time: 504, or a stream cut off
+    "timeout",  # the first byte, or the next, did not arrive in time: 504, or a stream cut off
     "broken",  # the server failed in the middle of its response
     "client-gone",  # the client disconnected, or read nothing for too long
     "stopped",  # the router stopped before it ended
@@ -37,21 +38,21 @@ OUTCOMES = (
 PREFILLS = (
     "handed-over",  # the decode server has its values
     "no-params",  # it answered without kv_transfer_params: the decode server computes the prompt
-    "failed",  # no answer, one that is not one, too large, too late, or a status that says so
+    "failed",  # no answer, an invalid, too large or too late one, or an error status
     "client-error",  # it answered 400 to 499, which the client gets
     "wasted",  # done, and the admission rule refused the decoding: 429
     "dropped",  # the request ended before its answer came
 )
-"""Outcomes of step 1, where prefill and decode are apart."""
+"""Outcomes of step 1, if prefill and decode are separate."""
 ALONE = (
     "few-tokens",  # it lacks fewer tokens of the prompt than `split_from`
     "whole",  # the request cannot be split
-    "no-prefill-server",  # none takes requests
+    "no-prefill-server",  # no prefill server takes requests
     "prefill-failed",  # every prefill server that was tried failed
     "params-refused",  # the decode server refused kv_transfer_params: it has no connector, or another one
     "no-header",  # the sidecar's request names no prefill server
 )
-"""Why one server served a prompt alone, though prefill and decode are apart."""
+"""Reasons why a single server served a prompt although prefill and decode are separate."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -61,15 +62,15 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 def family(
     kind: Family, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> CounterMetricFamily | GaugeMetricFamily:
-    """A metric with its series: values of the labels, and the number."""
-    made = kind(name, text, labels=labels)
+    """Return a metric with its series: the values of the labels, and the number."""
+    metric = kind(name, text, labels=labels)
     for values, number in rows:
-        made.add_metric(values, number)
-    return made
+        metric.add_metric(values, number)
+    return metric
 
 
 class _Histogram:
-    """Counts by upper bound: prometheus-client's own histogram at a tenth of its cost."""
+    """Histogram by upper bounds, at a tenth of the cost of prometheus-client's own."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -89,7 +90,7 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Counts of one server: plain numbers at every request, which become metrics on a scrape."""
+    """Counts of a server: plain numbers on the request path, converted to metrics on a scrape."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -103,8 +104,6 @@ class ServerCounts:
 
 
 class ProxyMetrics:
-    """All metrics, in a registry of their own."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -112,9 +111,7 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """``decode``: the servers that decode, where prefill and decode are apart; the gauges of servers then have a
-        label with the role.
-        """
+        """Create the metrics. ``decode``: servers that decode, if these are separate; gauges then have a role label."""
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}
@@ -167,10 +164,10 @@ class ProxyMetrics:
         self.registry.register(_FleetGauges(fleet, decode, role_of, is_ejected))
 
     def of(self, server: str) -> ServerCounts:
-        found = self._servers.get(server)
-        if found is None:
-            found = self._servers[server] = ServerCounts()
-        return found
+        counts = self._servers.get(server)
+        if counts is None:
+            counts = self._servers[server] = ServerCounts()
+        return counts
 
     def decided(self, decision: Decision) -> None:
         tokens, matched = decision.request.prompt.tokens, decision.matched_tokens
@@ -186,19 +183,17 @@ class ProxyMetrics:
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def ended(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
-        """Count a request that has ended. ``server``: the last that got it, empty if none did."""
-        counted = self.of(server)
-        counted.outcomes[outcome] = counted.outcomes.get(outcome, 0) + 1
+        """Count a finished request. ``server`` is the last server that received it, if any."""
+        counts = self.of(server)
+        counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         if ttft_s is not None:
-            counted.ttft.observe(ttft_s)
-        return counted
+            counts.ttft.observe(ttft_s)
+        return counts
 
     def forget(self, server: str) -> None:
-        """Drop the counts of a server that left the fleet."""
         self._servers.pop(server, None)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -208,17 +203,17 @@ class ProxyMetrics:
             "skymemory_router_requests",
             "Requests by the last server that got them, and by outcome",
             ("server", "outcome"),
-            (((name, outcome), count) for name, each in servers for outcome, count in each.outcomes.items()),
+            (((name, outcome), count) for name, counts in servers for outcome, count in counts.outcomes.items()),
         )
         for key, text in _BY_SERVER.items():
-            rows = (((name,), getattr(each, _FIELDS.get(key, key))) for name, each in servers)
+            rows = (((name,), getattr(counts, _FIELDS.get(key, key))) for name, counts in servers)
             yield family(CounterMetricFamily, f"skymemory_router_{key}", text, ("server",), rows)
         yield family(
             CounterMetricFamily,
             "skymemory_router_prefills",
             "Prefills of requests that another server answers, by outcome",
             ("server", "outcome"),
-            (((name, outcome), count) for name, each in servers for outcome, count in each.prefills.items()),
+            (((name, outcome), count) for name, counts in servers for outcome, count in counts.prefills.items()),
         )
         decisions, labels = "Routing decisions by strategy and kind", ("strategy", "kind")
         yield family(CounterMetricFamily, "skymemory_router_decisions", decisions, labels, self._decisions.items())
@@ -227,8 +222,8 @@ class ProxyMetrics:
             "From a request's arrival to the first byte of its response",
             labels=["server"],
         )
-        for name, each in servers:
-            ttft.add_metric([name], each.ttft.buckets(), each.ttft.sum)
+        for name, counts in servers:
+            ttft.add_metric([name], counts.ttft.buckets(), counts.ttft.sum)
         yield ttft
         read = HistogramMetricFamily(
             "skymemory_router_read_seconds", "Time to read a prompt: JSON, blocks or tokens, hashes", labels=[]
@@ -249,8 +244,6 @@ _FIELDS = {"reported_prompt_tokens": "reported_tokens", "reported_cached_tokens"
 
 
 class _FleetGauges:
-    """State of the servers, read on a scrape."""
-
     def __init__(
         self, fleet: Fleet, decode: Fleet | None, role_of: Callable[[str], str], is_ejected: Callable[[str], bool]
     ) -> None:
@@ -258,22 +251,27 @@ class _FleetGauges:
         self._labels = ("server",) if decode is None else ("server", "role")
 
     def _servers(self) -> list[tuple[Server, tuple[str, ...]]]:
-        """Each with its labels."""
         if self._decode is None:
             return [(server, (server.name,)) for server in self._fleet]
-        found: list[tuple[Server, tuple[str, ...]]] = [(each, (each.name, PREFILL)) for each in self._fleet]
-        return found + [(each, (each.name, self._role_of(each.name))) for each in self._decode]
+        labelled: list[tuple[Server, tuple[str, ...]]] = [(server, (server.name, PREFILL)) for server in self._fleet]
+        return labelled + [(server, (server.name, self._role_of(server.name))) for server in self._decode]
 
     def collect(self) -> Iterator[Metric]:
         servers, now_s = self._servers(), time.monotonic()
         yield self._gauge(
-            "healthy", "1: it is not ejected", ((at, not self._is_ejected(each.name)) for each, at in servers)
+            "healthy",
+            "1: it is not ejected",
+            ((labels, not self._is_ejected(server.name)) for server, labels in servers),
         )
-        yield self._gauge("draining", "1: it gets no new requests", ((at, each.draining) for each, at in servers))
-        yield self._gauge("in_flight", "Requests in flight at it", ((at, each.in_flight) for each, at in servers))
+        yield self._gauge(
+            "draining", "1: it gets no new requests", ((labels, server.draining) for server, labels in servers)
+        )
+        yield self._gauge(
+            "in_flight", "Requests in flight at it", ((labels, server.in_flight) for server, labels in servers)
+        )
         prefilling = "Of in_flight, those without a first byte"
-        yield self._gauge("prefilling", prefilling, ((at, each.prefilling) for each, at in servers))
-        ages = ((at, now_s - each.reported.at_s) for each, at in servers if each.reported is not None)
+        yield self._gauge("prefilling", prefilling, ((labels, server.prefilling) for server, labels in servers))
+        ages = ((labels, now_s - server.reported.at_s) for server, labels in servers if server.reported is not None)
         yield self._gauge("report_age_seconds", "Since its last load report", ages)
 
     def _gauge(self, name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
@@ -288,19 +286,19 @@ class QueueFigures(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        figures = [((str(priority), tenant), each) for (priority, tenant), each in self._queue.figures().items()]
+        figures = [((str(priority), tenant), counts) for (priority, tenant), counts in self._queue.figures().items()]
         labels = ("priority", "tenant")
 
         def of(kind: Family, name: str, text: str, value: Callable[[Figures], float]) -> Metric:
-            rows = ((names, value(each)) for names, each in figures)
+            rows = ((names, value(counts)) for names, counts in figures)
             return family(kind, f"{self._prefix}_queue_{name}", text, labels, rows)
 
         yield of(GaugeMetricFamily, "requests", "Queued requests", lambda each: each.requests)
         yield of(GaugeMetricFamily, "bytes", "Bytes of their bodies", lambda each: each.size_bytes)
         yield of(CounterMetricFamily, "served", "Requests served after queueing", lambda each: each.served)
         yield of(CounterMetricFamily, "waited_seconds", "Their queueing time, in total", lambda each: each.waited_s)
-        gone = "Queued requests whose client disconnected"
-        yield of(CounterMetricFamily, "cancelled", gone, lambda each: each.cancelled)
+        cancelled = "Queued requests whose client disconnected"
+        yield of(CounterMetricFamily, "cancelled", cancelled, lambda each: each.cancelled)
         refused = "Queued requests that were refused, by reason"
-        rows = (((*names, reason), count) for names, each in figures for reason, count in each.refused.items())
+        rows = (((*names, reason), count) for names, counts in figures for reason, count in counts.refused.items())
         yield family(CounterMetricFamily, f"{self._prefix}_queue_refused", refused, (*labels, "reason"), rows)

@@ -1,4 +1,4 @@
-"""The paths of requests that both doors know, and what becomes of all others (the setting ``unknown_paths``)."""
+"""Paths that both front ends know, and the treatment of all others (the setting ``unknown_paths``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skymemory.router.api_error import OF_CLIENT, ApiError
 from skymemory.router.prompts.reader import PROMPT_PATHS
 
 OWN = frozenset(("/health", "/ready", "/metrics", "/v1/models"))
-"""Answered by `skymemory route` itself."""
+"""Paths that `skymemory route` itself answers."""
 FORWARDED = frozenset(
     (
         "/v1/embeddings",
@@ -25,7 +25,7 @@ FORWARDED = frozenset(
         "/detokenize",
     )
 )
-"""Forwarded to the server with the least load: they have no prefix that a cache could hold."""
+"""Paths forwarded to the server with the least load: they have no prefix to cache."""
 _STORED = "the router stores no responses: each request carries its whole conversation"
 _REFUSED = {
     "/v1/responses": f"{_STORED}; POST it to /v1/responses",
@@ -39,7 +39,7 @@ _REFUSED = {
     "/v1/load_lora_adapter": "adapters are loaded at each server, not through the router",
     "/v1/unload_lora_adapter": "adapters are unloaded at each server, not through the router",
 }
-"""Kept or changed at one server: a balancer must not choose it."""
+"""Paths whose state belongs to a single server, which a load balancer must not choose."""
 _HINTS = {
     "/v1/images": "the router passes on no images to be made",
     "/generate": "the router serves OpenAI's and Anthropic's APIs only; use /v1/completions",
@@ -56,13 +56,13 @@ def is_own(path: str) -> bool:
 
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
-    """Why `skymemory route` does not serve it; None: it does. ``by_load``: unknown paths go to some server."""
+    """Return the error if `skymemory route` does not serve the path. ``by_load``: unknown paths go to some server."""
     if method == "POST" and path in PROMPT_PATHS:
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):
-        what = "the Realtime API" if path.startswith("/v1/realtime") else "WebSockets"
+        api = "the Realtime API" if path.startswith("/v1/realtime") else "WebSockets"
         return ApiError(
-            501, f"the router does not serve {what}; send requests by HTTP, with `stream` for pieces", kind=OF_CLIENT
+            501, f"the router does not serve {api}; send requests by HTTP, with `stream` for pieces", kind=OF_CLIENT
         )
     if path in PROMPT_PATHS:
         return ApiError(405, f"{path} takes POST, not {method}")
@@ -81,7 +81,6 @@ def goes_to_server(path: str, by_load: bool) -> bool:
 
 
 def unknown(path: str) -> ApiError:
-    """Of a path that is refused."""
     for known, why in _HINTS.items():
         if path == known or path.startswith(known + "/"):
             return ApiError(404, why)
@@ -90,5 +89,5 @@ def unknown(path: str) -> ApiError:
 
 
 def is_known_end(path: str) -> bool:
-    """Whether a path ends as a known one: a gateway may strip its prefix after it has asked."""
+    """Return True if a path ends like a known path: a gateway may strip its prefix after it has asked the picker."""
     return path.endswith((*PROMPT_PATHS, *FORWARDED, *OWN)) or "/v1/models/" in path

@@ -1,7 +1,7 @@
-"""The prefill servers that a sidecar's requests may name: an allow list of networks, addresses and host names.
+"""Prefill servers that a sidecar's requests may name: an allow list of networks, addresses and host names.
 
-A header decides where the sidecar sends a request. Without a list it would be a way into every network that the sidecar
-reaches (server-side request forgery).
+A header decides where the sidecar sends a request. Without an allow list, clients could reach every network that the
+sidecar reaches (server-side request forgery).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 from skymemory.errors import InvalidInput, quoted
 
 HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
-"""They name a prefill server to a sidecar: to ours and to llm-d's, whose later releases send the second."""
+"""Headers that name a prefill server to a sidecar. llm-d's later releases send the second."""
 PRIVATE = ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
-"""Networks that the internet does not route. Link-local ones are left out: clouds serve credentials there."""
+"""Networks that the internet does not route, except link-local networks: clouds serve credentials there."""
 HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*\.?")
 
 
 class Prefillers:
-    """An allow list of hosts: networks (``10.0.0.0/8``), addresses and host names, perhaps with a port.
+    """Allow list of networks (``10.0.0.0/8``), addresses and host names, each with an optional port.
 
-    A host name is allowed by its own entry only, never by the address it resolves to: who asks may own the name.
+    A host name is allowed by its own entry only, never by the address it resolves to: the sender may own the name.
 
     Raises:
-        InvalidInput: an entry that is none of these.
+        InvalidInput: an entry is none of these.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -54,10 +54,10 @@ class Prefillers:
 
 
 def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
-    """``host``, ``host:port``, ``[::1]:port`` or ``::1``, the host without brackets."""
+    """Split ``host``, ``host:port``, ``[::1]:port`` or ``::1``; the host has no brackets."""
     if entry.startswith("["):
-        host, _, rest = entry[1:].partition("]")
-        port = rest.removeprefix(":")
+        host, _, after_bracket = entry[1:].partition("]")
+        port = after_bracket.removeprefix(":")
     elif entry.count(":") == 1:
         host, _, port = entry.partition(":")
     else:
@@ -68,7 +68,7 @@ def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
 
 
 def read_host_port(word: str) -> tuple[str, int]:
-    """``host:port`` or ``[::1]:port`` of a header, perhaps behind ``http://``.
+    """Parse ``host:port`` or ``[::1]:port`` of a header, with an optional ``http://``.
 
     Raises:
         InvalidInput: anything else.
@@ -87,4 +87,4 @@ def _is_address(host: str) -> bool:
         ip_address(host)
     except ValueError:
         return False
-    return "%" not in host  # a zone is free text
+    return "%" not in host  # a zone identifier is free text

@@ -1,7 +1,7 @@
-"""A router's strategy with the prefix index it uses: kept in a file over restarts, or shared with other replicas.
+"""Strategy of a router and its prefix index, which is kept in a file over restarts or shared with other replicas.
 
-The file is replaced as a whole: a reader has the old one or the new one. A precise index, which engines' KV events feed
-(``engines.events``), is not kept: an engine that restarted meanwhile could not be recognised.
+The file is replaced atomically. A precise index, which engines' KV events feed (``engines.events``), is not kept: an
+engine that restarted in the meantime could not be recognised.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from skymemory.router.tasks import cancel
 log = logging.getLogger("skymemory.router")
 
 SAVE_S = 60.0
-"""Period of writing the file, which is also written at the end."""
+"""Period of writing the file. It is also written on close."""
 MAX_FILE_BYTES = 4 << 30
 
 
 class PrefixState:
-    """The strategy (``scorer``) of ``settings``, with its index. Start and close it in one event loop."""
+    """Strategy (``scorer``) and its index. Start and close it in the same event loop."""
 
     def __init__(self, settings: Settings, fleet: Fleet, keys: KeyRing | None = None) -> None:
-        """``keys``: replicas authenticate their messages with them.
+        """Create the strategy. Replicas authenticate their messages with ``keys``.
 
         Raises:
             InvalidInput: an unknown strategy or option, or settings that the strategy cannot use.
@@ -65,9 +65,9 @@ class PrefixState:
             self._replicas = RedisReplicas(self._index, settings.replicas.redis, self._kind, keys=keys)
         self._saving: asyncio.Task[None] | None = None
         self._keeps = settings.state is not None
-        """Whether the file is written: a later release's is not overwritten."""
+        """False if the file is not written, such as a file of a later release."""
         self.unsaved = ""
-        """Why the file could not be written last time."""
+        """Reason why the file could not be written last time."""
 
     async def start(self) -> None:
         """Load the file, and connect to the replicas. The fleet must be known: blocks are stored by server."""
@@ -89,7 +89,7 @@ class PrefixState:
         return None if self._replicas is None else self._replicas.status
 
     async def close(self, keep: bool = True) -> None:
-        """``keep``: write the file, if there is one."""
+        """Stop background tasks; with ``keep``, write the file if there is one."""
         if self._replicas is not None:
             await self._replicas.close()
         await cancel([self._saving])
@@ -97,12 +97,12 @@ class PrefixState:
             log.info("prefix index saved to %s: %d bytes", self._settings.state, written)
 
     def troubles(self) -> list[str]:
-        """What is degraded, though requests are served."""
-        found = [self.unsaved] if self.unsaved else []
+        """Return what is degraded although requests are served."""
+        troubles = [self.unsaved] if self.unsaved else []
         status = self.replicas()
         if status is not None and status.degraded:
-            found.append(f"the prefix index is not shared with other routers ({status.kind}): {status.degraded}")
-        return found
+            troubles.append(f"the prefix index is not shared with other routers ({status.kind}): {status.degraded}")
+        return troubles
 
     async def _save_periodically(self) -> None:
         while True:
@@ -110,16 +110,16 @@ class PrefixState:
             await self._save()
 
     async def _save(self) -> int:
-        """Bytes written; 0: there is no file, or it cannot be written. Does not block the event loop."""
+        """Write the file without blocking the event loop. Return its bytes; 0: no file, or it failed."""
         index, path = self._index, self._settings.state
         if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
-        held = {}
+        blocks_by_server = {}
         for name, slot in self._slots().items():
-            held[name] = Held(index.capacity_of(slot), index.dump(slot))
+            blocks_by_server[name] = Held(index.capacity_of(slot), index.dump(slot))
             await asyncio.sleep(0)  # one server at a time: a dump takes milliseconds
         try:
-            written = await asyncio.to_thread(write_snapshot, path, Snapshot(self._kind, held))
+            written = await asyncio.to_thread(write_snapshot, path, Snapshot(self._kind, blocks_by_server))
         except InvalidInput as error:
             if not self.unsaved:
                 log.error("%s", error)
@@ -142,7 +142,8 @@ class PrefixState:
             raise InvalidInput(
                 f"replicas: strategy {name!r} has no index to share, or one of KV events, which each replica can read"
             )
-        # Clients choose prompts, and so block hashes: with a known table they could make all of theirs collide.
+        # Clients choose prompts, and so block hashes. The secret prevents them from making their entries of the table
+        # collide.
         secret = int.from_bytes(os.urandom(8), "little") | 1
         if not learns:
             scorer = named(name, cost=cost, **options)
@@ -151,7 +152,7 @@ class PrefixState:
                 return scorer
             own = PreciseIndex(int(options["block_tokens"]), secret=secret)
             return named(name, index=own, cost=cost, **options)
-        named(name, **options)  # checks the options before their values are used
+        named(name, **options)  # check the options before their values are used
         blocks = int(options.get("blocks_per_server", known["blocks_per_server"]))
         most = int(options.get("max_match_blocks", known.get("max_match_blocks", 0))) or None
         index = (
@@ -170,7 +171,7 @@ class PrefixState:
 
 
 def kind_of_blocks(settings: Settings) -> str:
-    """Identifies how prompts are cut into blocks: only hashes of equal kinds can be compared.
+    """Return an identifier of how prompts are cut into blocks: only hashes of equal kinds can be compared.
 
     Raises:
         InvalidInput: the tokenizer's file cannot be read.
@@ -187,8 +188,6 @@ def kind_of_blocks(settings: Settings) -> str:
 
 
 class ReplicaFigures(Collector):
-    """Prometheus metrics of the replicas; empty where there are none."""
-
     def __init__(self, prefix_state: PrefixState) -> None:
         self._prefix_state = prefix_state
 
@@ -204,10 +203,10 @@ class ReplicaFigures(Collector):
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> int:
-    """Pack and write a snapshot, possibly in a thread; the file's size in bytes.
+    """Write a snapshot, possibly in a thread; return the file's bytes.
 
     Raises:
-        InvalidInput: the file cannot be written; a former one is unchanged.
+        InvalidInput: the file cannot be written; a previous file is unchanged.
     """
     data = pack_snapshot(snapshot)
     try:
@@ -218,10 +217,10 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
 
 
 def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the file's blocks of ``slots`` (servers by name) into ``index``; how many. 0 if there is no file.
+    """Load the file's blocks of ``slots`` (servers by name) into ``index``. Return their number; 0 without a file.
 
     Raises:
-        InvalidInput: an unreadable or damaged file, or one of another version or kind of blocks; the index is empty.
+        InvalidInput: an unreadable or damaged file, or another version or kind of blocks; the index is empty.
     """
     try:
         data = read_bounded(path, MAX_FILE_BYTES)

@@ -1,26 +1,27 @@
-"""The queue of requests that wait until a server has room: the order of service, and the order of eviction.
+"""Queue of requests that wait until a server has room: the order of service and the order of eviction.
 
-The admission rule decides which requests are admitted; the queue, in which order they are served. Tenants, priorities,
-weights and refusals are the same for both. The next request is chosen by:
+The admission rule decides which requests are admitted, the queue in which order they are served. Both use the same
+tenants, priorities, weights and refusals. The next request is chosen by:
 
-1. **Priority**, strictly: higher goes first. Requests of the lowest may never be served; they leave at their deadline.
-2. **Fair shares** between tenants of one priority, by weight, in work: prompt tokens to compute and tokens to generate.
-   This is start-time fair queueing (Goyal et al., 1996) with one tag per tenant: the virtual time at which its next
-   request starts. The tenant with the lowest tag is served, and its tag rises by work / weight. Between two tenants
-   that wait all the time, service per weight differs by at most one request of each. A new tenant starts at the level's
-   virtual time, which also rises by work over the weight of all waiting tenants (as in weighted fair queueing), so that
-   even a stream of new tenants cannot starve an old one. The work a request really took corrects its tenant's tag
-   (``corrected``): few requests use up ``max_tokens``.
-3. **Earliest deadline** among one tenant's requests: the time when its promised first token would be late, or when its
-   time in the queue ends, whichever is earlier. Each has one, so no request starves among its tenant's.
+1. **Priority**, strictly: higher goes first. Requests of the lowest priority may never be served; they leave at their
+   deadline.
+2. **Fair shares** between the tenants of a priority, by weight. The unit is work: prompt tokens to compute and tokens
+   to generate. This is start-time fair queueing (Goyal et al., 1996) with one tag per tenant: the virtual time at which
+   its next request starts. The tenant with the lowest tag is served, and its tag rises by work / weight. Between two
+   tenants that always wait, service per weight differs by at most one request of each. A new tenant starts at the
+   level's virtual time. The virtual time also rises by work over the weight of all waiting tenants (as in weighted fair
+   queueing), so that even a stream of new tenants cannot starve an old tenant. A request's actual work corrects its
+   tenant's tag when it ends (``corrected``), since few requests use up ``max_tokens``.
+3. **Earliest deadline** among a tenant's requests: when the promised first token would be late or the longest wait
+   ends, whichever is earlier. Every request has a deadline, so none starves among its tenant's requests.
 
-When the queue is over its limit, in requests or bytes, the least urgent request is evicted, which may be the new one:
-of the lowest priority, of the tenant with the largest part of the queue per weight, the one with the latest deadline.
-The deadline comes last, or a tenant could evict others by promising itself less time.
+When the queue exceeds its limit, in requests or bytes, the least urgent request is evicted, possibly the new request:
+that with the lowest priority; among these, of the tenant with the largest part of the queue per weight; among these,
+with the latest deadline. The deadline comes last: otherwise a tenant could evict others by promising itself less time.
 
-Entries of one ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not fit
-does not block others. Heaps hold entries' numbers, and drop those of removed entries late: every operation costs
-O(log n), amortised, and ``next`` as much again for each tenant that it skips.
+Entries of the same ``group`` can go to the same servers: ``fits`` is asked once per group, and a group that does not
+fit does not block others. Heaps drop the numbers of removed entries lazily. Every operation costs amortised O(log n),
+and ``next`` as much again for each tenant that it skips.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from skymemory.config import duration, setting, size, whole
 from skymemory.errors import InvalidInput
 
 USUAL_OUTPUT_TOKENS = 256
-"""Assumed where a request does not limit its output."""
+"""Output assumed for a request that does not limit it."""
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
 """Half-life of the measured service rate."""
 _MAX_IDLE = 4096
-"""Tenants without waiting requests whose tags are kept."""
+"""Limit of tenants without waiting requests whose tags are kept."""
 _SLACK = 64
-"""Stale items that a heap may have, beside as many as live ones."""
+"""Stale items allowed in a heap in addition to the number of live items."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """The queue of requests that wait for a server with room."""
+    """Limits of the queue of requests that wait for a server with room."""
 
     most_requests: int = setting("max_requests", whole, 0, "requests that may wait; 0: none, they are refused at once")
     most_bytes: int = setting("max_bytes", size, 256 << 20, "of their bodies, in total")
@@ -69,18 +70,16 @@ class Entry:
     """A waiting request. The queue sets the fields with an underscore."""
 
     request: Request
-    """The queue uses its tenant and priority."""
     work: float
     """Tokens to compute and to generate (``work_of``)."""
     size_bytes: int
-    """Of memory."""
     arrived_s: float
     slo: Slo | None = None
-    """Promised times; None: only ``max_wait`` limits its waiting."""
+    """Promised times; None: only ``max_wait`` limits the wait."""
     group: Hashable = None
     """Equal for requests that can go to the same servers: model, adapter, subset."""
     item: Any = None
-    """The caller's: its ``Waiter``."""
+    """Object of the caller: its ``Waiter``."""
 
     _number: int = field(default=0, init=False)
     _leave_s: float = field(default=math.inf, init=False)
@@ -88,48 +87,45 @@ class Entry:
 
     @property
     def leave_s(self) -> float:
-        """Its deadline, once it was offered."""
+        """Deadline, set by ``offer``."""
         return self._leave_s
 
 
 def work_of(request: Request) -> float:
-    """Tokens that a server computes and generates for ``request``, if none of its prompt is cached."""
+    """Return the tokens that a server computes and generates if none of the prompt is cached."""
     output = USUAL_OUTPUT_TOKENS if request.output_tokens is None else request.output_tokens
     return float(request.prompt.tokens + request.answers * output)
 
 
 @dataclass(slots=True)
 class Figures:
-    """Metrics of one priority and class of tenants."""
-
     requests: int = 0
-    """Waiting now."""
+    """Requests waiting now."""
     size_bytes: int = 0
     served: int = 0
     waited_s: float = 0.0
-    """Of those served, in total."""
+    """Total of the served requests."""
     refused: dict[str, int] = field(default_factory=dict)
-    """By kind of refusal."""
+    """Counts by kind of refusal."""
     cancelled: int = 0
 
 
 class RequestQueue:
-    """Pure; ``now_s`` must not decrease. Not thread-safe.
+    """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease.
 
-    Where the queue is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of some 20.
+    If it is empty (``if not queue``) and a server has room, callers bypass it: 0.1 µs instead of about 20 µs.
     """
 
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """``weights``: of tenants, by default 1. ``figures`` name these tenants, and no others."""
+        """Create a queue. ``weights`` of tenants are 1 by default; ``figures`` names only these tenants."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
-        """Of all entries."""
         self._weights = weights
         self._waiting: dict[int, Entry] = {}
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []
-        """Priorities in use, negated: the highest first."""
+        """Negated priorities in use: the highest first."""
         self._deadlines: list[tuple[float, int]] = []
         self._left: list[tuple[Entry, Refusal]] = []
         """Expired entries, until ``expire`` returns them."""
@@ -137,31 +133,35 @@ class RequestQueue:
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
 
-    # `_put` and `_remove` keep an entry's four places equal:
-    #   _waiting             by number: the truth; a number that is not in it is stale in every heap
-    #   _deadlines           a heap of all entries, for `expire`
-    #   _levels[-priority]   tenants (flows); of each a heap per group (next to serve) and `latest` (next to evict)
+    # `_put` and `_remove` keep the four places of an entry consistent:
+    #   _waiting             entries by number. A number that is not in it is stale in every heap.
+    #   _deadlines           heap of all entries, for `expire`
+    #   _levels[-priority]   tenants (flows); each has a heap per group (next to serve) and `latest` (next to evict)
     #   the sums             of requests, bytes and work, in the queue, its levels, flows and figures
-    # Only `_waiting` and the sums change at once. Heaps drop stale numbers when those reach the top, or outnumber the
-    # live ones.
+    # Only `_waiting` and the sums change immediately. Heaps drop stale numbers when these reach the top or outnumber
+    # the live numbers.
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def configure(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """Change the settings. Waiting requests stay; those beyond a lower limit are evicted at the next offer."""
+        """Change the settings. Waiting requests beyond a lower limit are evicted at the next offer."""
         self.settings, self._weights = settings, weights
 
     @property
     def next_deadline_s(self) -> float:
-        """When ``expire`` has entries to return; infinite: the queue is empty."""
+        """Time at which ``expire`` has entries to return; infinite if the queue is empty."""
         if self._left:
             return -math.inf
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def offer(self, entry: Entry, now_s: float) -> list[tuple[Entry, Refusal]] | Refusal:
-        """Queue it, or refuse it. Where it is queued: the less urgent entries evicted for it, with their refusals."""
+        """Queue a request, or refuse it.
+
+        Returns:
+            The refusal; or the less urgent entries evicted for it, with their refusals.
+        """
         self._sweep(now_s)
         settings = self.settings
         entry._leave_s = entry.arrived_s + min(settings.most_wait_s, _promise_s(entry))
@@ -172,8 +172,8 @@ class RequestQueue:
         entry._number = self._numbers
         if not self._waiting:
             self._rate.begins(now_s)
-        # It is put in first and may be the victim itself: one rule says who leaves. In that case those evicted for it
-        # come back with their former tags, as if it had never been offered.
+        # The entry is put in first and may itself be the victim, so that a single rule decides who leaves. In that case
+        # the entries evicted for it are put back with their former tags, as if it had never been offered.
         self._put(entry)
         victims: list[tuple[Entry, _Flow]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
@@ -181,18 +181,18 @@ class RequestQueue:
             flow = self._flow(victim)
             self._remove(victim)
             if victim is entry:
-                for each, former in reversed(victims):
-                    self._put(each, former)
+                for evicted, former in reversed(victims):
+                    self._put(evicted, former)
                 words = f"{len(self._waiting)} requests wait already, and it would be the least urgent of them"
                 retry_s = self.retry_after_s(entry.request.priority, now_s)
                 return self._counted(entry, Refusal(words, retry_s, kind="queue"))
             victims.append((victim, flow))
-        return [(each, self._counted(each, self._pushed_out(each, entry, now_s))) for each, _ in victims]
+        return [(evicted, self._counted(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims]
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
-        """Remove and return the entry to be served now; None: none ``fits``.
+        """Remove and return the entry to serve now; None: no entry ``fits``.
 
-        ``fits``: whether a server has room for an entry, and so for all of its group.
+        ``fits`` returns True if a server has room for an entry, and so for all of its group.
         """
         self._sweep(now_s)
         if not self._waiting:
@@ -210,11 +210,11 @@ class RequestQueue:
     def expire(self, now_s: float) -> list[tuple[Entry, Refusal]]:
         """Remove and return the entries past their deadlines, with their refusals."""
         self._sweep(now_s)
-        left, self._left = self._left, []
-        return left
+        expired, self._left = self._left, []
+        return expired
 
     def cancel(self, entry: Entry) -> bool:
-        """Remove an entry whose client is gone. False: it was not waiting."""
+        """Remove an entry whose client has disconnected; False if it was not waiting."""
         if self._waiting.get(entry._number) is not entry:
             return False
         self._remove(entry)
@@ -222,32 +222,30 @@ class RequestQueue:
         return True
 
     def corrected(self, entry: Entry, work: float) -> None:
-        """Correct the tenant's share by the work that a served entry really took."""
+        """Correct the tenant's tag by the actual work of a served entry."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
-            return  # the level was empty meanwhile, and its tags have restarted
-        by = (work - entry.work) / self._weight(tenant)
+            return  # the level was empty in the meantime, and its tags have restarted
+        difference = (work - entry.work) / self._weight(tenant)
         flow = level.flows.get(tenant)
         if flow is not None:
-            level.move(flow, flow.start + by)
+            level.move(flow, flow.start + difference)
         elif tenant in level.idle:
-            level.idle[tenant] += by
+            level.idle[tenant] += difference
 
     def retry_after_s(self, priority: int, now_s: float) -> float:
-        """Seconds until all entries of this and higher priorities are served, by the recent service rate."""
+        """Return the time to serve all entries of this and higher priorities, by the recent service rate."""
         rate = self._rate.of(now_s)
         return max(RETRY_S, self._work_from(priority) / rate) if rate else RETRY_S
 
     def figures(self) -> Mapping[tuple[int, str], Figures]:
-        """By priority and class of tenants: those with a weight, ``other``, and ``unknown`` (no name).
-        Their number is bounded by the tenants that the operator named.
-        """
+        """Return metrics by priority and class of tenants: those with a weight, ``other``, ``unknown`` (no name)."""
         return MappingProxyType(self._figures)
 
     # Service
 
     def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
-        """The first entry of a level that fits. Skipped tenants stay before the one that is served."""
+        """Return the first entry of a level that fits. Skipped tenants stay ahead of the tenant that is served."""
         skipped: list[_Flow] = []
         entry = None
         while (flow := level.first()) is not None:
@@ -255,9 +253,12 @@ class RequestQueue:
             if entry is not None or all(able.get(group) is False for group in level.groups):
                 break
             skipped.append(level.skip())
-        for each in skipped:
-            # It could not use the server that another now gets: it stays first, and accumulates no credit.
-            level.move(each, each.start if entry is None or flow is None else max(each.start, flow.start))
+        for skipped_flow in skipped:
+            # A skipped tenant could not use the server with room: it stays first but accumulates no credit.
+            level.move(
+                skipped_flow,
+                skipped_flow.start if entry is None or flow is None else max(skipped_flow.start, flow.start),
+            )
         return entry
 
     def _first_of_flow(self, flow: _Flow, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
@@ -274,8 +275,9 @@ class RequestQueue:
 
     def _serve(self, entry: Entry, now_s: float) -> None:
         level, flow = self._levels[-entry.request.priority], self._flow(entry)
-        # The virtual time follows the served tag (start-time fair queueing), and at least the work done per weight of
-        # all who wait: else new tenants, who start at the virtual time, would always be before those who were here.
+        # The virtual time follows the served tag (start-time fair queueing), and rises by at least the work per weight
+        # of all waiting tenants. Otherwise new tenants, which start at the virtual time, would always precede older
+        # tenants.
         work = max(1.0, entry.work)
         level.virtual = max(flow.start, level.virtual + work / max(level.weight, flow.weight))
         level.move(flow, flow.start + work / flow.weight)
@@ -332,8 +334,8 @@ class RequestQueue:
     # Bookkeeping
 
     def _put(self, entry: Entry, former: _Flow | None = None) -> None:
-        """``former``: where it was. An entry that is put back finds its level with the tags of all tenants, and its
-        tenant keeps its tag and its place among equals.
+        """Add an entry to its four places. An entry that is put back gets its level again, and its tenant the tag and
+        rank of the flow it was in (``former``).
         """
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
@@ -403,7 +405,7 @@ class RequestQueue:
 
     def _push(self, heap: list[tuple[float, int]], live: int, item: tuple[float, int], sign: int = 1) -> None:
         if len(heap) > 2 * live + _SLACK:
-            heap[:] = [each for each in heap if sign * each[1] in self._waiting]
+            heap[:] = [live_item for live_item in heap if sign * live_item[1] in self._waiting]
             heapify(heap)
         heappush(heap, item)
 
@@ -421,10 +423,10 @@ class RequestQueue:
         tenant = entry.request.tenant
         label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
-        found = self._figures.get(key)
-        if found is None:
-            found = self._figures[key] = Figures()
-        return found
+        figures = self._figures.get(key)
+        if figures is None:
+            figures = self._figures[key] = Figures()
+        return figures
 
     def _counted(self, entry: Entry, refusal: Refusal) -> Refusal:
         refused = self._figures_of(entry).refused
@@ -434,33 +436,31 @@ class RequestQueue:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """The waiting requests of one tenant at one priority."""
-
     tenant: str
     weight: float
     number: int
-    """Of its first entry: breaks ties between equal tags."""
+    """Number of its first entry; breaks ties."""
     start: float
-    """Virtual time at which its next request starts."""
+    """Tag: virtual time at which its next request starts."""
     lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
-    """By group, a heap of deadlines and numbers."""
+    """Heap of (deadline, number) by group."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """By group, the number of waiting entries (its heap may have stale ones)."""
+    """Number of waiting entries by group (heaps may hold stale entries)."""
     latest: list[tuple[float, int]] = field(default_factory=list)
-    """A heap of the same, both negated: the latest deadline first."""
+    """Heap of (-deadline, -number): the latest deadline first."""
     requests: int = 0
     size_bytes: int = 0
     part: float = 0.0
-    """Of the queue's limit, in requests or bytes, whichever is more, per weight."""
+    """Fraction of the queue's limit, in requests or bytes (the larger), divided by the weight."""
     listed: float = -1.0
-    """Its part in the level's heap of parts; never less than ``part``."""
+    """``part`` as in the level's heap of parts; never less than ``part``."""
     at: int = 0
     listed_at: int = 0
     """Serial numbers of its valid items in the level's heaps; 0: none."""
 
 
 class _Level:
-    """The waiting tenants of one priority; exists while there are any."""
+    """Waiting tenants of a priority; exists only while there are any."""
 
     def __init__(self) -> None:
         self.virtual = 0.0
@@ -469,12 +469,12 @@ class _Level:
         self.flows: dict[str, _Flow] = {}
         self.groups: dict[Hashable, int] = {}
         self.idle: dict[str, float] = {}
-        """Tags of tenants without waiting requests: one that returns soon keeps its share's history."""
+        """Tags of tenants without waiting requests, so that a tenant that soon returns keeps its history."""
         self._serial = 0
         self._order: list[tuple[float, int, int, _Flow]] = []
-        """A heap by tags. An item is valid while its flow has its serial number (``at``)."""
+        """Heap by tag. An item is valid if its serial number is its flow's ``at``."""
         self._parts: list[tuple[float, int, int, _Flow]] = []
-        """A heap by parts, negated; valid by ``listed_at``."""
+        """Heap by negated part, valid by ``listed_at``."""
 
     def join(self, tenant: str, weight: float, number: int, former: _Flow | None) -> _Flow:
         start = max(self.virtual, self.idle.get(tenant, self.virtual))
@@ -499,7 +499,6 @@ class _Level:
             heapify(self._order)
 
     def move(self, flow: _Flow, start: float) -> None:
-        """Give it this tag, and its place by it."""
         self._serial += 1
         flow.start, flow.at = start, self._serial
         heappush(self._order, (start, flow.number, self._serial, flow))
@@ -511,7 +510,7 @@ class _Level:
         return order[0][3] if order else None
 
     def skip(self) -> _Flow:
-        """Remove the first tenant, until it is moved."""
+        """Remove the first tenant, until ``move`` adds it again."""
         return heappop(self._order)[3]
 
     def grown(self, flow: _Flow, part: float) -> None:
@@ -523,7 +522,7 @@ class _Level:
                 heapify(self._parts)
 
     def largest(self) -> _Flow:
-        """The tenant with the largest part; of equal ones, the last to come."""
+        """Return the tenant with the largest part; among equals, the newest."""
         while True:
             _, _, serial, flow = self._parts[0]
             if flow.listed_at == serial and flow.part == flow.listed:
@@ -539,14 +538,13 @@ class _Level:
 
 
 class _Rate:
-    """Work per second that left the queue, recently and while the queue was not empty."""
+    """Work per second that leaves the queue, recently and while it was not empty."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since_s = 0.0
 
     def begins(self, now_s: float) -> None:
-        """The queue is no longer empty."""
         self._since_s = now_s
 
     def served(self, work: float, now_s: float) -> None:
@@ -557,11 +555,10 @@ class _Rate:
         self._since_s = now_s
 
     def of(self, now_s: float) -> float:
-        """0: unknown."""
+        """Return the rate; 0: unknown."""
         seconds = self._seconds + max(0.0, now_s - self._since_s)
         return self._work / seconds if seconds > 0 else 0.0
 
 
 def _promise_s(entry: Entry) -> float:
-    """Seconds it can wait and still get its first token as promised."""
     return math.inf if entry.slo is None else entry.slo.ttft_s

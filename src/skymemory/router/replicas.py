@@ -1,11 +1,11 @@
-"""Replicas of a router share their prefix index through a Redis or Valkey server.
+"""Router replicas that share their prefix index through a Redis or Valkey server.
 
-1. A background task sends this replica's updates (deltas) and applies the others', a few at a time; no request waits
-   for it.
-2. One stream (``XADD``, ``XREAD``) has the replicas' last deltas: bounded in entries, and with a TTL. A new replica
-   reads all of it; one that was disconnected continues where it stopped.
-3. While the server is down each replica works alone, and retries with pauses up to ``MAX_PAUSE_S``. Its deltas are kept
-   (``MAX_DELTAS``) and sent later, also to a server that lost its data.
+1. A background task sends this replica's updates (deltas) and applies those of the others, in small batches; no request
+   waits for it.
+2. A stream (``XADD``, ``XREAD``), bounded in entries and with a TTL, holds the latest deltas of all replicas. A new
+   replica reads all of it; a replica that was disconnected continues where it stopped.
+3. While the server is down each replica works alone, and retries with a back-off of up to ``MAX_PAUSE_S``. Its deltas
+   are kept (``MAX_DELTAS``) and sent later, even to a server that lost its data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_PAUSE_S = 5.0
 ENTRIES = 20_000
 TTL_S = 3600.0
 _ENTRY_BYTES = 64 << 10
-"""Deltas are batched to about this many bytes per entry of the stream."""
+"""Approximate size of a batch of deltas."""
 _READ_ENTRIES = 64
 _BATCH = 16
-"""Deltas applied per turn of the event loop: with long prompts about a millisecond."""
+"""Deltas applied per turn of the event loop: about a millisecond with long prompts."""
 _PURPOSE = b"skymemory router replicas, Redis"
 _MAC_BYTES = 16
 _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
@@ -41,25 +41,24 @@ _KEY_ID_DIGITS = len(str(MAX_KEY_ID))
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """State of the sharing; counts since the start."""
+    """State of the replication; counts since the start."""
 
     kind: str = "redis"
-    """The transport."""
     degraded: str = "not connected yet"
-    """Why updates are not exchanged now; empty: they are."""
+    """Reason why updates are not exchanged; empty if they are."""
     sent: int = 0
     received: int = 0
     lost: int = 0
-    """Own deltas dropped unsent, because too many waited."""
+    """Own deltas dropped because too many were unsent."""
     refused: int = 0
-    """Damaged or unauthenticated entries."""
+    """Damaged or unauthenticated stream entries."""
 
 
 class RedisReplicas:
-    """The task that exchanges deltas. They arrive within ``2 * interval_s`` and a round trip.
+    """Task that exchanges deltas. They arrive within ``2 * interval_s`` and a round trip.
 
-    ``kind``: of blocks (``kind_of_blocks``); each kind has its own stream. ``keys``: entries carry a MAC, and those
-    without are refused; without keys every client of the server is trusted.
+    Each ``kind`` of blocks (``kind_of_blocks``) has its own stream. With ``keys``, entries carry a MAC and entries
+    without a valid MAC are refused; without keys every client of the server is trusted.
 
     Raises:
         InvalidInput: an invalid address.
@@ -89,7 +88,7 @@ class RedisReplicas:
                 decode_responses=False,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
-                # The library's own retries, with pauses up to ten seconds, would hide that the server is down.
+                # redis-py's own retries, with pauses of up to ten seconds, would hide that the server is down.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
             )
         except ValueError as error:
@@ -103,7 +102,7 @@ class RedisReplicas:
         self._stream = f"skymemory:replicas:{kind}".encode()
         self._life_key = self._stream + b":life"
         self._life: bytes | None = None
-        """Random id of the stream; the first replica that finds none sets it."""
+        """Random id of the stream, set by the first replica."""
         self._me = os.urandom(16)
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._entries, self._ttl_s = entries, ttl_s
@@ -115,12 +114,12 @@ class RedisReplicas:
         self._closing = False
 
     async def start(self) -> None:
-        """Begin to share, in the background; the server may still be down."""
+        """Start the background task. The server may still be down."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Try once more to send what is unsent."""
-        self._closing = True  # the library can swallow a cancellation
+        """Try to send pending deltas, then disconnect."""
+        self._closing = True  # redis-py can swallow a cancellation
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -148,9 +147,9 @@ class RedisReplicas:
             await asyncio.sleep(pause_s)
 
     async def _check_stream(self) -> None:
-        """Detect a new stream, after the server lost its data: read it from its beginning, and send all deltas again.
+        """Detect a new stream (the server lost its data): read it from its beginning, and send all deltas again.
 
-        Entry ids would not show it: another replica may have begun the new stream after our last id.
+        Entry ids would not show it: another replica may have started the new stream after our last id.
         """
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._life_key, os.urandom(16), nx=True)
@@ -162,8 +161,8 @@ class RedisReplicas:
                 self._next = self._index.log_start
             self._life = life
 
-    # `_next` moves on only after the server's answer. After a time-out, whose outcome is unknown, deltas may so be sent
-    # twice, which does no harm: blocks that are learnt again are only moved to the end of the LRU order.
+    # `_next` advances only after the server's answer. After a timeout, whose outcome is unknown, deltas may be sent
+    # twice. This is harmless: learning known blocks again only moves them to the end of the LRU order.
 
     async def _send(self) -> None:
         while self._next < self._index.log_end:
@@ -189,7 +188,7 @@ class RedisReplicas:
         while True:
             reply = await self._redis.xread({self._stream: self._last}, count=_READ_ENTRIES)
             streams = list(reply.values()) if isinstance(reply, dict) else [entries for _, entries in reply or ()]
-            entries = [entry for found in streams for entry in _flat(found)]
+            entries = [entry for stream in streams for entry in _flat(stream)]
             for number, fields in entries:
                 self._last = number
                 if fields.get(b"from") != self._me:
@@ -213,9 +212,9 @@ class RedisReplicas:
 
 
 async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
-    """Absorb deltas in batches; how many. If unpacking one raises, those before it are absorbed."""
-    left, count = iter(deltas), 0
-    while batch := list(islice(left, _BATCH)):
+    """Absorb deltas in batches; return their number. If unpacking a delta raises, those before it are absorbed."""
+    remaining, count = iter(deltas), 0
+    while batch := list(islice(remaining, _BATCH)):
         index.absorb(batch)
         count += len(batch)
         await asyncio.sleep(0)
@@ -223,13 +222,12 @@ async def _absorb(index: SharedPrefixIndex, deltas: Iterable[Delta]) -> int:
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:
-    """16 bytes of HMAC-SHA-256 over the parts, each after its length."""
+    """Return 16 bytes of HMAC-SHA-256 over the parts, each preceded by its length."""
     message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hmac.digest(secret, message, "sha256")[:_MAC_BYTES]
 
 
 def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
-    """Deltas packed into payloads of about ``_ENTRY_BYTES``, each with its number of deltas."""
     payload, count = bytearray(), 0
     for delta in deltas:
         payload += pack_delta(delta)
@@ -243,7 +241,7 @@ def _entries(deltas: list[Delta]) -> Iterator[tuple[bytes, int]]:
 
 
 def _flat(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of one stream; redis-py nests them differently by version of the protocol."""
+    """Return the entries of a stream, which redis-py nests differently by protocol version."""
     while found and isinstance(found[0], list):
         found = found[0]
     return [] if found is None else [(number, fields) for number, fields in found]

@@ -1,7 +1,7 @@
-"""Accounting of one request: its load and prefix in the scheduler's books, its tokens as the response reports them.
+"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens that its response reports.
 
-Both doors keep it alike. Entries may be deferred until the response is out; tokens are read from copies of bytes that
-were already passed on. Neither delays the response.
+It never delays the response: entries can be deferred until the response is sent, and token counts are read from copies
+of bytes that were already forwarded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 log = logging.getLogger("skymemory.router")
 
 MAX_JSON_BYTES = 1 << 20
-"""A longer JSON response is not searched for its usage."""
+"""Limit up to which a JSON response is searched for its usage."""
 TAIL_BYTES = 8192
-"""Kept of a stream's end: the last event or the one before carries the usage."""
+"""Bytes kept of a stream's end: the last event or the event before it carries the usage."""
 HEAD_BYTES = 2048
-"""Kept of its begin, which carries the prompt's in Messages."""
+"""Bytes kept of a stream's start, which in Messages carries the prompt's tokens."""
 Work = Callable[[], object]
 
 
 class DeferredWork:
-    """Runs work in order: at once, or when the event loop is free (``schedule``); ``flush`` runs what is pending."""
+    """Executor that keeps the order of work: at once, or when the event loop is idle (``schedule``)."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """``on_fault``: called for each exception; deferred work has no caller to raise it to."""
+        """Create it. ``on_fault`` is called for each exception: deferred work has no caller to raise to."""
         self.schedule: Callable[[Work], object] | None = None
         """An event loop's ``call_soon``; None: work runs at once."""
         self._on_fault = on_fault
@@ -59,16 +59,17 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
-    """Token counts of a response, of whichever API."""
+    """Token counts of a response of any API."""
 
     prompt_tokens: int
     cached_tokens: int | None
-    """Of the prompt; None: not reported."""
+    """Cached tokens of the prompt; None: not reported."""
     output_tokens: int | None = None
 
     def cached_of(self, tokens: int) -> int | None:
-        """Cached tokens scaled to a prompt that the router counts as ``tokens``: the engine counts with its own
-        tokenizer, the router without one takes four bytes for a token.
+        """Scale the cached tokens to a prompt of ``tokens`` by the router's count.
+
+        The engine counts with its own tokenizer; a router without a tokenizer takes four bytes for a token.
         """
         if self.cached_tokens is None or not self.prompt_tokens:
             return self.cached_tokens
@@ -76,17 +77,17 @@ class Usage(NamedTuple):
 
     @property
     def work(self) -> float | None:
-        """Tokens that the engine computed and generated; None: it does not report the output."""
+        """Tokens that the engine computed and generated; None: unknown."""
         if self.output_tokens is None:
             return None
         return float(self.prompt_tokens - (self.cached_tokens or 0) + self.output_tokens)
 
 
 class RequestAccount:
-    """A request in the scheduler's books: begun on construction, moved where another server takes it, ended once.
+    """A request in the scheduler's books: begun on construction, moved if another server takes it, ended once.
 
-    Each event counts once, in whatever order it is reported; ``close`` ends what is still open. With ``deferred`` the
-    entries are made after the response: learning a prompt takes as long as picking a server for it.
+    Each event counts once, in any order; ``close`` ends what is still open. With ``deferred`` the entries are made
+    after the response: learning a prompt takes as long as picking a server for it.
     """
 
     __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
@@ -104,12 +105,10 @@ class RequestAccount:
 
     @property
     def waits(self) -> bool:
-        """No byte of the response has come."""
         return self._open and not self._first
 
     @property
     def is_open(self) -> bool:
-        """It has neither ended nor failed."""
         return self._open
 
     @property
@@ -117,13 +116,12 @@ class RequestAccount:
         return self._placement
 
     def as_json(self) -> dict[str, object]:
-        """The decision, for clients that ask for it."""
         return self.decision.as_json()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server took the request. True: not the chosen one, which therefore failed.
+        """Record which server took the request. Return True if the chosen server did not, and therefore failed.
 
-        Nothing is taken to be matched on the other server: what it holds of the prompt is not known.
+        No cached prefix is assumed on the other server: it is unknown.
         """
         decision = self.decision
         if not self.waits or server == decision.server:
@@ -140,7 +138,7 @@ class RequestAccount:
             self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
     def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        """The response is complete. ``met``: whether it kept its promise (None: no promise, or unknown)."""
+        """Record the end of the response. ``met``: it kept its promise (None: no promise, or unknown)."""
         cached_tokens = output_tokens = None
         if usage is not None:
             decision, output_tokens = self.decision, usage.output_tokens
@@ -149,7 +147,7 @@ class RequestAccount:
             server = self._scheduler.prefill.fleet.servers.get(decision.server)
             if server is not None:
                 server.reported_tokens(prompt_tokens, usage.prompt_tokens)
-        if self.waits:  # not streamed: the first byte comes last, and the cached tokens with it
+        if self.waits:  # not streamed: the first byte is only reported now, and the cached tokens with it
             self.first_byte(now_s, cached_tokens)
             cached_tokens = None
         if self._open:
@@ -157,18 +155,18 @@ class RequestAccount:
             self._enter(self._scheduler.ended, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """No response, or an error: neither says anything about the cache."""
+        """Record a failure before the first byte, which says nothing about the cache."""
         if self.waits:
             self._open = False
             self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """The client gets no more of it: it failed before its first byte, or ends here."""
+        """End what is still open, as failed if there was no first byte."""
         self.failed(now_s)
         self.ended(now_s)
 
-    # Entries of one request keep their order, also deferred ones: `DeferredWork` is first in, first out. `_open` and
-    # `_first` change at once, so that a second report of the same event, which may come before the flush, is ignored.
+    # Entries of a request keep their order even if deferred: `DeferredWork` is first in, first out. `_open` and
+    # `_first` change immediately, so that a second report of the same event is ignored even before the flush.
 
     def _enter(self, entry: Callable[..., object], *arguments: Any) -> None:
         if self._deferred is None:
@@ -178,10 +176,10 @@ class RequestAccount:
 
 
 class PairAccount(RequestAccount):
-    """A request whose prefill and decoding have a server each: two lives in the books, which end independently.
+    """A request with separate servers for prefill and decode: two entries in the books, which end independently.
 
     ``decision`` is that of the decode server, which answers. The prefill ends by ``prefilled`` or ``prefill_lost``, or
-    with the request; decoding begins with ``first_byte``, even if the prefill has not ended.
+    with the request. Decoding begins with ``first_byte``, even before the prefill has ended.
     """
 
     __slots__ = ("_prefilling",)
@@ -200,14 +198,14 @@ class PairAccount(RequestAccount):
         return self._placement.prefill
 
     def as_json(self) -> dict[str, object]:
-        """The prefill's decision, and below ``decode`` that of the decode server."""
+        """Return the prefill's decision, with that of the decode server under ``decode``."""
         decode = {key: value for key, value in self.decision.as_json().items() if key in _OF_DECODE}
         tbt_s = self.decision.estimated_tbt_s
         decode["estimated_tbt_s"] = None if tbt_s is None else round(tbt_s, 6)
         return {**self.prefill.as_json(), "decode": decode}
 
     def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
-        """The prefill server has answered. A refusal: the request may not decode, and has ended."""
+        """Record the prefill server's answer. A refusal ends the request: it may not decode."""
         if not self._prefilling or not self._open:
             return None
         self._prefilling = False
@@ -222,13 +220,12 @@ class PairAccount(RequestAccount):
         return refusal
 
     def prefill_lost(self, now_s: float) -> None:
-        """The prefill server failed, or is no longer waited for."""
         if self._prefilling and self._open:
             self._prefilling = False
             self._scheduler.prefill_lost(self._placement, now_s)
 
     def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """The prefill server failed: it goes to another.
+        """Move the prefill to another server.
 
         Raises:
             NoServer: there is none; nothing has changed.
@@ -237,7 +234,7 @@ class PairAccount(RequestAccount):
         self._take(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """The decode server failed before its first byte: it goes to another.
+        """Move the decoding to another server before its first byte.
 
         Raises:
             NoServer: there is none; nothing has changed.
@@ -247,7 +244,7 @@ class PairAccount(RequestAccount):
         self._first = False
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
-        """It decodes: the decode server's first byte came, or it is computing an answer that comes whole."""
+        """Record that it decodes: its first byte arrived, or the server computes an answer that is not streamed."""
         if self.waits:
             self._first = True
             self._scheduler.decoding(self._placement, now_s)
@@ -258,7 +255,8 @@ class PairAccount(RequestAccount):
         self.prefill_lost(now_s)
         self.first_byte(now_s)
         self._open = False
-        # The cached tokens of this usage are what the decode server got from the prefill server.
+        # The cached tokens of this usage are what the decode server got from the prefill server: they are not passed
+        # on.
         output_tokens = None if usage is None else usage.output_tokens
         self._scheduler.ended(self._placement, now_s, met, output_tokens=output_tokens)
 
@@ -269,19 +267,18 @@ class PairAccount(RequestAccount):
 
 
 class ObservedPair(PairAccount):
-    """A pair of which only the answer is seen: a sidecar takes the steps. Its first byte says that both are done."""
+    """A pair whose steps a sidecar runs: only the answer is observed, and its first byte ends the prefill, too."""
 
     __slots__ = ()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server answers, in the place of the chosen decode server."""
         if not self.waits or server == self.decision.server:
             return False
         self._take(self._scheduler.decode_taken(self._placement, server, now_s))
         return True
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
-        super().first_byte(now_s)  # first: what decodes already is not refused
+        super().first_byte(now_s)  # first, since a request that decodes already is not refused
         self.prefilled(now_s)
 
     def ended(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
@@ -294,7 +291,7 @@ _OF_DECODE = frozenset(("server", "fallbacks", "strategy", "score", "reasons"))
 
 
 _Count = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""An engine's number of tokens: they are added up as floats."""
+"""Token count in the range that floats add exactly."""
 
 
 class _Details(msgspec.Struct):
@@ -302,7 +299,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """As chat completions, Responses and Messages have it."""
+    """Usage in the formats of chat completions, Responses and Messages."""
 
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
@@ -317,7 +314,7 @@ class _Usage(msgspec.Struct):
     def prompt(self) -> int | None:
         if self.input_tokens is None:
             return self.prompt_tokens
-        # In Messages these are apart; in Responses the first includes what was cached.
+        # Messages counts cached tokens separately; in Responses `input_tokens` includes them.
         return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
 
     @property
@@ -339,35 +336,35 @@ class _Inner(msgspec.Struct):
 class _Response(msgspec.Struct):
     usage: _Usage | None = None
     response: _Inner | None = None
-    """In an event of Responses."""
+    """Field of events of Responses."""
     message: _Inner | None = None
-    """In the first event of Messages."""
+    """Field of the first event of Messages."""
 
 
 _decode = msgspec.json.Decoder(_Response).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
-"""In an event that is longer than what is kept of the stream: the whole answer is in the last event of Responses."""
+"""Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
 
 
 class UsageReader:
-    """Finds the usage in a response's bytes as they pass."""
+    """Reader of the usage in a response's bytes while they are forwarded."""
 
     __slots__ = ("_head", "_kept", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
-        """Only JSON and event streams are kept, and only uncompressed."""
+        """Keep only uncompressed JSON and event streams."""
         self.streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
         self.events = 0
-        """Of a stream: engines send one for each token, or more."""
+        """Events of a stream: engines send at least one per token."""
 
     @property
     def between_events(self) -> bool:
-        """Whether the stream stands at an event's end, where the router may insert an event of its own."""
+        """True at the end of an event, at which the router may insert its own event."""
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
@@ -382,7 +379,6 @@ class UsageReader:
                 self._kept = None
 
     def usage(self) -> Usage | None:
-        """The usage of a response that has ended; None: it reports none."""
         if self._kept is None:
             return None
         if not self.streams:
@@ -392,48 +388,47 @@ class UsageReader:
             begin, end = tail.rfind(b"\n", 0, at) + 1, tail.find(b"\n", at)
             line, at = tail[begin : end if end >= 0 else len(tail)], begin
             if line.startswith(b"data:"):
-                found = _read_usage(line[5:])
-            else:  # its begin is not kept
-                found = _last_usage(line)
-            if found is not None and (usage := _checked(found, self._first_usage())) is not None:
+                candidate = _read_usage(line[5:])
+            else:  # the start of the line is not kept
+                candidate = _last_usage(line)
+            if candidate is not None and (usage := _checked(candidate, self._first_usage())) is not None:
                 return usage
         return None
 
     def _first_usage(self) -> _Usage | None:
-        """The prompt's tokens, where the first event has them: in Messages the last one need not."""
+        """Return the usage of the first event: in Messages the last event may omit the prompt's tokens."""
         first = _FIRST_EVENT.search(self._head)
         return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
 
 
 def usage_in(json: bytes) -> Usage | None:
-    """The usage of a whole JSON response; None: it reports none."""
-    found = _read_usage(json)
-    return None if found is None else _checked(found)
+    raw = _read_usage(json)
+    return None if raw is None else _checked(raw)
 
 
 def _read_usage(json: bytes) -> _Usage | None:
     try:
-        found = _decode(json)
+        response = _decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if found.usage is not None:
-        return found.usage
-    inner = found.response or found.message
+    if response.usage is not None:
+        return response.usage
+    inner = response.response or response.message
     return None if inner is None else inner.usage
 
 
 def _last_usage(line: bytes) -> _Usage | None:
-    found = None
+    last = None
     for match in _USAGE.finditer(line):
-        found = match[1]
+        last = match[1]
     try:
-        return None if found is None else _decode_usage(found)
+        return None if last is None else _decode_usage(last)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
 def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
-    """``first``: what an earlier event said of the prompt."""
+    """Validate a usage. ``first`` is what an earlier event reported."""
     prompt, of_prompt, output = found.prompt, found, found.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

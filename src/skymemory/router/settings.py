@@ -1,6 +1,6 @@
-"""A router's settings: one schema for the TOML file, the flags and the reference page.
+"""Settings of a router: one schema for the TOML file, the flags and the reference page.
 
-``read_settings`` reads a file and puts flags over it.
+``read_settings`` reads a file; flags override it.
 """
 
 # ruff: noqa: RUF009 - defaults are frozen values
@@ -40,7 +40,7 @@ from skymemory.router.queue import QueueSettings
 ANY_ORIGIN = "*"
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 _SIDECAR_STRATEGY = "least-load"
-"""A request's own list of prefill servers leaves nothing to choose."""
+"""Fixed strategy: a request's own list of prefill servers leaves no choice."""
 ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
 BY_LOAD, REFUSE = "load", "refuse"
@@ -50,7 +50,7 @@ HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def address(value: object) -> str:
-    """``http://host:port``, perhaps with a path, which prefixes requests' paths; without the ``/v1`` of those."""
+    """Parse ``http://host:port`` with an optional path, which prefixes requests' paths; drop a trailing ``/v1``."""
     url = without_api_path(text(value))
     try:
         parts = urlsplit(url)
@@ -86,10 +86,10 @@ def _one_of(words: tuple[str, ...], value: object) -> str:
 def _check_origin(origin: str) -> None:
     try:
         parts = urlsplit(origin)
-        whole = parts.scheme and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}" and parts.port != 0
+        is_origin = parts.scheme and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}" and parts.port != 0
     except ValueError:
-        whole = False
-    if not whole or "@" in origin or "*" in origin or origin != origin.lower():
+        is_origin = False
+    if not is_origin or "@" in origin or "*" in origin or origin != origin.lower():
         raise InvalidInput(
             f"origins: {origin!r} is not an origin: expected scheme and host in lower case and nothing after them, "
             "such as https://app.example or http://localhost:3000"
@@ -98,7 +98,7 @@ def _check_origin(origin: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PickerSettings:
-    """`skymemory epp`, in addition to the settings it shares with `skymemory route`."""
+    """Settings of `skymemory epp`, in addition to those it shares with `skymemory route`."""
 
     listen: str = setting("listen", text, "127.0.0.1:9002", "address for Envoy (gRPC); port 0: any that is free")
     health_listen: str = setting(
@@ -160,8 +160,6 @@ class PickerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A server behind the router."""
-
     url: str = setting("url", address, "", "its address, such as http://host:port")
     name: str = setting("name", text, "", "in metrics and decisions; default: host:port")
     models: tuple[str, ...] = setting("models", texts, (), "models it serves; default: its /v1/models")
@@ -204,7 +202,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How prompts are cut into blocks, and what identifies a session."""
+    """Division of prompts into blocks, and identification of sessions."""
 
     tokenizer: Path | None = setting(
         "tokenizer", path, None, "a tokenizer.json, or a folder with one: blocks are then counted in tokens, not bytes"
@@ -220,7 +218,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits."""
+    """Limits on requests, bodies and memory."""
 
     max_body_bytes: int = setting("max_body", size, 16 << 20, "larger bodies are refused: 413")
     max_in_flight: int = setting("max_in_flight", whole, 4096, "requests in flight; more are refused: 429")
@@ -244,7 +242,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts."""
+    """Timeouts of connections, requests and responses."""
 
     connect_s: float = setting("connect", duration, 2.0, "for a connection to a server")
     first_byte_s: float = setting("first_byte", duration, 600.0, "for the first byte of a response")
@@ -256,7 +254,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """`skymemory route` for its clients: TLS and API keys."""
+    """Front end of `skymemory route`: TLS, API keys and host names."""
 
     tls_cert: Path | None = setting("tls_cert", path, None, "certificate chain (PEM): HTTPS")
     tls_key: Path | None = setting("tls_key", path, None, "its key (PEM)")
@@ -364,7 +362,7 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """Prefill and decode apart, where backends have roles."""
+    """Separate prefill and decode, if backends have roles."""
 
     handover: str = setting(
         "handover",
@@ -395,7 +393,7 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPools:
-    """Roles that follow the load: of backends with `elastic`. One that changes its role first ends its requests."""
+    """Roles that follow the load, for backends with `elastic`. A server drains before its role changes."""
 
     every_s: float = setting("every", duration, 1.0, "period of measuring the loads")
     smoothing_s: float = setting("smoothing", duration, 20.0, "time constant of the loads")
@@ -409,7 +407,7 @@ class ElasticPools:
 
 @dataclass(frozen=True, slots=True)
 class SidecarSettings:
-    """`skymemory route` as the sidecar of a decode engine: requests name their prefill server in a header."""
+    """Settings of `skymemory route` as the sidecar of a decode engine. Requests name their prefill server."""
 
     engine: str = setting(
         "engine", text, "", "address of the decode engine, such as http://127.0.0.1:8200; empty: none"
@@ -424,12 +422,12 @@ class SidecarSettings:
     def __post_init__(self) -> None:
         if self.engine:
             address(self.engine)
-        Prefillers(self.prefillers)  # checks them
+        Prefillers(self.prefillers)  # check the entries
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Sharing the prefix index with other routers of the same servers, through Redis."""
+    """Sharing of the prefix index with other routers of the same servers, through Redis."""
 
     redis: str = setting("redis", text, "", "a Redis or Valkey server, such as redis://host:6379/0")
     keys: Path | None = setting(
@@ -483,7 +481,7 @@ class Settings:
     queue: QueueSettings = QueueSettings()
     picker: PickerSettings = PickerSettings()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy."""
+    """Options of the strategy."""
     listen: str = setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")
     strategy: str | None = setting("strategy", text, None, "the routing strategy")
     seed: int = setting("seed", whole, 0, "of random tie-breaking")
@@ -503,9 +501,8 @@ class Settings:
 
     @property
     def splits(self) -> bool:
-        """Whether requests are prefilled and decoded at different servers."""
-        named = bool(self.sidecar.engine or self.picker.discover_prefill) or self.picker.apart
-        return named or any(backend.role != BOTH for backend in self.backends)
+        is_configured = bool(self.sidecar.engine or self.picker.discover_prefill) or self.picker.apart
+        return is_configured or any(backend.role != BOTH for backend in self.backends)
 
     @property
     def has_elastic(self) -> bool:
@@ -531,9 +528,9 @@ class Settings:
             if roles == {PREFILL}:
                 raise InvalidInput("backends: servers with role 'prefill' need one with role 'decode' or 'both'")
         names = [backend.name for backend in self.backends]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise InvalidInput(f"two backends are named {twice[0]!r}: names must differ")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise InvalidInput(f"two backends are named {duplicates[0]!r}: names must differ")
         if self.prompts.block_bytes < 1 or self.prompts.block_tokens < 1 or self.prompts.max_blocks < 1:
             raise InvalidInput("prompts: block_bytes, block_tokens and max_blocks must be at least 1")
         if self.health.every_s <= 0 or self.health.failures < 1 or self.health.successes < 1:
@@ -579,11 +576,10 @@ SECTIONS: Mapping[str, type[Any]] = {
     "picker": PickerSettings,
 }
 _REMOVED = {"replicas": ("listen", "peers")}
-"""Former settings: routers share through Redis instead."""
 
 
 def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
-    """The settings of ``file``, overridden by ``flags`` (a table of the same form).
+    """Read ``file``; ``flags``, a table of the same form, take precedence.
 
     Raises:
         InvalidInput: an unreadable file, an unknown key, or an invalid value.
@@ -604,16 +600,16 @@ def settings_from(table: Mapping[str, Any]) -> Settings:
                     f"{name}: {key}: this setting was removed; routers share through Redis now: "
                     "redis = 'redis://HOST:6379/0'"
                 )
-    # Sections are tables of their own; what remains at the top is the router's own settings.
+    # Each section is a table of its own; the other top-level keys are the router's own settings.
     sections = {name: filled(kind, _table(table.get(name, {}), name), name) for name, kind in SECTIONS.items()}
     options = _table(table.get("options", {}), "options")
     backends = table.get("backends", [])
     if not isinstance(backends, list):
         raise InvalidInput("backends: expected [[backends]] tables, one for each")
-    read = [filled(Backend, _backend(each), f"backends, number {at}") for at, each in enumerate(backends, 1)]
+    parsed = [filled(Backend, _backend(entry), f"backends, number {at}") for at, entry in enumerate(backends, 1)]
     own = {key: value for key, value in table.items() if key not in {*SECTIONS, "options", "backends"}}
     return filled(
-        Settings, own, "", [*SECTIONS, "options", "backends"], backends=tuple(read), options=dict(options), **sections
+        Settings, own, "", [*SECTIONS, "options", "backends"], backends=tuple(parsed), options=dict(options), **sections
     )
 
 
@@ -624,21 +620,20 @@ def _table(value: object, name: str) -> Mapping[str, Any]:
 
 
 def _backend(value: object) -> Mapping[str, Any]:
-    """A table, or just its address."""
+    """Return a backend's table; a plain string is its address."""
     return {"url": value} if isinstance(value, str) else _table(value, "backends")
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables; values of ``above`` replace others."""
-    joined = dict(below)
+    merged = dict(below)
     for key, value in above.items():
-        old = joined.get(key)
-        joined[key] = _over(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) else value
-    return joined
+        previous = merged.get(key)
+        merged[key] = _over(previous, value) if isinstance(value, Mapping) and isinstance(previous, Mapping) else value
+    return merged
 
 
 def read_cost(file: Path) -> CostModel:
-    """The cost model in ``file`` (JSON or TOML), or the preset of that name, if there is no such file.
+    """Return the cost model in ``file`` (JSON or TOML), or the preset of that name if there is no such file.
 
     Raises:
         InvalidInput: an unreadable file, or no cost model.
@@ -648,6 +643,6 @@ def read_cost(file: Path) -> CostModel:
     try:
         return parse(decode_text(read_bounded(file)))
     except (OSError, InvalidInput) as error:
-        words = os_reason(error) if isinstance(error, OSError) else str(error)
-        named = f"; expected a file or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""
-        raise InvalidInput(f"cost model {file}: {words}{named}") from error
+        reason = os_reason(error) if isinstance(error, OSError) else str(error)
+        hint = f"; expected a file or one of {', '.join(PRESETS)}" if isinstance(error, FileNotFoundError) else ""
+        raise InvalidInput(f"cost model {file}: {reason}{hint}") from error

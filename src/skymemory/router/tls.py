@@ -1,4 +1,4 @@
-"""TLS and keys: the certificates of both doors, what servers' certificates are checked against, servers' keys."""
+"""TLS contexts and API keys, towards clients and servers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skymemory.router.tasks import Stamp, stamp
 _KEY = re.compile(rb"[!-~]{1,4096}")
 _MAX_KEY_BYTES = 8192
 CERTIFICATE_DAYS = 365
-"""Validity of a self-signed certificate."""
 
 
 class Certificate:
-    """The HTTP proxy's certificate, reloaded without a restart: new connections use the new one."""
+    """Certificate of the HTTP proxy. It is reloaded without a restart: new connections use the new certificate."""
 
     def __init__(self, chain: Path, key: Path) -> None:
-        """
+        """Load the certificate.
+
         Raises:
             InvalidInput: an unreadable file, no PEM, or another certificate's key.
         """
@@ -35,13 +35,13 @@ class Certificate:
         self.load(chain, key)
 
     def load(self, chain: Path, key: Path) -> None:
-        # Checked first: a context with the new chain and the old key could serve no client.
+        # Check first: a context with the new chain and the old key could serve no client.
         self.check(chain, key)
         _load(self.context, chain, key)
 
     @staticmethod
     def check(chain: Path, key: Path) -> None:
-        """Raise what ``load`` would raise, and change nothing."""
+        """Raise what ``load`` would raise, without changing anything."""
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, key)
 
 
@@ -57,27 +57,27 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
 
 
 class Access(NamedTuple):
-    """How requests to one server are secured."""
+    """TLS context and API key for requests to a server."""
 
     tls: ssl.SSLContext | None = None
     """None: plain HTTP."""
     key: str = ""
-    """API key in every request to it; empty: none."""
+    """Key sent with every request; empty: none."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the router's own requests, such as health checks."""
+        """Headers of the router's own requests, such as health checks."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 class Authorities:
-    """TLS contexts for requests to servers: one per file of certificates, and one with the system's."""
+    """TLS contexts for requests to servers: one per file of certificates, and the system's."""
 
     def __init__(self) -> None:
         self._known: dict[Path | None, tuple[Stamp | None, ssl.SSLContext]] = {}
 
     def access(self, url: str, ca: Path | None, key_file: Path | None) -> Access:
-        """Access to the server at ``url``, by the files' present content.
+        """Return the access to the server at ``url``, by the current content of the files.
 
         Raises:
             InvalidInput: ``ca`` is unreadable or has no certificate; ``key_file`` is unreadable or has no key.
@@ -85,7 +85,7 @@ class Authorities:
         return Access(self.context(url, ca), "" if key_file is None else _key_in(key_file))
 
     def context(self, url: str, ca: Path | None) -> ssl.SSLContext | None:
-        """The context for the server at ``url``; None for plain HTTP. It stays the same while the file does.
+        """Return the context for the server at ``url``, the same until the file changes; None for plain HTTP.
 
         Raises:
             InvalidInput: ``ca`` is unreadable, or has no certificate.
@@ -93,11 +93,11 @@ class Authorities:
         if not url.startswith("https:"):
             return None
         try:
-            now = None if ca is None else stamp(ca)
+            current = None if ca is None else stamp(ca)
             known = self._known.get(ca)
-            if known is None or known[0] != now:
-                known = self._known[ca] = now, ssl.create_default_context(cafile=ca)
-        except OSError as error:  # an SSLError is one
+            if known is None or known[0] != current:
+                known = self._known[ca] = current, ssl.create_default_context(cafile=ca)
+        except OSError as error:  # SSLError is a subclass
             why = os_reason(error) if not isinstance(error, ssl.SSLError) else "it has no certificate in PEM"
             raise InvalidInput(f"ca {str(ca)!r}: {why}") from error
         return known[1]
@@ -113,12 +113,12 @@ def _key_in(file: Path) -> str:
     return key.decode("ascii")
 
 
-# The endpoint picker's certificate, which Envoy sees
+# Certificate of the endpoint picker, which Envoy sees
 
 
 @dataclass(frozen=True, slots=True)
 class PemCertificate:
-    """PEM. With ``clients_ca`` only clients with a certificate of that authority may connect."""
+    """PEM data. With ``clients_ca``, clients need a certificate of that authority."""
 
     chain: bytes
     key: bytes
@@ -126,14 +126,15 @@ class PemCertificate:
 
 
 def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
-    """
+    """Return a server context for HTTP/2.
+
     Raises:
         InvalidInput: chain and key do not match, or are no PEM.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
     try:
-        # Python's ssl reads chain and key from files only; this one is private, and deleted at once.
+        # Python's ssl reads chain and key from files only. This file is private, and deleted at once.
         with tempfile.NamedTemporaryFile(suffix=".pem") as file:
             file.write(certificate.key + b"\n" + certificate.chain)
             file.flush()
@@ -147,9 +148,9 @@ def grpc_context(certificate: PemCertificate) -> ssl.SSLContext:
 
 
 def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCertificate:
-    """A self-signed certificate for ``names``, host names or addresses, that lasts as long as the process.
+    """Return a self-signed certificate for ``names`` (host names or addresses).
 
-    Enough for gateways of the inference extension: they encrypt, and do not verify the picker's name.
+    It is enough for gateways of the inference extension, which do not verify the picker's name.
     """
     try:
         from cryptography import x509
@@ -159,7 +160,7 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
     except ImportError as error:
         raise missing_extra("a self-signed certificate", "cryptography", "secure") from error
     key = ec.generate_private_key(ec.SECP256R1())
-    who = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "skymemory endpoint picker")])
     now = datetime.datetime.now(datetime.UTC)
     alternatives: list[x509.GeneralName] = []
     for name in names:
@@ -169,8 +170,8 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
             alternatives.append(x509.DNSName(name))
     signed = (
         x509.CertificateBuilder()
-        .subject_name(who)
-        .issuer_name(who)
+        .subject_name(subject)
+        .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=5))
@@ -186,7 +187,8 @@ def self_signed(names: tuple[str, ...] = ("localhost", "127.0.0.1")) -> PemCerti
 
 
 def from_files(chain: Path, key: Path, clients_ca: Path | None = None) -> PemCertificate:
-    """
+    """Read a certificate from PEM files.
+
     Raises:
         InvalidInput: an unreadable file, or no PEM.
     """

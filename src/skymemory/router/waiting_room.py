@@ -1,4 +1,4 @@
-"""The request queue with a clock: calls waiting requests when a server has room, and turns away those out of time."""
+"""The request queue with a clock: calls waiting requests when a server has room, and refuses late requests."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from skymemory.conductor.scheduler import Refusal
 from skymemory.router.queue import Entry, RequestQueue, work_of
 
 LOOK_S = 0.25
-"""Period of looking for room while requests wait. Ended requests are a reason to look at once; servers that return and
-new load reports are not reported here.
-"""
+"""Period of checking for room while requests wait. Only the end of a request triggers a check at once."""
 
 
 class Waiter(Protocol):
-    """A waiting request's handler: it is called once, or turned away once, or leaves."""
+    """Handler of a waiting request: called once, or turned away once, or it leaves."""
 
     def called(self, now_s: float) -> None:
-        """A server has room: send the request now."""
+        """Send the request now: a server has room."""
         ...
 
     def turned_away(self, refusal: Refusal) -> None: ...
 
 
 class WaitingRoom:
-    """Lives in one event loop."""
+    """Queue of waiting requests, bound to an event loop."""
 
     def __init__(
         self,
@@ -38,9 +36,10 @@ class WaitingRoom:
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Create the waiting room of a queue.
+
         Args:
-            has_room: whether a server (of a subset, if not None) has room for a request.
+            has_room: returns True if a server (of a subset, if not None) has room for a request.
             settle: makes the deferred account entries, so that the room taken by a called request counts.
         """
         self.queue = queue
@@ -52,13 +51,12 @@ class WaitingRoom:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_open_to(self, request: Request, among: frozenset[str] | None = None) -> bool:
-        """Whether a request need not wait: none waits, and a server has room."""
         return not len(self.queue) and self._has_room(request, among)
 
     def wait(
         self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
     ) -> Entry | Refusal:
-        """Queue a request; it may be called before this returns. ``among``: the servers it may go to; None: all."""
+        """Queue a request, which may be called before this returns. ``among``: the servers it may go to; None: all."""
         now_s = self._clock()
         entry = Entry(
             request,
@@ -78,11 +76,10 @@ class WaitingRoom:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Its client is gone."""
         self.queue.cancel(entry)
 
     def look(self) -> None:
-        """Turn away requests whose time is over, and call those for which a server has room."""
+        """Refuse requests past their deadline, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
             return

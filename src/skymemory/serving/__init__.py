@@ -1,1 +1,1 @@
-"""Above the engine and the router: a small engine behind the OpenAI protocol, and a client of any."""
+"""A small engine with the OpenAI protocol, and a client of any such endpoint; above ``engine`` and ``router``."""

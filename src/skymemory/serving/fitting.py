@@ -1,7 +1,7 @@
-"""Measures an engine through its OpenAI endpoint for a cost model: prefill of single prompts, decoding in batches.
+"""Measurement of an engine through its OpenAI endpoint for a cost model: prefill of single prompts, batched decoding.
 
-Cells are what is measured: lengths (batches, contexts) that the model is fitted on, and held-out ones in between that
-it has to predict.
+A cell is a point to measure: a prompt length, or a batch and a context. The model is fitted on some cells and must
+predict the held-out cells between them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from skymemory.serving.replay.prompts import Prompt
 from skymemory.serving.replay.report import Outcome, Status
 
 STEPS = 24
-"""Tokens of each answer in a batch, at least."""
+"""Fewest tokens of each answer in a batch."""
 _LEAST_GAPS = 4
 _WARM = 2
 
 Spent = Callable[[], Awaitable[tuple[float, float]]]
-"""Processor seconds that the engine has used: for prefill, and for decoding."""
+"""Source of the engine's processor seconds, for prefill and for decoding."""
 MakePrompt = Callable[[int, random.Random], Prompt]
-"""Makes a random prompt of about this many tokens."""
+"""Maker of a random prompt of about this many tokens."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -37,21 +37,20 @@ K = TypeVar("K", bound=Hashable)
 class PrefillCell:
     tokens: int
     share: float
-    """Share of the prompt that is cached."""
+    """Fraction of the prompt that is cached."""
     held_out: bool
-    """Not used for fitting."""
+    """True if the cell is not used for fitting."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCell:
     batch: int
     context: int
-    """Tokens of each prompt."""
     held_out: bool
 
 
 def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Lengths from ``least``, doubling up to ``most``, for fitting; one between any two held out.
+    """Return lengths for fitting, doubling from ``least`` to ``most``, and a held-out length between any two.
 
     Raises:
         InvalidInput: fewer than three lengths, or invalid shares.
@@ -66,15 +65,16 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
     while lengths[-1] * 2 < most:
         lengths.append(lengths[-1] * 2)
     lengths.append(most)
-    # Costs are fitted over a logarithmic range, so its middle is the geometric mean.
-    between = [round((one * other) ** 0.5) for one, other in pairwise(lengths)]
+    # Costs are fitted over a logarithmic range, whose middle is the geometric mean.
+    between = [round((shorter * longer) ** 0.5) for shorter, longer in pairwise(lengths)]
     kinds = [*((length, False) for length in lengths), *((length, True) for length in between)]
     return [PrefillCell(length, share, held_out) for length, held_out in sorted(kinds) for share in shares]
 
 
 def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Batches of 1, 2, 4, … up to ``most_batch``, over contexts; the batches in between and every second context are
-    held out.
+    """Return cells for batches of 1, 2, 4, … up to ``most_batch`` and the contexts.
+
+    Batches in between and every second context are held out.
 
     Raises:
         InvalidInput: fewer than two batches or contexts.
@@ -86,14 +86,14 @@ def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
         batches.append(batches[-1] * 2)
     fitted = [contexts[at] for at in range(0, len(contexts), 2)]
     fitted = fitted if len(fitted) > 1 else list(contexts)
-    held = [one for one in contexts if one not in fitted]
+    held_out = [context for context in contexts if context not in fitted]
     cells = [DecodeCell(batch, context, False) for batch in batches for context in fitted]
-    cells += [DecodeCell(batch, context, True) for batch in batches for context in held]
+    cells += [DecodeCell(batch, context, True) for batch in batches for context in held_out]
     return cells + [DecodeCell(batch * 3 // 2, context, True) for batch in batches[1:-1] for context in contexts]
 
 
 def cut(prompt: Prompt, share: float) -> Prompt:
-    """The first ``share`` of its words or ids, at least one."""
+    """Return the first ``share`` of the prompt, at least a word or id."""
     if isinstance(prompt, str):
         words = prompt.split()
         return " ".join(words[: max(1, round(len(words) * share))])
@@ -101,10 +101,11 @@ def cut(prompt: Prompt, share: float) -> Prompt:
 
 
 class Measurement:
-    """``on_progress`` gets the phase and the share done. Any failed request raises SkyMemoryError.
+    """Measurement of an engine's prefill and decoding.
 
-    ``spent``: measure the engine's processor time, which other load hardly changes; None: wall-clock time, to the first
-    chunk and between chunks.
+    ``on_progress`` receives the phase and the fraction done. ``spent``: measure the engine's processor time, which
+    other load hardly changes; None: measure wall-clock time, to the first chunk and between chunks. A failed request
+    raises SkyMemoryError.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class Measurement:
     async def prefills(
         self, cells: Sequence[PrefillCell], repeats: int, statistic: str
     ) -> list[tuple[PrefillPoint, bool]]:
-        """Each cell's point (the ``statistic`` of ``repeats``, each with another prompt), and whether it is held out.
+        """Return each cell's point (the ``statistic`` of ``repeats`` with new prompts), and True if it is held out.
 
-        Each round measures all cells in a new random order, so that drift affects all alike. The cached share is what
-        the engine reports; without a report only uncached prompts are measured.
+        Each round measures all cells in a new random order, so that drift affects all alike. The cached share is the
+        share that the engine reports; without a report, only uncached prompts are measured.
         """
         longest = max(cell.tokens for cell in cells)
         for _ in range(_WARM):
@@ -138,7 +139,7 @@ class Measurement:
             cells = [cell for cell in cells if not cell.share]
         if not cells:
             raise SkyMemoryError("the engine does not report cached_tokens: measure with --shares 0")
-        taken: list[tuple[tuple[PrefillCell, int, int], float]] = []
+        samples: list[tuple[tuple[PrefillCell, int, int], float]] = []
         for turn in range(repeats):
             order = list(cells)
             self._dice.shuffle(order)
@@ -151,17 +152,17 @@ class Measurement:
                 outcome = await self._alone(prompt, 2)
                 seconds = outcome.ttft_s if self._spent is None else (await self._spent())[0] - before_s
                 tokens, cached = outcome.prompt_tokens or cell.tokens, outcome.cached_tokens or 0
-                taken.append(((cell, tokens, cached), seconds))
+                samples.append(((cell, tokens, cached), seconds))
         points = []
-        for (cell, tokens, cached), repeated in grouped(taken).items():
+        for (cell, tokens, cached), repeated in grouped(samples).items():
             points.append((PrefillPoint(tokens, cached, typical(repeated, statistic)), cell.held_out))
         return sorted(points, key=lambda pair: (pair[0].tokens, pair[0].cached))
 
     async def decodes(
         self, cells: Sequence[DecodeCell], repeats: int, statistic: str
     ) -> tuple[list[tuple[DecodePoint, bool]], list[DecodeCell]]:
-        """Each cell's point and whether it is held out; and the cells whose requests never ran concurrently."""
-        taken: list[tuple[tuple[DecodeCell, float], float]] = []
+        """Return each cell's point, and True if it is held out; and the cells whose requests never ran concurrently."""
+        samples: list[tuple[tuple[DecodeCell, float], float]] = []
         never = dict.fromkeys(cells)
         for turn in range(repeats):
             order = list(cells)
@@ -169,25 +170,25 @@ class Measurement:
             for at, cell in enumerate(order):
                 self._on_progress("answers", (turn + at / len(order)) / repeats)
                 prompt = self._make(cell.context, self._dice)
-                first = await self._alone(prompt, 1)  # cached from then on: all requests begin to decode almost at once
-                # Requests of a large batch begin over several steps: with more steps they still overlap for long.
+                first = await self._alone(prompt, 1)  # cached from now on: all requests begin to decode almost at once
+                # Requests of a large batch begin over several steps: more steps keep the overlap long.
                 steps = STEPS + 2 * cell.batch
                 before_s = 0.0 if self._spent is None else (await self._spent())[1]
-                asked = [self._client.probe(prompt, steps, self._clock) for _ in range(cell.batch)]
-                outcomes = [_good(outcome) for outcome in await asyncio.gather(*asked)]
+                probes = [self._client.probe(prompt, steps, self._clock) for _ in range(cell.batch)]
+                outcomes = [_good(outcome) for outcome in await asyncio.gather(*probes)]
                 seconds = step_s(outcomes)
                 if math.isnan(seconds):
                     continue
                 never.pop(cell, None)
                 context = (first.prompt_tokens or cell.context) + steps / 2
                 if self._spent is not None:
-                    # An engine that decodes one request after the other: seconds per token times the batch.
+                    # Valid even if an engine decodes requests sequentially: seconds per token times the batch.
                     tokens = sum((outcome.output_tokens or steps) - 1 for outcome in outcomes)
                     seconds = cell.batch * ((await self._spent())[1] - before_s) / tokens
-                taken.append(((cell, cell.batch * context), seconds))
+                samples.append(((cell, cell.batch * context), seconds))
         points = [
             (DecodePoint(cell.batch, kv_tokens, typical(repeated, statistic)), cell.held_out)
-            for (cell, kv_tokens), repeated in grouped(taken).items()
+            for (cell, kv_tokens), repeated in grouped(samples).items()
         ]
         return sorted(points, key=lambda pair: (pair[0].batch, pair[0].kv_tokens)), list(never)
 
@@ -196,24 +197,24 @@ class Measurement:
 
 
 def step_s(outcomes: Sequence[Outcome]) -> float:
-    """Mean seconds of a decoding step while all ``outcomes`` were being answered; nan if they hardly overlapped.
+    """Return the mean seconds per decoding step while all ``outcomes`` were being answered; nan without enough overlap.
 
-    Chunks that arrive together count as one step each, a chunk of several tokens as one step per token.
+    Chunks that arrive together count as a step each, a chunk of several tokens as a step per token.
     """
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
-    # Counted is only the time in which all were decoding: before and after it the batch was smaller.
-    begin_s, end_s = max(one[0] for one in times), min(one[-1] for one in times)
+    # Only the time in which all were decoding counts: before and after it the batch was smaller.
+    begin_s, end_s = max(arrivals_s[0] for arrivals_s in times), min(arrivals_s[-1] for arrivals_s in times)
     spent_s, gaps = 0.0, 0
-    for one in times:
-        within = [at_s for at_s in one if begin_s <= at_s <= end_s]
-        if len(within) > 1:
-            spent_s += within[-1] - within[0]
-            gaps += len(within) - 1
+    for arrivals_s in times:
+        overlap_s = [at_s for at_s in arrivals_s if begin_s <= at_s <= end_s]
+        if len(overlap_s) > 1:
+            spent_s += overlap_s[-1] - overlap_s[0]
+            gaps += len(overlap_s) - 1
     if gaps < _LEAST_GAPS or not spent_s > 0:
         return math.nan
-    pieces = sum(len(one) - 1 for one in times)
+    chunks = sum(len(arrivals_s) - 1 for arrivals_s in times)
     tokens = sum((outcome.output_tokens or len(outcome.gaps_s) + 1) - 1 for outcome in outcomes)
-    return spent_s / gaps * (pieces / tokens if tokens > 0 else 1.0)
+    return spent_s / gaps * (chunks / tokens if tokens > 0 else 1.0)
 
 
 def _good(outcome: Outcome) -> Outcome:
@@ -223,12 +224,11 @@ def _good(outcome: Outcome) -> Outcome:
 
 
 def typical(values: Sequence[float], statistic: str) -> float:
-    """The ``median`` of repeated measurements, or the ``fastest``, on a machine with other load."""
+    """Return the ``median``, or the ``fastest`` for a machine with other load."""
     return min(values) if statistic == "fastest" else statistics.median(values)
 
 
 def grouped(pairs: Iterable[tuple[K, float]]) -> dict[K, list[float]]:
-    """Values by key, in order of first occurrence."""
     groups: dict[K, list[float]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

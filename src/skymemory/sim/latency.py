@@ -1,8 +1,8 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-A KV cache is cut into chunks that go to the servers in turn. All servers are requested at once; each answers after the
-one-way delay plus the processing of its chunks in sequence. The slowest server counts. From the ground the distance is
-that of equations 3 and 4; ``hop`` is on board, so its distance is the links' (Manhattan).
+A KV cache is cut into chunks that go to the servers in turn. All servers are requested at once. Each answers after the
+one-way delay plus the sequential processing of its chunks, and the slowest server counts. From the ground the distance
+is that of equations 3 and 4. ``hop`` is on board, so its distance is the (Manhattan) distance along the links.
 
 The settings are those of the authors' published script, not of their table 2 (which says 2..21 MB and
 160..2000 km).
@@ -36,12 +36,12 @@ SWEEPS: dict[Parameter, tuple[float, ...]] = {
     "processing_s": tuple(milliseconds / 1000 for milliseconds in range(2, 21, 2)),
     "altitude_m": tuple(range(160_000, 2_000_000, 220_000)),
 }
-"""Values of figure 16, varied one at a time; the others keep their last value."""
+"""Values of figure 16, varied one parameter at a time. The other parameters keep their last value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parameters of the model; defaults are figure 16's fixed values."""
+    """Parameters of the model. Defaults are the fixed values of figure 16."""
 
     strategy: Strategy = "rotation_hop"
     kvc_bytes: int = 21 * 2**20
@@ -64,7 +64,7 @@ class Setting:
 
 
 class SweepPoint(NamedTuple):
-    """One point of figure 16: the worst server's latency with ``parameter`` at ``value``."""
+    """A point of figure 16: the worst server's latency with ``parameter`` at ``value``."""
 
     parameter: Parameter
     value: float
@@ -73,7 +73,7 @@ class SweepPoint(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claim of the paper beside its model's result."""
+    """A claim of the paper and the result of its model."""
 
     what: str
     paper: str
@@ -82,44 +82,41 @@ class Claim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Absolute distances of every server from the centre, in slots and planes."""
+    """Return the absolute distances of every server from the centre, in slots and planes."""
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
 
 def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
-    """Latency of each server with chunks."""
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)
-    # On board, a packet follows the grid; from the ground, light takes the straight line (equations 3 and 4).
+    # On board, a packet follows the grid. From the ground, light takes the straight line (equations 3 and 4).
     if setting.strategy == "hop":
         distance_m = d_m * d_slot + d_n * d_plane
     else:
         distance_m = np.sqrt((d_m * d_slot) ** 2 + (d_n * d_plane) ** 2 + setting.altitude_m**2)
-    # Chunks go round the servers in the layout's order, so the first ``remainder`` of them have one more.
-    each, remainder = divmod(setting.chunks, setting.servers)
-    held = each + (np.arange(setting.servers) < remainder)
-    latencies: NDArray[np.float64] = distance_m / PAPER_LIGHT_M_S + setting.processing_s * held
-    return latencies[held > 0]
+    # Chunks are dealt in the layout's order, so the first ``remainder`` servers have one chunk more.
+    per_server, remainder = divmod(setting.chunks, setting.servers)
+    chunks = per_server + (np.arange(setting.servers) < remainder)
+    latencies: NDArray[np.float64] = distance_m / PAPER_LIGHT_M_S + setting.processing_s * chunks
+    return latencies[chunks > 0]
 
 
 def worst_latency_s(setting: Setting) -> float:
-    """Latency of a get or set: that of the slowest server."""
     return float(server_latencies_s(setting).max())
 
 
 def settings() -> Iterator[tuple[Parameter, float, Setting]]:
-    """The 132 settings of figure 16 with the varied parameter and its value."""
+    """Yield the 132 settings of figure 16 with the varied parameter and its value."""
     for parameter, values in SWEEPS.items():
         for strategy in PAPER_STRATEGIES:
-            kept = Setting(strategy)
+            fixed = Setting(strategy)
             for value in values:
-                yield parameter, value, replace(kept, **{parameter: value})  # type: ignore[arg-type]
+                yield parameter, value, replace(fixed, **{parameter: value})  # type: ignore[arg-type]
 
 
 def figure_16() -> list[SweepPoint]:
-    """The 132 points of figure 16."""
     return [
         SweepPoint(parameter, value, setting.strategy, worst_latency_s(setting))
         for parameter, value, setting in settings()
@@ -127,7 +124,7 @@ def figure_16() -> list[SweepPoint]:
 
 
 def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
-    """Fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s`` of light."""
+    """Return the fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s`` of light."""
     count = 2
     while neighbour_chord_m(count, altitude_m) / PAPER_LIGHT_M_S >= one_way_s:
         count += 1
@@ -135,7 +132,7 @@ def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
 
 
 def claims() -> list[Claim]:
-    """Conclusions of the paper from figures 1, 2 and 16 beside its model's results."""
+    """Return the paper's conclusions from figures 1, 2 and 16 with the results of its model."""
     fewest, most = Setting(servers=9), Setting(servers=81)
     saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
     rotation_s = worst_latency_s(Setting("rotation"))

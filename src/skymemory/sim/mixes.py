@@ -1,8 +1,8 @@
-"""Requests whose mix changes: readers (long prompts, short answers) and writers (short prompts, long answers) in turn.
+"""Requests whose mix changes between readers (long prompts, short answers) and writers (short prompts, long answers).
 
-Readers need prefill instances, writers decode instances, so each shape asks for other pools over time. Both kinds
-arrive as Poisson processes whose rates follow the shape: readers at ``share`` of their peak, writers at the rest of
-theirs. Prompts share nothing, so caches play no part. Times are seconds from the beginning.
+Readers need prefill instances and writers need decode instances, so each shape needs different pools over time. Both
+kinds arrive as Poisson processes whose rates follow the shape: readers at ``share`` of their peak, writers at
+``1 - share`` of theirs. Prompts share nothing, so caches have no effect. Times are seconds from the beginning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from skymemory.sim.workload import WORKLOADS, Spread, generate
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Lengths of one kind of request."""
-
     prompt: Spread
     answer: Spread
 
@@ -31,7 +29,7 @@ READERS = Kind(Spread(14_000, 0.5, 1_000, 64_000), Spread(110, 0.5, 10, 600))
 WRITERS = Kind(Spread(900, 0.7, 50, 8_000), Spread(900, 0.4, 100, 3_000))
 
 Share = Callable[[float], float]
-"""Share of the readers' peak by the part of a period that has passed, 0 to 1."""
+"""Share of the readers' peak, as a function of the elapsed part of a period, 0 to 1."""
 SHAPES: Mapping[str, Share] = {
     "even": lambda part: 0.5,
     "day": lambda part: (1 + math.cos(2 * math.pi * part)) / 2,
@@ -39,8 +37,10 @@ SHAPES: Mapping[str, Share] = {
     "switch": lambda part: float(part < 0.5),
     "ramp": lambda part: max(0.0, 1 - part),
 }
-"""``day``: readers by day, writers by night. ``turns``: the same without dawn or dusk. ``switch``: readers in the first
-half, writers in the second. ``ramp``: evenly from one to the other."""
+"""Shapes. ``day``: readers by day, writers by night. ``turns``: the same with abrupt changes.
+
+``switch``: readers in the first half, writers in the second. ``ramp``: a linear change from readers to writers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class MixSource:
     shape: str
     seed: int = 0
     readers_per_s: float = 2.0
-    """Their peak."""
     writers_per_s: float = 4.0
     duration_s: float = 3600.0
     period_s: float = 3600.0
@@ -59,7 +58,7 @@ class MixSource:
         if self.shape not in SHAPES:
             raise InvalidInput(f"no mix {self.shape!r}; {suggestion(self.shape, SHAPES)}")
         figures = (self.readers_per_s, self.writers_per_s, self.duration_s, self.period_s)
-        if not all(0 < one < math.inf for one in figures):
+        if not all(0 < figure < math.inf for figure in figures):
             raise InvalidInput(f"mix {self.shape!r}: expected rates, duration_s and period_s above 0")
 
     @property
@@ -67,7 +66,6 @@ class MixSource:
         return f"readers and writers, {self.shape}"
 
     def requests(self) -> list[TraceRequest]:
-        """In order of arrival."""
         return _mixed(self)
 
 
@@ -77,7 +75,7 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
     drawn: list[tuple[float, int, int]] = []
     for number, (kind, peak_per_s) in enumerate(((READERS, source.readers_per_s), (WRITERS, source.writers_per_s))):
         dice, at_s = random.Random(f"{source.seed} {number}"), 0.0
-        # Arrivals at the peak, each kept with the shape's share: a Poisson process of the changing rate.
+        # Arrivals at the peak rate, each accepted with the shape's share: a Poisson process of the changing rate.
         while (at_s := at_s + dice.expovariate(peak_per_s)) < source.duration_s:
             readers = share(at_s / source.period_s)
             if dice.random() < (1 - readers if number else readers):
@@ -92,7 +90,7 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
-    """``duration_s`` of a workload of conversations (``workload.WORKLOADS``), as a source for sweeps."""
+    """Source for sweeps: ``duration_s`` of a workload of conversations (``workload.WORKLOADS``)."""
 
     workload: str
     seed: int = 0
@@ -103,5 +101,4 @@ class WorkloadSource:
         return f"{self.workload}, generated"
 
     def requests(self) -> list[TraceRequest]:
-        """In order of arrival."""
         return generate(WORKLOADS[self.workload], self.duration_s, self.seed)

@@ -1,11 +1,11 @@
 """The routing simulator: a trace's requests through the production picker and strategies to simulated servers.
 
-Each server prefills one request at a time, in order of arrival, for the cost model's time; hits are determined when a
-prefill starts. After the first token the request counts as running for ``decode_token_s`` per further token: decoding
+Each server prefills one request at a time, in order of arrival, in the cost model's time. Hits are determined when a
+prefill starts. After the first token the request counts as running for ``decode_token_s`` per further token. Decoding
 does not slow prefills down (Mooncake's separate decoders), but engines report it.
 
-The router sees what a real one would: reports as of the last multiple of ``scrape_s``, cache events ``event_delay_s``
-after their prefill, first bytes and ends at once. Estimates have errors (``ErringLeastTtft``).
+The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events
+``event_delay_s`` after their prefill, and first bytes and ends at once. Estimates have errors (``ErringLeastTtft``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEED = seed(model="", adapter="", salt="")
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """The servers, and the delays of what a router knows of them."""
+    """The servers, and the delays of a router's information about them."""
 
     servers: int = 8
     cache_blocks: int = 5_000
@@ -53,11 +53,11 @@ class RoutingSetup:
     scrape_s: float = 0.2
     event_delay_s: float = 0.05
     reports_prefills: bool = True
-    """Whether reports have totals of prefill times, as vLLM's do."""
+    """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
     """Share of answers that are not streamed: their first byte comes with their last token."""
     seed: int = 0
-    """Seed of ties and of the choice of streamed answers; jitter and errors have their own."""
+    """Seed of ties and of the choice of streamed answers. Jitter and errors have their own seeds."""
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
@@ -70,14 +70,14 @@ class CacheEvents(Protocol):
     """Listener of cache changes, for strategies fed by events."""
 
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        """Blocks ``gone`` were evicted, then ``chain`` was stored, of which the first ``had`` were cached before."""
+        """Report that blocks ``gone`` were evicted, then ``chain`` was stored, whose first ``had`` blocks were cached
+        before.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one request."""
-
     at_s: float
     server: int
     ttft_s: float
@@ -97,15 +97,12 @@ class _Job:
 
 @dataclass(slots=True)
 class _Engine:
-    """A simulated server: a queue, one prefill at a time, and decoding requests."""
-
     server: Server
     cache: PrefixCache
     queue: deque[_Job] = field(default_factory=deque)
     serving: _Job | None = None
     decoding: int = 0
     tokens: int = 0
-    """Prompt tokens in prefill and decoding."""
     prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
 
 
@@ -116,14 +113,14 @@ def simulate(
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
 ) -> list[Outcome]:
-    """Results of ``requests``, which are in order of arrival.
+    """Return the results of ``requests``, which are in order of arrival.
 
-    ``prompts``: of ``as_routed``, to reuse them over several runs.
+    ``prompts`` come from ``as_routed``, to reuse them over several runs.
 
     Raises:
         InvalidInput: arrivals out of order.
     """
-    return _Simulation(scorer, setup, events).run(requests, prompts or [as_routed(one) for one in requests])
+    return _Simulation(scorer, setup, events).run(requests, prompts or [as_routed(request) for request in requests])
 
 
 class _Simulation:
@@ -140,7 +137,8 @@ class _Simulation:
         self._outcomes: dict[int, Outcome] = {}
 
     def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[Outcome]:
-        # Arrivals need no events: the clock runs up to each, then the request is placed with the report of that time.
+        # Arrivals need no events: the clock runs up to each arrival, then the request is placed with the report of that
+        # time.
         before_s = -math.inf
         for at, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             if request.at_s < before_s:
@@ -162,8 +160,10 @@ class _Simulation:
         self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
-        """Reports as of the last multiple of the period; called before each event, so the state is still that of
-        then."""
+        """Update the reports to the last multiple of the period.
+
+        It is called before each event, so the state is still that of the scrape.
+        """
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -190,12 +190,11 @@ class _Simulation:
             self._serve(engine, request.at_s)
 
     def _serve(self, engine: _Engine, now_s: float) -> None:
-        """Starts the prefill of the next request."""
-        # Looked up now, not at arrival: those before it in the queue have changed the cache by then.
+        # Looked up now, not at arrival: earlier requests in the queue have changed the cache meanwhile.
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
         hit_tokens = min(hit * BLOCK_TOKENS, tokens - 1)
-        gone = engine.cache.use(job.chain)
+        evicted = engine.cache.use(job.chain)
         engine.tokens += tokens
         done_s = now_s + self._setup.cost.prefill_s(tokens, hit_tokens)
         self._outcomes[job.at] = Outcome(
@@ -207,7 +206,7 @@ class _Simulation:
             len(job.chain),
             hit,
         )
-        self._later(done_s, lambda at_s: self._first_token(engine, job, hit, gone, at_s))
+        self._later(done_s, lambda at_s: self._first_token(engine, job, hit, evicted, at_s))
 
     def _first_token(self, engine: _Engine, job: _Job, hit: int, gone: list[int], now_s: float) -> None:
         if job.decision.request.streams:
@@ -242,10 +241,10 @@ class _Simulation:
 
 
 def as_routed(request: TraceRequest) -> Request:
-    """The request as a router reads it.
+    """Return the request as a router reads it.
 
-    A trace has no text. The tokens of a block are its id, repeated. The head has eight bytes per block, so that
-    strategies that hash the beginning can distinguish prompts behind the block that all of them share.
+    A trace has no text. The tokens of a block are its id, repeated. The head has eight bytes per block, so strategies
+    that hash the beginning can distinguish prompts after the block that all of them share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
@@ -257,7 +256,6 @@ def as_routed(request: TraceRequest) -> Request:
 
 
 def tokens_of(ids: Sequence[int]) -> NDArray[np.uint32]:
-    """Token ids of blocks with these ids."""
     return np.repeat(np.array(ids, dtype="<u4"), BLOCK_TOKENS)
 
 
@@ -267,29 +265,24 @@ WINDOW_REQUESTS = 80
 
 @dataclass(frozen=True, slots=True)
 class RoutingMetrics:
-    """Metrics of the measured requests."""
-
     requests: int
     mean_s: float
-    """Mean time to the first token; ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
+    """Mean time to the first token. ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
     p50_s: float
     p90_s: float
     p99_s: float
     token_hits: float
-    """Share of prompt tokens that hit."""
     block_hits: float
-    """Share of full blocks that hit."""
     worst_share: float
     """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
     spread: float
-    """Coefficient of variation of the requests per server."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
 
 
 def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> RoutingMetrics:
-    """The metrics of the requests that arrived at ``from_s`` or later.
+    """Return the metrics of the requests that arrived at ``from_s`` or later.
 
     Raises:
         InvalidInput: no request.
@@ -316,16 +309,16 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
 def worst_share(
     arrivals: Sequence[tuple[float, int]], servers: int, window_s: float = WINDOW_S, least: int = WINDOW_REQUESTS
 ) -> float:
-    """Largest ratio of a server's requests to the mean, over windows of ``window_s`` with at least ``least`` requests.
+    """Return the largest ratio of a server's requests to the mean, over windows with at least ``least`` requests.
 
-    ``arrivals``: (s, server) in order of time. Windows include their start and exclude their end; every distinct one
-    is checked.
+    ``arrivals`` are (s, server) in order of time. Windows of ``window_s`` include their start and exclude their end;
+    every distinct window is checked.
     """
-    comes = [(at_s, 1, server) for at_s, server in arrivals]
-    goes = [(at_s + window_s, 0, server) for at_s, server in arrivals]
+    arriving = [(at_s, 1, server) for at_s, server in arrivals]
+    leaving = [(at_s + window_s, 0, server) for at_s, server in arrivals]
     counts = [0] * servers
     inside, worst, before_s = 0, 0.0, None
-    for at_s, is_new, server in heapq.merge(goes, comes):
+    for at_s, is_new, server in heapq.merge(leaving, arriving):
         if at_s != before_s and inside >= least:
             worst = max(worst, max(counts) * servers / inside)
         step = 1 if is_new else -1
@@ -340,11 +333,11 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 class ErringLeastTtft(LeastTtft):
-    """``least-ttft`` with errors in its estimates, which would else equal the simulator's truth.
+    """``least-ttft`` with errors in its estimates, which would otherwise equal the simulator's truth.
 
     Each request's estimates at each server have a random factor: normal with mean 1 and standard deviation ``error``,
     at least 0.1, drawn from the seed, the request and the time. Compute, wait and the booked backlog have the same
-    factor; equal calls give equal results.
+    factor. Equal calls give equal results.
 
     Raises:
         InvalidInput: an error outside 0 to 1.
@@ -373,17 +366,16 @@ class ErringLeastTtft(LeastTtft):
 
     def _off(self, seconds: list[float], request: Request, slots: Sequence[int], now_s: float) -> list[float]:
         factors = self.factors(request, max(slots) + 1, now_s)
-        return [one * factors[slot] for one, slot in zip(seconds, slots, strict=True)]
+        return [estimate_s * factors[slot] for estimate_s, slot in zip(seconds, slots, strict=True)]
 
     def factors(self, request: Request, slots: int, now_s: float) -> list[float]:
-        """Error factors of ``request`` at the first ``slots`` slots."""
-        # Keyed by the request and the time, so that a retry errs differently, but rank and booking alike.
+        # Keyed by the request and the time, so a retry errs differently, but rank and booking err alike.
         blocks = request.prompt.blocks
         last = blocks.item(-1) if len(blocks) else request.prompt.tokens
         at = np.array([now_s], dtype=np.float64).view(np.uint64)
         key = mix(mix(np.array([last ^ self._seed], dtype=np.uint64)) ^ at)
         drawn = mix(key + np.arange(1, 2 * slots + 1, dtype=np.uint64) * np.uint64(_ODD))
-        # Box and Muller: two uniform numbers, never 0 or 1, give a normal one.
+        # Box–Muller: two uniform numbers, never 0 or 1, give a normal number.
         share = (drawn.astype(np.float64) + 1.0) / (2.0**64 + 2.0)
         normal = np.sqrt(-2.0 * np.log(share[::2])) * np.cos(2.0 * np.pi * share[1::2])
         factors: list[float] = np.maximum(LEAST_FACTOR, 1.0 + self._error * normal).tolist()
@@ -391,7 +383,7 @@ class ErringLeastTtft(LeastTtft):
 
 
 class EngineEvents:
-    """Publishes changes of simulated caches to a ``PreciseIndex`` as engines do: numbered batches, tokens once."""
+    """Publisher of cache changes to a ``PreciseIndex`` in the way of engines: numbered batches, tokens once."""
 
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
@@ -414,15 +406,15 @@ class EngineEvents:
 def strategy_for(
     name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
 ) -> tuple[Scorer, CacheEvents | None]:
-    """The strategy of that name, and the listener of cache changes that it needs.
+    """Return the strategy of that name, and the listener of cache changes that it needs.
 
-    ``error``: standard deviation of the relative errors of estimates. ``given``: ``least-ttft`` knows the servers'
-    cost model; otherwise it learns.
+    ``error`` is the standard deviation of the relative errors of estimates. With ``given``, ``least-ttft`` knows the
+    servers' cost model; otherwise it learns.
 
     Raises:
         InvalidInput: unknown strategy.
     """
-    # These two are fed by events at their authors', so they are here.
+    # The authors of these two strategies feed them with events, and so does the simulator.
     if name in ("precise", "block-cost"):
         index = PreciseIndex(BLOCK_TOKENS)
         return named(name, index=index, **options), EngineEvents(index)

@@ -1,7 +1,7 @@
-"""Runs a function over many cells: in sequence, in processes, or on Ray, with equal results.
+"""Runs of a function over many cells: in sequence, in processes, or on Ray, with equal results.
 
-The function must depend on its cell alone (with seeds in it), and both must be picklable: a module's function, frozen
-dataclasses. Answers are in the order of the cells.
+The function must depend on its cell alone, which includes any seeds. Both must be picklable: a function of a module,
+and frozen dataclasses. Answers are in the order of the cells.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Answer = TypeVar("Answer")
 Way = Literal["sequence", "processes", "ray"]
 WAYS: tuple[Way, ...] = get_args(Way)
 Progress = Callable[[int, int], None]
-"""Called with the number of cells done and of all cells."""
+"""Callback with the number of cells done and the number of all cells."""
 Keep = Callable[[int, Any], None]
-"""Called with the number of a cell and its answer as soon as it is there, in this process."""
+"""Callback with the number of a cell and its answer, called in this process as soon as the answer is available."""
 _AGAIN_S = 0.2
 
 
@@ -41,7 +41,9 @@ def sweep(
     progress: Progress = lambda done, of: None,
     keep: Keep = lambda number, answer: None,
 ) -> list[Answer]:
-    """``run`` of each cell. ``jobs``: in parallel; None: one per core. ``keep``: for sweeps that are resumed.
+    """Return ``run`` of each cell.
+
+    ``jobs`` is the number of parallel runs; None: one per core. ``keep`` is for sweeps that are resumed.
 
     Raises:
         InvalidInput: unknown way, or no jobs.
@@ -63,7 +65,7 @@ def sweep(
             keep(number, answers[-1])
             progress(number + 1, len(cells))
         return answers
-    # Spawned, not forked: a fork would copy threads' locks (BLAS, sockets) in whatever state they are.
+    # Spawned, not forked: a fork would copy threads' locks (BLAS, sockets) in any state.
     before = set(active_children())
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
@@ -83,7 +85,10 @@ def sweep(
 
 
 def _interrupt(workers: Collection[BaseProcess]) -> None:
-    """Until they end: a signal that comes just before a system call that waits is not seen before that ends."""
+    """Send SIGINT to the workers repeatedly until they end.
+
+    A worker that enters a blocking system call just after the signal does not notice it until the call returns.
+    """
     while alive := [worker for worker in workers if worker.is_alive()]:
         for worker in alive:
             if worker.pid is not None:
@@ -93,13 +98,13 @@ def _interrupt(workers: Collection[BaseProcess]) -> None:
 
 
 _is_interrupted = False
-"""Whether this process is a worker that SIGINT has reached."""
 
 
 def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:
-    """Runs the cell where SIGINT, which a terminal sends to all processes, is an answer as any other error is.
-    Everywhere else in a worker it would print where the worker was, or leave half an answer in the pipe for which the
-    parent waits forever.
+    """Run the cell so that SIGINT, which a terminal sends to all processes, becomes an answer as any other error.
+
+    Anywhere else in a worker, SIGINT would print a traceback, or leave half an answer in the pipe, for which the parent
+    would wait forever.
     """
     global _is_interrupted
     try:
@@ -121,9 +126,9 @@ def has_ray() -> bool:
 def _on_ray(
     run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress, keep: Keep
 ) -> list[Answer]:
-    """On the cluster of RAY_ADDRESS, else on one of this computer for this call alone.
+    """Run on the cluster of RAY_ADDRESS, or on a local Ray instance for this call alone.
 
-    A cell on a node that is lost is computed again on another. ``jobs``: None: what the cluster has room for.
+    A cell on a lost node is computed again on another node. ``jobs`` of None: as many as the cluster has room for.
     """
     try:
         import ray
@@ -135,9 +140,14 @@ def _on_ray(
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get("RAY_ADDRESS")
         how: dict[str, Any] = {"address": address}
-        if not address:  # not one of others that happens to run here
-            here = jobs or os.cpu_count() or 1
-            how = {"address": "local", "num_cpus": here, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        if not address:  # not a Ray instance of other users on this machine
+            local_jobs = jobs or os.cpu_count() or 1
+            how = {
+                "address": "local",
+                "num_cpus": local_jobs,
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+            }
         try:
             ray.init(log_to_driver=False, logging_level="ERROR", **how)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -159,13 +169,13 @@ def _on_ray(
                 progress(len(answers), len(cells))
         return [answers[number] for number in range(len(cells))]
     except ray.exceptions.RayTaskError as error:
-        # Its own text is the worker's whole traceback.
+        # The text of the error itself is the worker's whole traceback.
         raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except ray.exceptions.RayError as error:
         raise SkyMemoryError(f"Ray gave a cell up: {str(error).splitlines()[0]}: run fewer in parallel") from error
     finally:
-        if ours:  # with us end our tasks, wherever they run
+        if ours:  # shutting down ends the tasks on all nodes
             ray.shutdown()
         else:
-            for left in waiting:
-                ray.cancel(left, force=True)
+            for task_ref in waiting:
+                ray.cancel(task_ref, force=True)

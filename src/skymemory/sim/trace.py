@@ -1,11 +1,11 @@
 """Request traces in Mooncake's format: reading, jitter, rate, statistics.
 
-One JSON object per line: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
-``hash_ids`` (one number per 512 tokens of the prompt; equal numbers mean equal prefixes). The last number is usually of
-a partial block, which engines do not cache but published tables count; both counts are available.
+A line is a JSON object: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
+``hash_ids`` (one number per 512 tokens of the prompt; equal numbers mean equal prefixes). The last number usually
+belongs to a partial block, which engines do not cache but published tables count. Both counts are available.
 
-The conversation trace has arrivals in batches 3 s apart; ``jittered`` spreads them. It has no clients; ``session`` is
-inferred: a request belongs to the session of its deepest block seen before, or to a new one if that is only the block
+The conversation trace has arrivals in batches 3 s apart; ``jittered`` spreads them. It has no clients, so ``session``
+is inferred: a request belongs to the session of its deepest known block, or to a new session if that is only the block
 that all requests share.
 """
 
@@ -30,22 +30,20 @@ _FIELDS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace or a generator."""
-
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
-    """One per block of the prompt, the partial one included. Equal ids mean equal prefixes."""
+    """Ids of the prompt's blocks, including the partial block. Equal ids mean equal prefixes."""
     session: int = 0
 
     def blocks(self, partial: bool = False) -> tuple[int, ...]:
-        """Ids of its full blocks; with ``partial`` also of the last one."""
+        """Return the ids of its full blocks; with ``partial`` also of the last block."""
         return self.ids if partial else self.ids[: self.input_tokens // BLOCK_TOKENS]
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
-    """The requests of a trace, the first ``most`` of them, in its order.
+    """Return the first ``most`` requests of a trace, in its order.
 
     Raises:
         InvalidInput: an invalid line, with its number, or no request.
@@ -74,21 +72,20 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
 
 
 def jittered(requests: Sequence[TraceRequest], seed: int, within_s: float = BATCH_S) -> list[TraceRequest]:
-    """Each arrival delayed by a uniform draw up to ``within_s``, sorted again."""
+    """Delay each arrival by a uniform draw up to ``within_s``, and sort again."""
     draw = random.Random(seed)
     moved = [replace(request, at_s=request.at_s + draw.uniform(0, within_s)) for request in requests]
     return sorted(moved, key=lambda request: request.at_s)
 
 
 def at_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]:
-    """The requests, arriving ``rate`` times as fast."""
     if rate <= 0:
         raise InvalidInput(f"rate {rate:g}: expected above 0")
     return [replace(request, at_s=request.at_s / rate) for request in requests]
 
 
 def split_at(requests: Sequence[TraceRequest], share: float) -> float:
-    """Time (s) at which ``share`` of the trace has passed, to tune on what is before."""
+    """Return the time (s) at which ``share`` of the trace has passed, to tune on the requests before it."""
     if not 0 < share < 1:
         raise InvalidInput(f"share {share:g}: expected between 0 and 1")
     first_s, last_s = requests[0].at_s, requests[-1].at_s
@@ -96,19 +93,23 @@ def split_at(requests: Sequence[TraceRequest], share: float) -> float:
 
 
 def ideal_hits(requests: Iterable[TraceRequest], partial: bool = False) -> tuple[int, int]:
-    """Hits of one cache that never evicts, and the number of blocks."""
-    seen: set[int] = set()
-    hits = asked = 0
+    """Return the hits of a single cache that never evicts, and the number of blocks."""
+    known: set[int] = set()
+    hits = blocks_total = 0
     for request in requests:
         blocks = request.blocks(partial)
-        asked += len(blocks)
-        hits += next((at for at, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-    return hits, asked
+        blocks_total += len(blocks)
+        hits += next((at for at, block in enumerate(blocks) if block not in known), len(blocks))
+        known.update(blocks)
+    return hits, blocks_total
 
 
 def _parsed(line: str) -> TraceRequest:
-    """Raises ValueError or TypeError with the reason."""
+    """Parse a line.
+
+    Raises:
+        ValueError, TypeError: the line is invalid; the message is the reason.
+    """
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -126,31 +127,32 @@ def _parsed(line: str) -> TraceRequest:
         if type(fields[name]) is not int or not (name == "input_length") <= fields[name] <= _LARGEST:
             raise ValueError(f"{name} is {quoted(fields[name])}; expected a whole number, not negative, below 2^53")
     ids = fields["hash_ids"]
-    if not isinstance(ids, list) or not all(type(one) is int and abs(one) <= LARGEST_WHOLE for one in ids):
+    if not isinstance(ids, list) or not all(
+        type(block_id) is int and abs(block_id) <= LARGEST_WHOLE for block_id in ids
+    ):
         raise TypeError("hash_ids: expected a list of whole numbers of at most 64 bits")
     tokens = fields["input_length"]
-    begun = -(-tokens // BLOCK_TOKENS)
-    if len(ids) != begun:
-        raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens, of {BLOCK_TOKENS} each: expected {begun}")
+    expected = -(-tokens // BLOCK_TOKENS)
+    if len(ids) != expected:
+        raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens, of {BLOCK_TOKENS} each: expected {expected}")
     return TraceRequest(fields["timestamp"] / 1000, tokens, fields["output_length"], tuple(ids))
 
 
 def _session(ids: tuple[int, ...], owners: dict[int, int], fresh: int) -> int:
-    # The first block is shared by all (a system prompt), so a session needs a second one.
-    seen = next((at for at, one in enumerate(ids) if one not in owners), len(ids))
-    session = owners[ids[seen - 1]] if seen > 1 else fresh
-    for one in ids[seen:]:
-        owners[one] = session
+    # All requests share the first block (a system prompt), so a session needs a second known block.
+    known = next((at for at, block_id in enumerate(ids) if block_id not in owners), len(ids))
+    session = owners[ids[known - 1]] if known > 1 else fresh
+    for block_id in ids[known:]:
+        owners[block_id] = session
     return session
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Statistics of a trace or workload. *all* includes partial blocks."""
+    """Statistics of a trace or workload. Names with ``all`` include partial blocks."""
 
     requests: int
     duration_s: float
-    """From the first arrival to the last."""
     rate_per_s: float
     mean_prompt_tokens: float
     mean_output_tokens: float
@@ -159,22 +161,24 @@ class TraceStatistics:
     all_blocks: int
     all_distinct_blocks: int
     once_share: float
-    """Share of the distinct blocks (all) in one prompt only, which no cache can hit."""
+    """Share of the distinct blocks (with partial blocks) in one prompt only, which no cache can hit."""
     most_uses: int
-    """Uses of the most popular block."""
     ideal_block_hits: float
-    """Hit rate of one cache that never evicts."""
+    """Hit rate of a single cache that never evicts."""
     ideal_all_block_hits: float
     """The same with partial blocks, as published tables count."""
     ideal_token_hits: float
-    """Share of the prompts' tokens in those hits."""
 
     def as_json(self) -> dict[str, float]:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
 
 
 def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
-    """Raises InvalidInput where there is no request."""
+    """Return the statistics of the requests.
+
+    Raises:
+        InvalidInput: no requests.
+    """
     if not requests:
         raise InvalidInput("no requests: no statistics")
     tokens = sum(request.input_tokens for request in requests)
@@ -201,7 +205,7 @@ def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
 
 
 def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[int]:
-    """Number of prompts with each block, the most popular first."""
+    """Return the number of prompts with each block, the most popular first."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.blocks(partial))
@@ -209,5 +213,4 @@ def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[
 
 
 def shared_above(uses: Sequence[int], least: int) -> float:
-    """Share of the distinct blocks in at least ``least`` prompts."""
     return sum(count >= least for count in uses) / max(1, len(uses))

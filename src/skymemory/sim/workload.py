@@ -1,17 +1,18 @@
 """Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
 
 A workload consists of conversations. Each starts with its tenant's system prompt, sometimes a shared document, then its
-own text; each further turn repeats all that and adds the answer and a new message. The result is as in a trace
+own text. Each further turn repeats all that and adds the answer and a new message. The result is as in a trace
 (``trace.TraceRequest``), with block ids that form a prefix tree.
 
 ``CONVERSATIONS`` has the statistics of Mooncake's conversation trace (compared in tests). ``TENANTS``: many system
-prompts with changing popularity, short questions, long answers, no batches. ``AGENTS``: agents with tools, with long
+prompts with changing popularity, short questions, long answers, no batches. ``AGENTS``: agents with tools and long
 instructions, often the files of a repository, then about fourteen short calls and results, seconds apart.
 
 ``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2): ArXiv summarization (8,088 tokens in, 229
 out, nothing shared), L-Eval (19,019 in, 72 out, over 80 % cached), and simulated prompts of 16k to 128k tokens (512
 out, half of each cached). Only lengths and sharing matter to a simulator. The paper does not give the spread of
-lengths; ours are log-normal, and constant for the simulated ones. A prompt is a shared prefix and text of its own."""
+lengths; here they are log-normal, and constant for the simulated prompts. A prompt is a shared prefix and its own text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from skymemory.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittered, r
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A clipped log-normal distribution of whole numbers."""
+    """Clipped log-normal distribution of whole numbers."""
 
     median: float
     sigma: float
@@ -48,11 +49,9 @@ class Popularity:
     count: int
     skew: float
     moves_every_s: float = math.inf
-    """Interval at which ranks rotate by ``moves_by``."""
     moves_by: int = 0
 
     def weights(self) -> list[float]:
-        """Cumulative weights by rank."""
         return list(accumulate(1 / rank**self.skew for rank in range(1, self.count + 1)))
 
     def draw(self, dice: random.Random, weights: list[float], at_s: float) -> int:
@@ -73,36 +72,33 @@ class Workload:
     conversations_per_s: float
     tenants: Popularity
     system: Spread
-    """Length of a tenant's system prompt."""
     documents: Popularity = _ONE
     document: Spread = _NONE
     document_share: float = 0.0
     question: Spread
     """Own text of the first turn."""
     job_share: float = 0.0
-    """Conversations with a single request of ``job`` tokens."""
+    """Share of conversations with a single request of ``job`` tokens."""
     job: Spread = _NONE
     goes_on: float
-    """Probability of a second turn."""
     goes_on_growth: float = 0.0
-    """Later ends are less likely: by the factor ``turn ** -goes_on_growth``."""
+    """Exponent by which later ends become less likely: the factor is ``turn ** -goes_on_growth``."""
     message: Spread
     long_message_share: float = 0.0
     long_message: Spread = _NONE
     pause: Spread
-    """Seconds between the arrivals of turns."""
     answer: Spread
     curt_share: float
     """Share of answers of a few tokens."""
     batch_s: float = 0.0
-    """Arrivals are delayed to the next multiple; 0: not."""
+    """Arrivals are delayed to the next multiple of this; 0: no delay."""
     most_tokens: int = 126_000
 
 
 def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequest]:
-    """``duration_s`` of requests in order of arrival; equal arguments give equal requests.
+    """Return ``duration_s`` of requests in order of arrival. Equal arguments give equal requests.
 
-    Conversations start before second 0 too, so that the first requests have the same statistics.
+    Conversations also start before second 0, so that the first requests have the same statistics.
 
     Raises:
         InvalidInput: a duration of 0 or less.
@@ -115,7 +111,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
     systems = [workload.system.draw(dice) for _ in range(workload.tenants.count)]
     texts = [workload.document.draw(dice) for _ in range(workload.documents.count)]
     requests: list[TraceRequest] = []
-    # Long enough that the conversations which began before second 0 have reached their usual mix of turns.
+    # Long enough for conversations that began before second 0 to reach their usual mix of turns.
     before_s = 6.0 * workload.pause.median
     begins_s, session = -before_s, 0
     while (begins_s := begins_s + dice.expovariate(workload.conversations_per_s)) < duration_s:
@@ -140,7 +136,7 @@ def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequ
 def _turns(
     workload: Workload, dice: random.Random, begins_s: float, own: int, job: bool
 ) -> Iterator[tuple[float, int, int]]:
-    """Per turn: arrival (s), tokens after the stem, tokens of the answer."""
+    """Yield per turn: arrival (s), tokens after the stem, tokens of the answer."""
     at_s, turn = begins_s, 1
     while True:
         curt = dice.random() < workload.curt_share
@@ -210,16 +206,16 @@ WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AG
 class BlockNames:
     """Ids of blocks, numbered by first appearance as in traces.
 
-    A block's id is determined by the prompt up to its end, so that equal ids mean equal prefixes.
+    A block's id is determined by the prompt up to its end, so equal ids mean equal prefixes.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def of(self, stem: tuple[tuple[str, int, int], ...], own: tuple[str, int, int]) -> tuple[int, ...]:
-        """Ids of a prompt of these parts (kind, which, tokens); ``own`` is unique to it."""
+        """Return the ids of a prompt of these parts (kind, which, tokens). ``own`` is unique to it."""
         ids = []
-        # A block is named by the parts that it ends in or lies behind: two prompts share it if all of these are equal.
+        # A block is named by the parts up to its end: two prompts share it if all of these are equal.
         begin, shared = 0, 0
         for end_of in range(1, len(stem) + 1):
             shared += stem[end_of - 1][2]
@@ -240,13 +236,11 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Prompts and answers of an open-loop workload."""
-
     name: str
     prompt: Spread
     answer: Spread
     shared: float = 0.0
-    """Share of a prompt that is one of ``prefixes``, 0 to 1. A cache that never evicts hits less at first."""
+    """Share of a prompt that comes from ``prefixes``, 0 to 1. A cache that never evicts hits less at first."""
     prefixes: Popularity = _ONE
 
     def __post_init__(self) -> None:
@@ -255,16 +249,16 @@ class OpenLoop:
 
 
 def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
-    """``count`` requests of a Poisson process; equal arguments give equal requests.
+    """Return ``count`` requests of a Poisson process. Equal arguments give equal requests.
 
-    Another rate scales the arrivals of the same requests, so that rates can be compared.
+    Another rate scales the arrivals of the same requests, so rates can be compared.
 
     Raises:
         InvalidInput: a rate of 0 or less, or no requests.
     """
     if not 0 < rate_per_s < math.inf or count < 1:
         raise InvalidInput(f"{count} requests at {rate_per_s:g}/s; expected at least 1, at a rate above 0")
-    # Two generators: another rate, or another workload, keeps the same sequence of arrivals.
+    # Two generators: another rate or another workload keeps the same sequence of arrivals.
     dice, clock = random.Random(seed), random.Random(seed + 1)
     names = BlockNames()
     weights = workload.prefixes.weights()
@@ -286,7 +280,7 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
 
 
 def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
-    """A log-normal with that mean before clipping."""
+    """Return a log-normal distribution with that mean before clipping."""
     return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
@@ -304,7 +298,6 @@ OPEN_LOOPS = {workload.name: workload for workload in (ARXIV, L_EVAL, *SIMULATED
 
 
 def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
-    """The workload with another number of shared prefixes."""
     return replace(workload, prefixes=replace(workload.prefixes, count=prefixes))
 
 
@@ -314,20 +307,17 @@ class RequestSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def requests(self) -> list[TraceRequest]:
-        """In order of arrival. Equal sources give equal requests."""
-        ...
+    def requests(self) -> list[TraceRequest]: ...
 
 
 HOUR_S = 3_537.0
 """Duration of the conversation trace and the generator."""
 QUICK_S = 600.0
-"""Duration with ``quick``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The conversation trace, or without one the generator with its statistics."""
+    """The conversation trace; without a trace, the generator with its statistics."""
 
     trace: Path | None
     seed: int = 0
@@ -339,7 +329,7 @@ class Source:
         return f"{what}, first {QUICK_S:g} s" if self.quick else what
 
     def requests(self) -> list[TraceRequest]:
-        """In order of arrival, with batches spread over the time between them.
+        """Return the requests in order of arrival, with batches spread over the time between them.
 
         Raises:
             InvalidInput: not a trace.
@@ -356,19 +346,17 @@ def _requests(source: Source) -> list[TraceRequest]:
         seconds = QUICK_S if source.quick else HOUR_S
         requests = generate(WORKLOADS["conversations"], seconds, seed=100 + source.seed)
     requests = jittered(requests, source.seed, BATCH_S)
-    return [one for one in requests if one.at_s < QUICK_S] if source.quick else requests
+    return [request for request in requests if request.at_s < QUICK_S] if source.quick else requests
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """Requests of a Poisson process (``poisson``)."""
-
     workload: str
     rate_per_s: float
     count: int
     seed: int = 0
     prefixes: int | None = None
-    """Number of shared prefixes; None: the workload's."""
+    """Number of shared prefixes; None: that of the workload."""
 
     @property
     def name(self) -> str:
@@ -404,7 +392,8 @@ WORDS = _VOCABULARY.split()
 
 
 def render_text(request: TraceRequest, characters_per_block: int) -> str:
-    """Text of a prompt, with ``characters_per_block`` for each full block and proportionally fewer for a partial one.
+    """Return a prompt's text, with ``characters_per_block`` per full block and proportionally fewer for a partial
+    block.
 
     Equal ids give equal text, so equal prefixes stay equal. Lengths are scaled down for small models.
 
@@ -413,7 +402,7 @@ def render_text(request: TraceRequest, characters_per_block: int) -> str:
     """
     if characters_per_block < 8:
         raise InvalidInput(f"{characters_per_block} characters per block; expected 8 or more")
-    text = "".join(_block_text(one, characters_per_block) for one in request.ids)
+    text = "".join(_block_text(block_id, characters_per_block) for block_id in request.ids)
     rest_tokens = request.input_tokens % BLOCK_TOKENS
     if rest_tokens:
         missing = characters_per_block - max(1, rest_tokens * characters_per_block // BLOCK_TOKENS)
@@ -422,7 +411,6 @@ def render_text(request: TraceRequest, characters_per_block: int) -> str:
 
 
 def _block_text(number: int, characters: int) -> str:
-    """Words drawn by the block's id, ending with a space."""
     # Seeded by the id alone: equal blocks have equal text in every process.
     dice = random.Random(number)
     text = ""

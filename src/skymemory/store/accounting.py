@@ -1,8 +1,7 @@
-"""Stores with a byte budget: sizes, leases, pins, reservations and eviction, whatever holds the values.
+"""Accounting of stores with a byte budget: sizes, leases, pins, reservations and eviction, independent of the medium.
 
-``PrefixOrder`` says which entries may be evicted, a policy (``eviction``) which of these comes first,
-``Inventory`` counts their bytes, and ``BudgetedStore`` is the contract over that, for stores in memory and on disk.
-``Deadlines`` says when keys end.
+``PrefixOrder`` says which entries may be evicted; a policy (``eviction``) chooses the next victim. ``Inventory`` counts
+bytes. ``BudgetedStore`` implements the contract on top. ``Deadlines`` holds the expiry times of keys.
 """
 
 from __future__ import annotations
@@ -39,20 +38,19 @@ from skymemory.units import format_size
 
 
 class Deadlines:
-    """Keys with the time at which each ends. A key has one time: the last that was given."""
+    """Expiry times of keys; the last set counts."""
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []
         """Entries that differ from ``_until_s`` are stale."""
         self.next_s = math.inf
-        """None ends before."""
+        """Lower bound of all expiry times."""
 
     def __len__(self) -> int:
         return len(self._until_s)
 
     def give(self, key: bytes, until_s: float) -> None:
-        """``key`` ends at ``until_s`` (infinite: never)."""
         self._until_s.pop(key, None)
         if until_s < math.inf:
             self._until_s[key] = until_s
@@ -66,27 +64,27 @@ class Deadlines:
         self._until_s.pop(key, None)
 
     def of(self, key: bytes) -> float:
-        """When ``key`` ends; infinite: never, as far as is known here."""
+        """Return the expiry time of ``key``; infinite if it has none."""
         return self._until_s.get(key, math.inf)
 
     def ended(self, now_s: float) -> list[bytes]:
-        """The keys whose time has come, each once; they are forgotten."""
-        ended = []
+        """Forget and return the expired keys, each once."""
+        expired = []
         while self._heap and self._heap[0][0] <= now_s:
             end_s, key = heapq.heappop(self._heap)
             if self._until_s.get(key) == end_s:
                 del self._until_s[key]
-                ended.append(key)
+                expired.append(key)
         self.next_s = self._heap[0][0] if self._heap else math.inf
-        return ended
+        return expired
 
 
 REMEMBERED = 16_384
-"""Absent keys whose predecessor is remembered: those of the prompts being computed. Some 4 MB when full."""
+"""Limit of absent keys with a remembered predecessor: those of prompts being computed. About 4 MB when full."""
 
 
 class _Node:
-    """A key that is here, or that precedes one that is here or held."""
+    """Key that is present, or precedes a present or held key."""
 
     __slots__ = ("before", "depth", "here", "holds")
 
@@ -94,29 +92,30 @@ class _Node:
         self.before = before
         self.depth = depth
         self.holds = 0
-        """Calls of ``hold`` for it, and one for each node behind it."""
+        """Hold count: ``hold`` calls plus one per child."""
         self.here = False
 
 
 class PrefixOrder:
-    """``set_evictable(key, evictable)`` is called whenever that changes for a key that is here.
+    """Order of the keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present
+    key.
 
-    Every call costs O(1) per key named, except for a key that gets its predecessor after others came behind it: that
-    takes a step for each key before it, once.
+    Calls cost O(1) per key named; but a key that gets its predecessor after its successors takes, once, a step for each
+    key before it.
     """
 
     def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
         self._set_evictable = set_evictable
         self._nodes: dict[bytes, _Node] = {}
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors of keys without a node, in the order in which they were last named."""
+        """Predecessors of keys without a node, least recently named first."""
         self._remembered = remembered
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """These follow one another. What is known stays: a key has one prefix."""
+        """Learn that ``keys`` follow one another. Known predecessors stay: a key has one prefix."""
         for before, key in pairwise(keys):
             node = self._nodes.get(key)
             if node is None:
@@ -127,7 +126,7 @@ class PrefixOrder:
     def _adopt(self, key: bytes, node: _Node, before: bytes) -> None:
         if before not in self._nodes or before == key:
             return
-        if node.holds:  # calls that are not chains might name keys in a circle, which could never be evicted
+        if node.holds:  # calls that are not chains might form a cycle of keys, which could never be evicted
             above: bytes | None = before
             while above is not None:
                 if above == key:
@@ -143,17 +142,17 @@ class PrefixOrder:
             self._before.popitem(last=False)
 
     def before(self, key: bytes) -> bytes | None:
-        """The key's predecessor; None at the start of a chain, or if unknown."""
+        """Return the predecessor; None at the start of a chain, or if unknown."""
         node = self._nodes.get(key)
         return self._before.get(key) if node is None else node.before
 
     def depth(self, key: bytes) -> int:
-        """Number of keys before it, as known when it was added."""
+        """Return the number of keys before ``key``, as known when it was added."""
         node = self._nodes.get(key)
         return 0 if node is None else node.depth
 
     def added(self, key: bytes) -> None:
-        """It is here now; evictable, unless ``set_evictable`` says otherwise."""
+        """Record that ``key`` is present; evictable, unless ``set_evictable`` says otherwise."""
         node = self._nodes.get(key)
         if node is None:
             node = self._new(key, ())
@@ -165,48 +164,49 @@ class PrefixOrder:
                 self._set_evictable(key, False)
 
     def removed(self, key: bytes) -> None:
-        """It is no longer here."""
         node = self._nodes.get(key)
         if node is None or not node.here:
             return
         node.here = False
-        if not node.holds:  # else it stays as a node: blocks behind it hold those before it
+        if not node.holds:  # else it stays as a node: its successors hold the keys before it
             self._forget(key, node)
 
     def hold(self, key: bytes) -> None:
-        """Keep it, here or not, and the keys before it from eviction, until ``free`` was called as often."""
+        """Protect ``key``, present or absent, and the keys before it from eviction, until as many ``free`` calls."""
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """``made``: keys whose nodes this call has created; none of them may precede another."""
-        at: bytes | None = key
-        while at is not None:
-            node = self._nodes.get(at)
+        """Hold ``key`` and its predecessors. ``made``: keys whose nodes this call created, which must not precede each
+        other.
+        """
+        current: bytes | None = key
+        while current is not None:
+            node = self._nodes.get(current)
             is_new = node is None
             if node is None:
-                node = self._new(at, made)
-                made.add(at)
+                node = self._new(current, made)
+                made.add(current)
             node.holds += 1
             if not is_new:
                 if node.holds == 1:
-                    self._set_evictable(at, False)
+                    self._set_evictable(current, False)
                 return
-            at = node.before
+            current = node.before
 
     def free(self, key: bytes) -> None:
-        at: bytes | None = key
-        while at is not None:
-            node = self._nodes[at]
+        current: bytes | None = key
+        while current is not None:
+            node = self._nodes[current]
             node.holds -= 1
             if node.holds:
                 return
             if node.here:
-                self._set_evictable(at, True)
+                self._set_evictable(current, True)
                 return
-            del self._nodes[at]
+            del self._nodes[current]
             if node.before is not None:
-                self._remember(at, node.before)
-            at = node.before
+                self._remember(current, node.before)
+            current = node.before
 
     def _new(self, key: bytes, made: set[bytes] | tuple[()]) -> _Node:
         before = self._before.pop(key, None)
@@ -225,13 +225,13 @@ class PrefixOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One value. Equal only to itself: a value stored again under the same key has another entry."""
+    """Entry of one value, equal only to itself: a value stored again under the key has another entry."""
 
     size_bytes: int
 
 
 class Inventory:
-    """The entries of a store: at most ``budget_bytes``, no I/O, no clock. The caller holds a lock around every call.
+    """Entries of a store, without I/O and clock. The caller holds a lock around every call.
 
     Raises:
         InvalidInput: no such policy.
@@ -243,27 +243,26 @@ class Inventory:
         self.entries: dict[bytes, Entry] = {}
         self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
-        """Keys whose values a later release wrote: neither read nor replaced, but they count."""
+        """Keys of a later release's values: neither read nor replaced, but counted."""
         self._places: dict[bytes, Place] = {}
-        """Places of entries, as their writers gave them."""
         self._policy = policy_named(policy, self._depth)
         self._loads: OpenTickets[LoadTicket] = OpenTickets()
         self._stores: OpenTickets[StoreTicket] = OpenTickets()
         self._leases: dict[LoadTicket, list[bytes]] = {}
-        """The keys that each open load protects."""
+        """Keys protected by each open load."""
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
-        """The keys that each open store protects, with their sizes in bytes."""
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """A heap of both, numbered; those of tickets that have ended are stale, and keep no values in memory."""
+        """Heap of ticket ends, numbered, with weak references so that ended tickets (stale entries) keep no values in
+        memory.
+        """
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """A heap; entries that differ from ``_pins`` are stale."""
+        """Heap of the ends of pins; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
-        """Of entries that expire."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -278,7 +277,7 @@ class Inventory:
     # --- entries ---
 
     def put(self, key: bytes, size_bytes: int, place: Place | None = None) -> None:
-        """Enter a value. It replaces an earlier one, whose pin and lifetime end; a known place stays."""
+        """Enter a value. It replaces an earlier value, whose pin and lifetime end; a known place stays."""
         self._unpin(key)
         self.lifetimes.forget(key)
         if place is not None:
@@ -291,12 +290,11 @@ class Inventory:
             self.order.added(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """Enter a value of a later release: it counts, and is neither read, replaced nor evicted."""
+        """Enter a later release's value: it counts, and is never read, replaced or evicted."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
     def remove(self, key: bytes) -> bool:
-        """Returns whether it was here."""
         entry = self.entries.get(key)
         if entry is None:
             return False
@@ -310,18 +308,18 @@ class Inventory:
         return True
 
     def evict(self, victim: bytes) -> None:
-        """Remove what ``in_the_way`` or ``over_budget`` named."""
+        """Remove a victim named by ``in_the_way`` or ``over_budget``."""
         self.used_bytes -= self.entries.pop(victim).size_bytes
         self.lifetimes.forget(victim)
         self.order.removed(victim)
         self._policy.gone(victim, evicted=True)
 
     def take_place(self, key: bytes) -> Place | None:
-        """The place of an evicted block, if its writer gave it; this call forgets it."""
+        """Forget and return the place of an evicted block; None if unknown."""
         return self._places.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Count a use. Returns the keys that are here, the most recently used (the first of ``keys``) last."""
+        """Count a use. Return the present keys, the most recently used (the first of ``keys``) last."""
         used = [key for key in reversed(keys) if key in self.entries]
         for key in used:
             self._policy.used(key)
@@ -337,14 +335,14 @@ class Inventory:
     # --- tickets ---
 
     def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
-        """A lease on those of ``keys`` that are here. Raises InvalidInput for anything that is not a key."""
+        """Lease those of ``keys`` that are present. Raises InvalidInput for anything that is not a key."""
         ticket = LoadTicket(check_keys(keys), now_s + lease_s)
         self._loads.add(ticket, now_s)
         self.lease(ticket)
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """Take the load for completion; InvalidInput unless it is open. Its lease lasts until ``end_lease``."""
+        """Take the load for completion; InvalidInput unless open. Its lease lasts until ``end_lease``."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
@@ -355,9 +353,11 @@ class Inventory:
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Reserve room for ``items``; returns per item whether there is.
+        """Reserve room; return, per item, True if there is room.
 
-        Raises InvalidInput for an invalid item, and ValueTooLarge for one that the budget could never hold.
+        Raises:
+            InvalidInput: an invalid item.
+            ValueTooLarge: a value that the budget could never hold.
         """
         items = check_items(items)
         for _, value in items:
@@ -368,11 +368,13 @@ class Inventory:
                 )
         ticket = StoreTicket(items, now_s + lease_s, places=check_places(items, places))
         self._stores.add(ticket, now_s)
-        ticket.state = given = self.reserve(ticket, now_s)
-        return ticket, given
+        ticket.state = granted = self.reserve(ticket, now_s)
+        return ticket, granted
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Take the store for completion; InvalidInput unless it is open. Returns per item whether it still has room."""
+        """Take the store for completion; InvalidInput unless open. Return, per item, True if its room is still
+        reserved.
+        """
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)
@@ -380,13 +382,12 @@ class Inventory:
 
     @property
     def open_tickets(self) -> int:
-        """Loads and stores that have begun and not ended."""
         return len(self._loads) + len(self._stores)
 
     # --- leases and pins ---
 
     def lease(self, ticket: LoadTicket) -> None:
-        """Protect those of its keys that are here until ``end_lease``, or until it expires."""
+        """Protect the present keys until ``end_lease``, or until the ticket expires."""
         self.order.learn(ticket.keys)
         self._leases[ticket] = [key for key in ticket.keys if key in self.entries]
         for key in self._leases[ticket]:
@@ -398,7 +399,7 @@ class Inventory:
         heapq.heappush(self._ticket_ends, (ticket.expires_s, self._ticket_number, ref(ticket)))
         if len(self._ticket_ends) > 2 * (len(self._leases) + len(self._reservations)) + 64:  # mostly stale: rebuild
             open_now = self._leases.keys() | self._reservations.keys()
-            self._ticket_ends = [one for one in self._ticket_ends if one[2]() in open_now]
+            self._ticket_ends = [entry for entry in self._ticket_ends if entry[2]() in open_now]
             heapq.heapify(self._ticket_ends)
 
     def end_lease(self, ticket: LoadTicket) -> None:
@@ -406,7 +407,7 @@ class Inventory:
             self.order.free(key)
 
     def pin(self, key: bytes, until_s: float, now_s: float) -> bool:
-        """False if it is absent or exceeds the pin budget; ``until_s`` not after ``now_s`` unpins."""
+        """Pin a key; ``until_s`` not after ``now_s`` unpins. False: absent, or over the pin budget."""
         self._expire(now_s)
         entry = self.entries.get(key)
         if entry is None:
@@ -435,28 +436,28 @@ class Inventory:
     # --- reservations and eviction ---
 
     def reserve(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Reserve room for the items of ``ticket`` until ``end_store``, or until it expires; returns per item whether
-        there is. Victims stay until they are in the way (``in_the_way``): a store that fails costs nothing.
+        """Reserve room until ``end_store``, or until the ticket expires; return, per item, True if there is room.
+        Victims stay until ``in_the_way`` names them, so a failed store costs nothing.
         """
         self._expire(now_s)
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
         self._reservations[ticket] = room
         self._will_end(ticket)
-        # First all at once, which is one search for victims; only if that fails item by item.
-        given = [key not in self.kept for key, _ in ticket.items]
-        wanted = [(key, size_of(value)) for (key, value), yes in zip(ticket.items, given, strict=True) if yes]
+        # First try all items, which is one search for victims; only if that fails, item by item.
+        granted = [key not in self.kept for key, _ in ticket.items]
+        wanted = [(key, size_of(value)) for (key, value), ok in zip(ticket.items, granted, strict=True) if ok]
         for item in wanted:
             self._reserve(item, room)
         if self._is_room(0):
-            return given
-        self.end_store(ticket)  # there is not room for all: one after the other
+            return granted
+        self.end_store(ticket)  # not enough room for all: item by item
         self._reservations[ticket] = room = []
         for at, (key, value) in enumerate(ticket.items):
-            given[at] = given[at] and self._is_room(size_of(value), self.order.before(key))
-            if given[at]:
+            granted[at] = granted[at] and self._is_room(size_of(value), self.order.before(key))
+            if granted[at]:
                 self._reserve((key, size_of(value)), room)
-        return given
+        return granted
 
     def _reserve(self, item: tuple[bytes, int], room: list[tuple[bytes, int]]) -> None:
         room.append(item)
@@ -464,7 +465,7 @@ class Inventory:
         self.order.hold(item[0])
 
     def _learn(self, ticket: StoreTicket) -> None:
-        """Each item's predecessor: as its writer gave it, or else the item before it in the call."""
+        """Learn each item's predecessor: from its writer, or else the previous item."""
         above: bytes | None = None
         for (key, _), place in zip(ticket.items, ticket.places, strict=True):
             before = above if place is None else place.parent
@@ -473,10 +474,10 @@ class Inventory:
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Of these reserved items, with their sizes: how many of the first can be put, and which victims to ``evict``
-        for them first, in this order. Not all can be put if victims have been leased or pinned meanwhile.
+        """Return how many of the first reserved items (with sizes) fit, and the victims to ``evict`` before, in order.
+        Not all fit if victims were leased or pinned meanwhile.
         """
-        # A chain's first blocks are worth most: the last items are left out first.
+        # A chain's first blocks are worth most, so the last items are left out first.
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
             replaced_bytes = sum(self.entries[key].size_bytes for key in sizes if key in self.entries)
@@ -487,12 +488,12 @@ class Inventory:
         return 0, []
 
     def victims_for(self, size_bytes: int) -> list[bytes] | None:
-        """Victims to ``evict``, in this order, that free ``size_bytes``, whatever the budget; None if too few do."""
+        """Return victims to ``evict``, in order, that free ``size_bytes`` at any budget; None if too few do."""
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Victims to ``evict`` for one value that is put right afterwards, and freed by ``order.free`` then; None where
-        that takes a ticket: there is no room, or others have reserved some.
+        """Return victims to ``evict`` for a value put immediately after, its key held until ``order.free``. None: it
+        needs a ticket, because there is no room or others have reservations.
         """
         if self._reservations or key in self.kept:
             return None
@@ -500,22 +501,25 @@ class Inventory:
             self.order.hold(key)
             return []
         self._expire(now_s)
-        if key in self.entries and not self._is_room(size_bytes, key):  # with a ticket both values need room
+        # With a ticket, the old and the new value both need room.
+        if key in self.entries and not self._is_room(size_bytes, key):
             return None
         self.order.hold(key)
         count, victims = self.in_the_way([(key, size_bytes)])
         if not count:
             self.order.free(key)
             return None
-        return victims  # what is known of its place would be forgotten if it were free before it is put
+        return victims  # held, because a free key would lose its known predecessor before it is put
 
     def over_budget(self, now_s: float) -> list[bytes]:
-        """Victims to ``evict``, in this order, to get below the budget, or as far as possible."""
+        """Return victims to ``evict``, in order, to get below the budget as far as possible."""
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
     def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
-        """Whether ``size_bytes`` more than is reserved can be freed, sparing ``behind`` and the blocks before it."""
+        """Return True if ``size_bytes`` beyond the reservations can be freed, sparing ``behind`` and the keys before
+        it.
+        """
         if behind is not None:
             self.order.hold(behind)
         victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
@@ -524,7 +528,9 @@ class Inventory:
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
-        """Victims that free ``excess_bytes``, first to last. None if too few can be; ``partly``: as many as can be."""
+        """Return victims, in order, that free ``excess_bytes``. If too few exist: None, or with ``partly`` all of
+        them.
+        """
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -532,7 +538,7 @@ class Inventory:
                 break
             excess_bytes -= self.entries[victim].size_bytes
             victims.append(victim)
-            self._policy.hold(victim)  # as if it were gone: the block before it may be next
+            self._policy.hold(victim)  # as if it were removed: the block before it may be next
             self.order.removed(victim)
         for victim in reversed(victims):
             self.order.added(victim)
@@ -540,7 +546,6 @@ class Inventory:
         return None if excess_bytes > 0 and not partly else victims
 
     def has_room(self, ticket: StoreTicket, now_s: float) -> bool:
-        """Whether its room is still reserved."""
         return ticket in self._reservations and ticket.expires_s > now_s
 
     def end_store(self, ticket: StoreTicket) -> None:
@@ -549,7 +554,6 @@ class Inventory:
             self.order.free(key)
 
     def pending(self, now_s: float) -> set[bytes]:
-        """Keys with a reservation."""
         return {key for ticket, items in self._reservations.items() if ticket.expires_s > now_s for key, _ in items}
 
     def _expire(self, now_s: float) -> None:
@@ -570,9 +574,8 @@ def size_of(value: Buffer) -> int:
 
 
 class BudgetedStore(TwoPhase):
-    """A store over an ``Inventory``: everything but the values themselves, which subclasses hold.
-
-    Each call takes the store's lock, and raises InvalidInput once the store is closed.
+    """Store over an ``Inventory``; subclasses hold the values. Calls take the lock, and raise InvalidInput once
+    closed.
     """
 
     def __init__(
@@ -586,7 +589,6 @@ class BudgetedStore(TwoPhase):
         self._lock = OwnLock(f"the {name} store")
         self._closed = False
         self.on_evict: Callable[[bytes, bytes, Place | None], object] | None = None
-        """As in ``base.Evicting``."""
 
     @property
     def name(self) -> str:
@@ -595,9 +597,10 @@ class BudgetedStore(TwoPhase):
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = check_keys(keys)
         with self._open():
-            pending, there = self._inventory.pending(self._clock()), self._inventory.entries
+            pending, entries = self._inventory.pending(self._clock()), self._inventory.entries
             return [
-                Presence.HIT if key in there else Presence.PENDING if key in pending else Presence.MISS for key in keys
+                Presence.HIT if key in entries else Presence.PENDING if key in pending else Presence.MISS
+                for key in keys
             ]
 
     @property
@@ -607,8 +610,8 @@ class BudgetedStore(TwoPhase):
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         keys = check_keys(keys)
         with self._open():
-            found = [self._inventory.entries.get(key) for key in keys]
-        return [None if entry is None else entry.size_bytes for entry in found]
+            entries = [self._inventory.entries.get(key) for key in keys]
+        return [None if entry is None else entry.size_bytes for entry in entries]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         keys = check_keys(keys)
@@ -625,10 +628,10 @@ class BudgetedStore(TwoPhase):
             self._inventory.close_load(ticket)
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        """Victims stay until ``complete_store`` has the values to replace them."""
+        """Reserve room. Victims stay until ``complete_store`` has the values to replace them."""
         with self._open():
-            ticket, given = self._inventory.open_store(items, places, self._clock(), self._lease_s, self._name)
-            self._counters.add("refused", given.count(False))
+            ticket, granted = self._inventory.open_store(items, places, self._clock(), self._lease_s, self._name)
+            self._counters.add("refused", granted.count(False))
             return ticket
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
@@ -638,42 +641,39 @@ class BudgetedStore(TwoPhase):
             return [self._inventory.pin(key, now_s + ttl_s, now_s) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """As in ``base.Expiring``; in spite of leases and pins. Another value stored under a key has no lifetime."""
+        """Expire values (``base.Expiring``), despite leases and pins."""
         keys, ttl_s = check_keys(keys), check_ttl(ttl_s)
         with self._open():
             return [self._promise(key, ttl_s) for key in keys]
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        there = key in self._inventory.entries
-        if there:
+        present = key in self._inventory.entries
+        if present:
             self._inventory.lifetimes.give(key, self._clock() + ttl_s)
-        return there
+        return present
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """As in ``base.Lasting``."""
         keys = check_keys(keys)
         with self._open():
             now_s = self._clock()
             return [self._inventory.lifetimes.of(key) - now_s for key in keys]
 
     def _end(self, key: bytes) -> None:
-        """The lifetime of ``key`` has ended: remove it. With the lock held."""
         raise TypeError(f"{type(self).__name__} does not define _end")
 
     def names(self) -> list[NamedValue]:
-        """As in ``named.Listing``; reads the beginning of every value, without the lock."""
+        """List named values (``named.Listing``); reads the start of every value, without the lock."""
         with self._open():
             keys = list(self._inventory.entries)
-        found = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
-        return sorted((one for one in found if one is not None), key=lambda one: one.name)
+        values = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
+        return sorted((value for value in values if value is not None), key=lambda one: one.name)
 
     def stored_keys(self) -> list[bytes]:
-        """Keys of all values, blocks too."""
         with self._open():
             return list(self._inventory.entries)
 
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
-        """At most ``size_bytes`` of a value; none where it is gone or not readable."""
+        """Return at most ``size_bytes`` of a value; empty if removed or unreadable."""
         raise TypeError(f"{type(self).__name__} does not define _beginning")
 
     def stats(self) -> dict[str, int | float]:
@@ -687,7 +687,7 @@ class BudgetedStore(TwoPhase):
             }
 
     def _open(self) -> OwnLock:
-        """The lock, for a ``with`` statement; InvalidInput once closed."""
+        """Return the lock for a ``with`` statement, after removing expired values; InvalidInput once closed."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         lifetimes = self._inventory.lifetimes

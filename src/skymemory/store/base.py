@@ -1,26 +1,25 @@
-"""The contract of every tier: 32-byte keys to values of bytes, in batches, loads and stores in two phases.
+"""Contract of every tier: batches of 32-byte keys and byte values; loads and stores in two phases.
 
-One contract suite (``tests/contract/store_contract.py``) runs over every implementation. Rules that
-hold for all of them:
+One contract suite (``tests/contract/store_contract.py``) runs over every implementation. Rules for all of them:
 
 - **Keys** are ``bytes`` of length 32 (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
-- **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later one, so that
-  eviction takes the last blocks of a chain first and presence stays prefix-closed.
-- **The writer gives places**: ``places``, one for each item, are the block's depth in its prompt and the block before
-  it; None (or no places at all) where that is unknown, or the value is not a block. They only make an index faster;
-  what is found never depends on them, nor on earlier calls.
-- **A miss is a value.** Absent, evicted, corrupt and unreachable all return ``None``; ``complete_load`` raises for
-  none of them. The reason is in the ticket's report and a counter in ``stats()``.
-- **Views are snapshots.** A returned view never changes while the caller holds it, whatever is put, deleted
-  or evicted. ``release(ticket)`` says that the caller has copied what it needs: only then is the memory behind the
-  views reused.
+- **Order matters.** A sequence of keys is a chain: an earlier key is worth more than a later key. Eviction takes the
+  last blocks of a chain first, so that presence stays prefix-closed.
+- **The writer gives places**: ``places`` holds, per item, the block's depth in its prompt and the previous block. It is
+  None (or ``places`` is empty) if that is unknown or the value is not a block. Places only make an index faster:
+  results never depend on them, and never on earlier calls.
+- **A miss is a value.** Absent, evicted, corrupt and unreachable all return ``None``; ``complete_load`` raises for none
+  of them. The reason is in the ticket's report and a counter in ``stats()``.
+- **Views are snapshots.** A returned view never changes while the caller holds it, even if its key is put, deleted or
+  evicted. ``release(ticket)`` says that the caller has copied what it needs; only then is the memory under the views
+  reused.
 - **Values are copied.** After ``complete_store`` returns, the caller may change or free what it passed in.
-- **No needless eviction.** Where room for a value cannot be made, nothing is evicted for it.
-- **A lease protects.** From ``prepare_load`` until ``complete_load`` (or ``release``, or the lease's end) the
-  keys that were present are not evicted; nor are those being stored, between the two phases of a store. Two tiers
+- **No needless eviction.** If eviction cannot make room for a value, nothing is evicted for it.
+- **A lease protects.** The keys that were present at ``prepare_load`` are not evicted until ``complete_load``,
+  ``release`` or the end of the lease. Keys being stored are protected between the two phases of a store. Two tiers
   promise less. Redis evicts by its own rules and leases nothing. Satellites get the lease in one unacknowledged packet
-  and lease at most a quarter of their memory: what does not fit, or whose packet was lost, may be evicted. Either is a
-  miss of that load.
+  and lease at most a quarter of their memory: a value that does not fit, or whose packet was lost, may be evicted. Both
+  cases are a miss of that load.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ Buffer = bytes | bytearray | memoryview
 """Types of a value; always C-contiguous bytes."""
 
 Places = Sequence[Place | None]
-"""The place of each item in its prompt; empty: unknown for all."""
+"""Place of each item in its prompt; empty if unknown for all."""
 
 KEY_BYTES = 32
 LEASE_S = 30.0
-"""How long a lease protects at most: a client that died must not pin memory forever."""
+"""Longest protection by a lease: a client that died must not pin memory forever."""
 
 ABANDONED_S = 10 * LEASE_S
-"""How long after its lease a ticket may still be completed (as a miss, or not stored)."""
+"""Time after its lease in which a ticket may still be completed (as a miss, or not stored)."""
 
 
 class Presence(enum.Enum):
-    """PENDING: a store of the key has begun and not ended; a load now is a miss."""
+    """Presence of a key. PENDING: a store of it has begun but not ended; a load now is a miss."""
 
     MISS = 0
     HIT = 1
@@ -71,19 +70,19 @@ class Presence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """The source of one key's value. ``tier`` is empty on a miss, and ``size_bytes`` 0."""
+    """Source of one key's value. On a miss, ``tier`` is empty and ``size_bytes`` is 0."""
 
     tier: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
     retransmitted: int = 0
     reason: str = ""
-    """Of a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
+    """Reason of a miss: "absent", "corrupt", "unreachable" …; empty on a hit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One load, key by key in the order of the call."""
+    """Report of one load, in the order of its keys."""
 
     keys: tuple[KeyReport, ...]
     seconds: float
@@ -94,43 +93,39 @@ class LoadReport:
 
     @property
     def retransmitted(self) -> int:
-        """Datagrams (or other units of the tier) that were retransmitted."""
         return sum(key.retransmitted for key in self.keys)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadTicket:
-    """A lease on ``keys``. ``report`` is set by ``complete_load``."""
+    """Lease on ``keys``. ``complete_load`` sets ``report``."""
 
     keys: tuple[bytes, ...]
     expires_s: float
-    """By the store's own clock."""
+    """Time on the store's own clock."""
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
-    """For the implementation."""
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Set before ``complete_load``, one for each key: where its value is wanted. A tier may receive it there."""
+    """Destination of each value, set before ``complete_load``; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """The values that are in their rows, undamaged: by position, each with its CRC-32. Of these ``complete_load``
-    returns the heads. The rows of others may have been written to all the same.
+    """CRC-32, by position, of the values received undamaged in their rows; ``complete_load`` returns only their heads.
+    Rows of other values may be overwritten all the same.
     """
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class StoreTicket:
-    """Room reserved for ``items``."""
+    """Reservation of room for ``items``."""
 
     items: tuple[tuple[bytes, Buffer], ...]
     expires_s: float
     seconds: float = 0.0
-    """Duration of ``complete_store``."""
     state: object = field(default=None, repr=False)
     places: tuple[Place | None, ...] = ()
-    """One for each of ``items``."""
     unanswered: frozenset[bytes] = frozenset()
-    """Keys that ``complete_store`` could not store for want of an answer; they were not refused."""
+    """Keys not stored because no answer came; they were not refused."""
     reason: str = ""
-    """Why not all is stored, in words for users; empty: not known, or all is."""
+    """Reason, in words for users, why some items are not stored; else, or if unknown, empty."""
 
     def __post_init__(self) -> None:
         self.places = self.places or (None,) * len(self.items)
@@ -138,90 +133,93 @@ class StoreTicket:
 
 @runtime_checkable
 class Store(Protocol):
-    """A tier. Every method may be called from any thread."""
+    """Tier of the hierarchy. Every method may be called from any thread."""
 
     @property
     def name(self) -> str:
-        """The tier's name in reports and metrics: "memory", "constellation" …"""
+        """Return the tier's name in reports and metrics: "memory", "constellation" …"""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Presence of each key; refreshes nothing and protects nothing."""
+        """Return the presence of each key, without refreshing or protecting it."""
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Bytes of each value that is present, without loading it; None: absent, or not known without loading it."""
+        """Return the bytes of each value, without loading it; None if absent or unknown."""
 
     @property
     def leases(self) -> bool:
-        """Whether a lease always protects: what is present when a load begins is there when it completes."""
+        """Return True if leases always protect: what is present at a load's start is present at its completion."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys that are all present (HIT), correct with holes behind them."""
+        """Return the number of leading keys that are all present (HIT); later holes do not matter."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease ``keys``: those present now stay until the load completes. Keys may repeat."""
+        """Lease ``keys``: those present stay until the load completes. Keys may repeat."""
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Read-only views in the order of ``ticket.keys``; None is a miss.
+        """Return read-only views in the order of ``ticket.keys``, None for a miss; set ``ticket.report``.
 
-        Once per ticket, else InvalidInput. Fills ``ticket.report``.
+        Raises:
+            InvalidInput: the ticket was completed before, or belongs to another store.
         """
 
     def release(self, ticket: LoadTicket) -> None:
-        """End a lease, or the use of the views of a completed load. May be repeated."""
+        """End a lease, or the use of the views of a completed load. May be called again."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
-        """Reserve room. A value that can never fit raises ValueTooLarge naming the limit."""
+        """Reserve room. Raises ValueTooLarge, with the limit, for a value that can never fit."""
 
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
-        """Per item, whether it is stored and acknowledged. False: no room, or no answer (``ticket.unanswered``). Once
-        per ticket, else InvalidInput.
+        """Return, per item, True if it is stored and acknowledged. False: no room, or no answer
+        (``ticket.unanswered``).
+
+        Raises:
+            InvalidInput: the ticket was completed before, or belongs to another store.
         """
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Both phases of a load."""
+        """Run both phases of a load."""
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Both phases of a store."""
+        """Run both phases of a store."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark as just used, the first key as the most recent; absent keys are ignored."""
+        """Mark ``keys`` as just used, the first as the most recent. Absent keys are ignored."""
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
         """Protect from eviction for ``ttl_s`` seconds (0 or less unpins). False: absent, or over the pin budget."""
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Remove, in spite of leases and pins (returned views stay valid). True where it was present and can no longer
-        be read, False where it was absent, None where that is unknown: a holder has not answered.
+        """Remove values despite leases and pins; returned views stay valid. Per key: True if it was present and can no
+        longer be read, False if absent, None if unknown because a holder did not answer.
         """
 
     def stats(self) -> dict[str, int | float]:
-        """Counters and gauges, units in their names."""
+        """Return counters and gauges; names contain units."""
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimated seconds for loading ``keys`` at ``now_s``; infinite when one is known to be absent."""
+        """Estimate the seconds for loading ``keys``; infinite if a key is known to be absent."""
 
     def close(self) -> None:
-        """Free all resources. May be repeated; other calls then raise InvalidInput."""
+        """Free all resources. May be called again; other calls then raise InvalidInput."""
 
     def __enter__(self) -> Self:
-        """``with open_store(...) as store:`` closes it."""
+        """Return the store; ``with open_store(...) as store:`` closes it."""
 
     def __exit__(self, *raised: object) -> None: ...
 
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """Optional: bring values to where they will be needed, ahead of time."""
+    """Optional interface: move values in advance to where they will be needed."""
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Have the values of ``keys`` near at the time ``at`` (seconds, the store's own clock: Unix time).
-
-        Per key, whether it will be. False where it is absent or could not be moved; then it stays where it was.
+        """Move the values of ``keys`` near before the time ``at`` (Unix seconds, the store's clock). Per key: True if
+        its value will be near; False if it is absent, or could not be moved and stays in its place.
         """
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """``prefetch`` of any tier; in one without distances, what is present is near."""
+    """Call ``prefetch`` of any tier; in a tier without distances, every present value is near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -229,53 +227,53 @@ def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> 
 
 @runtime_checkable
 class Evicting(Protocol):
-    """Optional: report evicted values, so that another tier can take them."""
+    """Optional interface: report evicted values, so that another tier can take them."""
 
     on_evict: Callable[[bytes, bytes, Place | None], object] | None
-    """Called with key, value and place (None: unknown) while the value is being evicted and the tier's lock is held: it
-    must be quick, and must not call the tier. Not for values that are deleted, replaced or lost by closing.
+    """Callback with key, value and place (None: unknown) during an eviction, with the tier's lock held: it must be
+    quick and must not call the tier. Not called for values deleted, replaced or lost by closing.
     """
 
 
 @runtime_checkable
 class Expiring(Protocol):
-    """Optional: expire values."""
+    """Optional interface: expire values."""
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Drop values after ``ttl_s`` seconds (infinite: never). True where that is promised."""
+        """Drop values after ``ttl_s`` seconds (infinite: never). True per key if promised."""
 
 
 @runtime_checkable
 class Lasting(Expiring, Protocol):
-    """Optional: say how long values will last. Another value stored under a key has no lifetime."""
+    """Optional interface: report lifetimes. A new value under the same key has none."""
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Seconds until each value expires; infinite: never, or it is absent."""
+        """Return the seconds until each value expires; infinite if it never does, or is absent."""
 
 
 @runtime_checkable
 class Keeping(Protocol):
-    """Optional: know which values a later release stored; they are neither read nor overwritten."""
+    """Optional interface: know the values of a later release, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Per key, whether a later release's value was seen under it. Asks no server."""
+        """Return True per key if a later release's value was seen under it. Asks no server."""
 
 
 @runtime_checkable
 class AtOnce(Protocol):
-    """Optional: answer where nothing has to be waited for, neither a disk nor another thread. So a caller that must not
-    be held up by a tier needs no thread between them.
+    """Optional interface: answer without waiting for a disk or another thread, so that a caller that must not be
+    blocked needs no thread for the call.
     """
 
     def at_once(self) -> AbstractContextManager[bool]:
-        """Hold the store. Where that yields True, lookups, leases, estimates and ``release`` wait for nothing."""
+        """Hold the store. If this yields True, lookups, leases, estimates and ``release`` do not block."""
 
     def load_now(self, ticket: LoadTicket) -> list[memoryview | None] | None:
-        """``complete_load`` of a ticket whose values are all in memory. None: they are not; the ticket is as before."""
+        """Run ``complete_load`` if all values are in memory; else return None and leave the ticket unchanged."""
 
 
 def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
-    """``keeps`` of any tier; none for a tier without it."""
+    """Call ``keeps`` of any tier; False for all keys if the tier lacks it."""
     return store.keeps(keys) if isinstance(store, Keeping) else [False] * len(keys)
 
 
@@ -311,17 +309,17 @@ class TwoPhase:
 
 
 def check_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """``keys`` as a tuple; InvalidInput unless each is 32 bytes."""
+    """Return ``keys`` as a tuple; raise InvalidInput unless each is 32 bytes."""
     for key in keys:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise InvalidInput(f"a store key must be {KEY_BYTES} bytes, got {what}: use kv.block.key_hash for names")
+            actual = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise InvalidInput(f"a store key must be {KEY_BYTES} bytes, got {actual}: use kv.block.key_hash for names")
     return tuple(keys)
 
 
 def check_items(items: Sequence[tuple[bytes, Buffer]]) -> tuple[tuple[bytes, Buffer], ...]:
-    """``items`` as a tuple; InvalidInput unless keys are keys and values are contiguous bytes. Empty views become
-    ``b""``: one with a zero in its shape cannot be cast.
+    """Return ``items`` as a tuple; raise InvalidInput unless each is a valid key and contiguous bytes. Empty views
+    become ``b""``, because a view with a zero in its shape cannot be cast.
     """
     check_keys([key for key, _ in items])
     return tuple([(key, _check_value(value)) for key, value in items])
@@ -342,7 +340,7 @@ def _check_value(value: Buffer) -> Buffer:
 
 
 def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[Place | None, ...]:
-    """``places`` as a tuple, one for each of ``items``; else InvalidInput."""
+    """Return ``places`` as a tuple with an entry per item; else raise InvalidInput."""
     if places and len(places) != len(items):
         raise InvalidInput(f"{len(places)} places for {len(items)} items: expected one for each, or none at all")
     for place in places:
@@ -352,7 +350,7 @@ def check_places(items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple
 
 
 def check_ttl(ttl_s: float) -> float:
-    """``ttl_s``; InvalidInput for NaN."""
+    """Return ``ttl_s``; raise InvalidInput for NaN."""
     if math.isnan(ttl_s):
         raise InvalidInput(f"a time of {ttl_s} s: expected a number of seconds, or math.inf for no limit")
     return ttl_s
@@ -362,28 +360,26 @@ _Ticket = TypeVar("_Ticket", LoadTicket, StoreTicket)
 
 
 class OpenTickets(Generic[_Ticket]):
-    """The loads, or the stores, of one store that have begun and not ended; each ticket is taken once. Thread-safe;
-    takes no other lock.
-    """
+    """Open loads, or open stores, of one store; each ticket is taken once. Thread-safe; takes no other lock."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[_Ticket, None] = OrderedDict()
         self._ending: set[_Ticket] = set()
         self._late: WeakSet[_Ticket] = WeakSet()
-        """Dropped; their callers may still have them, for a clock may have been set."""
+        """Dropped tickets. Their callers may still complete them: a clock may have been set."""
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ending)
 
     def add(self, ticket: _Ticket, now_s: float) -> None:
-        """It begins. Tickets not completed long after their lease are dropped: they must not keep values in memory."""
+        """Add a ticket; drop tickets not completed long after their lease, so that they keep no values in memory."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._open[ticket] = None
 
     def _drop_abandoned(self, now_s: float) -> None:
-        """From the front, to the first that is not abandoned; the next call looks behind it."""
+        """Drop tickets from the front up to the first that is not abandoned, which moves to the end."""
         while self._open:
             ticket = next(iter(self._open))
             if ticket.expires_s + ABANDONED_S >= now_s:
@@ -393,7 +389,7 @@ class OpenTickets(Generic[_Ticket]):
             self._late.add(ticket)
 
     def take(self, ticket: _Ticket) -> None:
-        """It is being completed, for the first and only time; else InvalidInput."""
+        """Take the ticket for its only completion. Raises InvalidInput if it is not open."""
         with self._lock:
             if ticket not in self._open and ticket not in self._late:
                 kind = "load" if isinstance(ticket, LoadTicket) else "store"
@@ -403,9 +399,9 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
-        """``take`` it, but count it until it is done."""
+        """Take the ticket, but count it as open until the ``with`` block ends."""
         with self._lock:
-            self._ending.add(ticket)  # first, so that it is always in one of them
+            self._ending.add(ticket)  # add before taking, so that the ticket is always in one of the sets
         try:
             self.take(ticket)
             yield
@@ -415,7 +411,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """It begins and ends here: count it meanwhile."""
+        """Count a ticket that begins and ends inside the ``with`` block."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -426,13 +422,12 @@ class OpenTickets(Generic[_Ticket]):
                 self._ending.discard(ticket)
 
     def discard(self, ticket: _Ticket) -> None:
-        """It is abandoned, or was completed already."""
         with self._lock:
             self._open.pop(ticket, None)
             self._late.discard(ticket)
 
     def holding(self, now_s: float) -> list[_Ticket]:
-        """Tickets whose lease has not ended."""
+        """Return the tickets with an unexpired lease."""
         with self._lock:
             return [ticket for ticket in set(self._open) | self._ending if ticket.expires_s > now_s]
 
@@ -444,11 +439,11 @@ class OpenTickets(Generic[_Ticket]):
 
 
 _LEARN_FROM_BYTES = 1 << 20
-"""Smaller loads measure the call, or a round trip, rather than the medium."""
+"""Least load to learn from: a smaller load measures the call or a round trip, not the medium."""
 
 
 class ReadRate:
-    """A tier's bytes per second, learned from its loads: a moving average in which the last load counts a quarter."""
+    """Read rate of a tier, learned from its loads: a moving average, with weight 1/4 for the last."""
 
     def __init__(self, bytes_per_s: float = 1e9) -> None:
         self.bytes_per_s = bytes_per_s
@@ -459,7 +454,7 @@ class ReadRate:
 
 
 class RemoteStore(TwoPhase):
-    """Base of stores whose values other processes hold: tickets that reserve nothing, and a check before each call."""
+    """Base of stores with values in other processes: tickets reserve nothing, and each call is checked first."""
 
     def __init__(self, name: str, now_s: Callable[[], float]) -> None:
         self._name = name
@@ -476,7 +471,7 @@ class RemoteStore(TwoPhase):
 
     @property
     def leases(self) -> bool:
-        """Redis leases nothing; satellites lease a part of their memory."""
+        """Return False: Redis leases nothing, and satellites lease only a part of their memory."""
         return False
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
@@ -491,7 +486,7 @@ class RemoteStore(TwoPhase):
         return ticket
 
     def _store_ticket(self, items: Sequence[tuple[bytes, Buffer]], places: Places) -> tuple[StoreTicket, float]:
-        """Not open yet; and the time."""
+        """Return a ticket that is not open yet, and the time."""
         items = check_items(items)
         self._check(())
         for _, value in items:
@@ -500,14 +495,13 @@ class RemoteStore(TwoPhase):
         return StoreTicket(items, now_s + LEASE_S, places=check_places(items, places)), now_s
 
     def _check_size(self, size_bytes: int) -> None:
-        """Raises ValueTooLarge for a value that can never fit."""
+        """Raise ValueTooLarge for a value that can never fit."""
 
     def _pending(self) -> set[bytes]:
-        """Keys that an open ticket is storing."""
         return {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
 
     def _check(self, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The keys; InvalidInput for what is no key or once closed, WrongProcess in a forked child."""
+        """Return the keys. Raises InvalidInput for a bad key or a closed store, WrongProcess in a forked child."""
         if self._closed or self._owner.elsewhere:
             self._owner.check()
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
@@ -516,22 +510,20 @@ class RemoteStore(TwoPhase):
 
 _KEPT_BUFFERS = 4
 ALIGNED = 64
-"""Alignment of values in bytes. ``malloc`` gives 16: reading into such memory crosses a cache line with every other
+"""Alignment of values in bytes. ``malloc`` aligns to 16: reading into such memory crosses a cache line with every other
 vector, and takes a quarter longer.
 """
 
 
 class BufferPool:
-    """Buffers for received values, reused: touching fresh memory for the first time costs more than filling it. Keeps a
-    few free ones. Thread-safe.
-    """
+    """Pool of buffers for received values: touching fresh memory costs more than filling it. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lock = Lock()
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """At least ``size_bytes`` bytes, contents undefined, aligned."""
+        """Return an aligned buffer of at least this size, contents undefined."""
         with self._lock:
             for at, buffer in enumerate(self._free):
                 if len(buffer) >= size_bytes:
@@ -539,7 +531,7 @@ class BufferPool:
         return aligned_buffer(size_bytes)
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """No view of it is in use any more."""
+        """Return a buffer to the pool; no view of it may be in use."""
         with self._lock:
             self._free.append(buffer)
             if len(self._free) > _KEPT_BUFFERS:
@@ -548,24 +540,24 @@ class BufferPool:
 
 
 _ALIGNED_FROM_BYTES = 128 << 10
-"""Where the alignment of a smaller value matters, the call matters more."""
+"""Least size that is aligned; for a smaller value, the call outweighs the alignment."""
 
 
 _TOUCHED_FROM_BYTES = 4 << 20
-"""The kernel maps a page when it is first written: in fresh memory a receiver stops for that again and again, and loses
-what its socket has no room for. Sockets have room for less than this.
+"""Least size of a buffer whose pages are touched in advance; socket buffers are smaller. The kernel maps a page at its
+first write: in fresh memory a receiver stops for that repeatedly, and loses packets.
 """
 
 
 def value_buffer(size_bytes: int) -> memoryview:
-    """New memory for one value, of this size; aligned if it is large."""
+    """Return new memory for one value; aligned if it is large."""
     if size_bytes < _ALIGNED_FROM_BYTES:
         return memoryview(bytearray(size_bytes))
     return aligned_buffer(size_bytes).data[:size_bytes]
 
 
 def aligned_buffer(size_bytes: int) -> np.ndarray:
-    """New memory, at least a byte, that begins at a multiple of ``ALIGNED``."""
+    """Return new memory of at least one byte, aligned to ``ALIGNED``."""
     buffer = np.empty(max(size_bytes, 1) + ALIGNED, dtype=np.uint8)
     begin = -buffer.ctypes.data % ALIGNED
     if size_bytes >= _TOUCHED_FROM_BYTES:
@@ -574,20 +566,20 @@ def aligned_buffer(size_bytes: int) -> np.ndarray:
 
 
 def aligned_bytes(size_bytes: int) -> int:
-    """Bytes from the beginning of a value to that of the next."""
+    """Return ``size_bytes`` rounded up: the distance from one value to the next."""
     return -(-size_bytes // ALIGNED) * ALIGNED
 
 
 _STRIPES = 4096
-"""Versions are kept by stripe, not by key: a collision costs a promotion, nothing else."""
+"""Number of version counters. Versions are per stripe, not per key: a collision only costs a promotion."""
 
 
 class KeyLocks:
-    """Locks on keys: of two writers one has written before the other begins, and a value moving between tiers cannot
-    undo a put or a delete. Thread-safe, not reentrant.
+    """Locks on keys: two writers of a key run one after the other, and a value moving between tiers cannot undo a put
+    or a delete. Thread-safe, not reentrant.
 
-    Puts and deletes wait for their keys (``exclusive``); moves (promotion, demotion, write-back) take those that are
-    free (``try_lock``). A load notes the versions of its keys: what it read is promoted only if they are unchanged.
+    Puts and deletes wait for their keys (``exclusive``); moves between tiers take only the free keys (``try_lock``). A
+    load notes the versions of its keys: what it read is promoted only if they are unchanged.
     """
 
     def __init__(self) -> None:
@@ -601,7 +593,7 @@ class KeyLocks:
 
     @contextmanager
     def exclusive(self, keys: Sequence[bytes], patience_s: float = math.inf) -> Iterator[bool]:
-        """Wait for all of ``keys`` and hold them, to put or delete; after ``patience_s`` yield False instead."""
+        """Hold all of ``keys`` for a put or delete; yield False if waiting takes longer than ``patience_s``."""
         if not self.take(keys, patience_s):
             yield False
             return
@@ -611,7 +603,7 @@ class KeyLocks:
             self.give_back(keys)
 
     def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
-        """As ``exclusive``, until ``give_back``; whether they are held."""
+        """Lock like ``exclusive``, until ``give_back``; return True if locked."""
         with self._freed:
             if not self._busy.isdisjoint(keys):
                 timeout_s = patience_s if patience_s < math.inf else None
@@ -621,7 +613,7 @@ class KeyLocks:
             return True
 
     def give_back(self, keys: Sequence[bytes]) -> None:
-        """Of what ``take`` holds; another value may be under each of them."""
+        """Unlock keys of ``take``; each may have a new value."""
         with self._freed:
             for key in set(keys):
                 self._versions[_stripe(key)] += 1
@@ -630,7 +622,7 @@ class KeyLocks:
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Hold those of ``keys`` that are free and still have the given ``versions``; yields them."""
+        """Lock and yield those of ``keys`` that are free and still have the given ``versions``."""
         with self._freed:
             mine = {
                 key

@@ -1,9 +1,9 @@
-"""The disk tier: values as files under a byte budget, found again by the next process.
+"""Disk tier: values as files within a byte budget, found again by the next process.
 
-An acknowledged value survives a kill of the process at any moment; with ``sync="each"`` a power cut, too. A file
-damaged by a crash, a bad sector or by hand fails its checksum: a miss, counted and dropped, never wrong bytes.
+An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A file damaged by a crash, a
+bad sector or by hand fails its checksum: it is a counted miss and is dropped, never wrong bytes.
 
-A store writes parts beside the files (``Parts``), evicts, and renames the parts into their places. A load reads without
+A store writes parts next to the final files (``Parts``), evicts, and renames the parts into place. A load reads without
 the lock: a file may be replaced or removed meanwhile.
 """
 
@@ -51,25 +51,25 @@ from skymemory.store.disk_files import (
 )
 
 Sync = Literal["never", "each"]
-"""When bytes must be on the disk: at the kernel's leisure, or before a store is acknowledged."""
+"""Time at which bytes must be on the disk: whenever the kernel writes them, or before a store is acknowledged."""
 _STAMPS_S = 1.0
-"""Files are stamped with the order of use this often: a stamp takes as long as opening the file. A kill loses the order
-of what was used since.
+"""Interval of writing use times to files, each as costly as opening the file. A kill loses the order of use since
+then.
 """
 
 
 _ROOM_S = 60.0
-"""How long to believe that the disk has no more room than it had when it was full: others may free some."""
+"""Time to believe that the disk has no more room than when it was full: others may free some."""
 _ROOM_TRIES = 3
-"""How often values are evicted for one that the disk has no room for: what is freed is not always free at once."""
+"""Limit of evictions for one value that does not fit: freed space is not always available at once."""
 
 
 class DiskStore(BudgetedStore):
-    """Values in files under ``path``, at most ``budget_bytes`` of them (without 64 bytes and a name each), and no more
-    than the disk has room for: where it is full, values are evicted for new ones.
+    """Store of values in files under ``path``: at most ``budget_bytes`` (plus 64 bytes and a name each), and no more
+    than fits on the disk; if that is full, values are evicted for new values.
 
-    One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins are forgotten with
-    the process. ``clock`` gives seconds, compared only with itself.
+    One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins end with the
+    process. ``clock``: seconds with any origin.
 
     Raises:
         InvalidInput: no budget, an unknown ``sync``, or a directory that cannot be used (``StoreDirectory``).
@@ -98,10 +98,10 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
-        """In the order of their use."""
+        """Keys in the order of their use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """What the disk had room for when it was full, and until when that is believed."""
+        """Bytes that the full disk had room for, and the time until which that is believed."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -110,10 +110,10 @@ class DiskStore(BudgetedStore):
             raise
 
     def _scan(self) -> None:
-        """Enter what the directory holds; evict what exceeds the budget, least recently used first."""
-        found = sorted(self._directory.scan(), key=lambda value: value.used_ns)
+        """Enter the values found; evict above the budget, least recently used first."""
+        values = sorted(self._directory.scan(), key=lambda value: value.used_ns)
         now_s = self._clock()
-        for value in found:
+        for value in values:
             if value.later:
                 self._inventory.keep(value.key, value.size_bytes)
                 continue
@@ -127,7 +127,7 @@ class DiskStore(BudgetedStore):
     # --- loading ---
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """One key without a lease: what is evicted meanwhile is read to its end, or is a miss."""
+        """Load. A single key needs no lease: if evicted meanwhile, it is read to its end or is a miss."""
         if len(keys) != 1:
             return super().get_many(keys)
         (key,) = check_keys(keys)
@@ -147,9 +147,9 @@ class DiskStore(BudgetedStore):
         with self._open():
             self._inventory.take_load(ticket)
             started_s = self._clock()
-            found, ticket.state = self._room_for(ticket)
-        # Without the lock: loads of several threads read at the same time.
-        reads = {key: self._read(key, entry, out) for key, entry, out in found}
+            readable, ticket.state = self._room_for(ticket)
+        # Read without the lock, so that loads of several threads run concurrently.
+        reads = {key: self._read(key, entry, out) for key, entry, out in readable}
         with self._lock:
             return self._loaded(ticket, reads, started_s)
 
@@ -158,13 +158,13 @@ class DiskStore(BudgetedStore):
             started_s = self._clock()
             if not free or started_s >= self._stamp_again_s:  # the next load writes stamps
                 return None
-            found, buffer = self._room_for(ticket)
+            readable, buffer = self._room_for(ticket)
         reads: dict[bytes, Reading] = {}
-        for key, _, out in found:
-            begun_s = self._clock()
+        for key, _, out in readable:
+            read_started_s = self._clock()
             if not read_value_now(self._directory.path_text_of(key), key, out):
                 break
-            reads[key] = Reading(out.toreadonly(), self._clock() - begun_s)
+            reads[key] = Reading(out.toreadonly(), self._clock() - read_started_s)
         with self.at_once() as free:
             if free and reads.keys() >= set(ticket.keys):
                 self._inventory.take_load(ticket)
@@ -177,17 +177,17 @@ class DiskStore(BudgetedStore):
         return HeldNow(self._lock, self._may_hold)
 
     def _may_hold(self) -> bool:
-        """Whether calls with the lock held will not wait: what has expired is removed first. With the lock held."""
+        """Return True if calls will not block: expired values are removed first. Requires the lock."""
         next_s = self._inventory.lifetimes.next_s
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
     def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
-        """The keys that are here, with memory for each; and all that memory. With the lock held."""
+        """Return the present keys, each with memory, and all that memory. Requires the lock."""
         entries = self._inventory.entries
-        found = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
-        buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in found))
+        present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
+        buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
         rooms, at = [], 0
-        for key, entry in found:
+        for key, entry in present:
             rooms.append((key, entry, buffer.data[at : at + entry.size_bytes]))
             at += aligned_bytes(entry.size_bytes)
         return rooms, buffer
@@ -195,21 +195,20 @@ class DiskStore(BudgetedStore):
     def _loaded(
         self, ticket: LoadTicket, reads: dict[bytes, Reading], started_s: float, *, stamps_wait: bool = False
     ) -> list[memoryview | None]:
-        """The load ends. With the lock held."""
         seconds = self._clock() - started_s
         self._inventory.end_lease(ticket)
         self._stamp(self._inventory.use(list(dict.fromkeys(ticket.keys))), wait=stamps_wait)
-        got = [reads.get(key, LATER if key in self._inventory.kept else ABSENT) for key in ticket.keys]
+        outcomes = [reads.get(key, LATER if key in self._inventory.kept else ABSENT) for key in ticket.keys]
         self._rate.learn(sum(read.view.nbytes for read in reads.values() if read.view is not None), seconds)
-        views = [read.view for read in got]
+        views = [read.view for read in outcomes]
         misses = views.count(None)
         self._counters.add("hits", len(views) - misses)
         self._counters.add("misses", misses)
-        ticket.report = LoadReport(tuple([self._key_report(read) for read in got]), seconds)
+        ticket.report = LoadReport(tuple([self._key_report(read) for read in outcomes]), seconds)
         return views
 
     def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
-        """Without the lock. A file replaced or removed meanwhile is read again, or absent; no fault of the disk's."""
+        """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.view is not None:
             return reading
@@ -241,13 +240,13 @@ class DiskStore(BudgetedStore):
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         with self._open():
             started_s = self._clock()
-            given = self._inventory.take_store(ticket, started_s)
-            items = [item for item, yes in zip(ticket.items, given, strict=True) if yes]
+            granted = self._inventory.take_store(ticket, started_s)
+            items = [item for item, ok in zip(ticket.items, granted, strict=True) if ok]
             sizes = {key: memoryview(value).nbytes for key, value in items}
             self._evict_for_disk(sum(sizes.values()), started_s)
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
-        # Written without the lock, so that loads go on; evicted and renamed into place with it.
+        # Write without the lock, so that loads continue; evict and rename into place with it.
         parts = Parts(self._directory, self._synced, lambda error: self._failed(ticket, error))
         try:
             written = parts.write(
@@ -272,36 +271,34 @@ class DiskStore(BudgetedStore):
             parts.discard()
         self._counters.add("stored", len(done))
         ticket.seconds = self._clock() - started_s
-        return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+        return [ok and key in done for (key, _), ok in zip(ticket.items, granted, strict=True)]
 
     def _failed(self, ticket: StoreTicket, error: OSError) -> None:
         self._counters.add("failed", label=name_of(error))
         ticket.reason = no_room_reason(self._directory.path, error)
 
     def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Evict for these; returns the keys of the first ones that have room now. With the lock held."""
+        """Evict for these; return the keys of the first that have room now. Requires the lock."""
         count, victims = self._inventory.in_the_way(written)
         self._counters.add("refused", len(written) - count)
         return [key for key, _ in written[:count]] if self._evict(victims) else []
 
     def _evict_for_disk(self, size_bytes: int, now_s: float) -> None:
-        """Evict before ``size_bytes`` are written what the disk had no room beside, as far as is known. With the lock
-        held.
-        """
+        """Evict before ``size_bytes`` are written to a disk known to be full. Requires the lock."""
         if now_s < self._room_until_s:
             excess_bytes = self._inventory.used_bytes + size_bytes - self._room_bytes
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """The disk is full: evict for a value of ``size_bytes``; returns whether it may fit now. Where not enough can
-        be evicted, nothing is. ``tries``: how often that was done for it.
+        """Evict for a value on a full disk; return True if it may fit now. If not enough can be evicted, nothing is.
+        ``tries``: evictions for it so far.
         """
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
-            # A quota is not seen in what the file system has left, nor are inodes; and what is left may be reserved.
-            seen = tries == 0 and error.errno != errno.EDQUOT
-            needed_bytes = size_bytes - self._directory.free_bytes() if seen else size_bytes
+            # Free space does not show quotas or inodes, and some of it may be reserved.
+            is_visible = tries == 0 and error.errno != errno.EDQUOT
+            needed_bytes = size_bytes - self._directory.free_bytes() if is_visible else size_bytes
             victims = self._inventory.victims_for(max(1, needed_bytes))
             return victims is not None and self._evict(victims)
 
@@ -317,16 +314,16 @@ class DiskStore(BudgetedStore):
         keys = check_keys(keys)
         with self._open():
             outcomes = [self._drop(key) for key in keys]
-        if self._synced and self._directory.has_unsynced_removals:  # also of what was evicted before
+        if self._synced and self._directory.has_unsynced_removals:  # also of earlier evictions
             try:
                 self._directory.sync()
-            except OSError as error:  # after a power cut they may be back
+            except OSError as error:  # after a power cut the files may be back
                 self._counters.add("failed", label=name_of(error))
                 return [None] * len(outcomes)
         return outcomes
 
     def _drop(self, key: bytes) -> bool | None:
-        """Whether it was here and is removed; None where its file cannot be removed, and stays."""
+        """Return False if it was absent, None if its file cannot be removed and stays."""
         if key not in self._inventory.entries:
             return False
         if not self._directory.remove(self._directory.path_of(key)):
@@ -335,10 +332,12 @@ class DiskStore(BudgetedStore):
         return self._inventory.remove(key)
 
     def _promise(self, key: bytes, ttl_s: float) -> bool:
-        """Kept with the file, for the next process; not promised where its file system keeps no attributes."""
+        """Store the lifetime with the file, for the next process; not promised if the file system has no
+        attributes.
+        """
         until_s = time.time() + ttl_s
-        there = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
-        return there and super()._promise(key, ttl_s)
+        recorded = key in self._inventory.entries and self._directory.expire(key, until_s, synced=self._synced)
+        return recorded and super()._promise(key, ttl_s)
 
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
         try:
@@ -347,12 +346,12 @@ class DiskStore(BudgetedStore):
             return b""
 
     def _end(self, key: bytes) -> None:
-        if self._drop(key) is None:  # the file stays, and is tried again by the next process: it is read by none
+        if self._drop(key) is None:  # the file stays unread; the next process tries to remove it again
             self._inventory.remove(key)
 
     def _evict(self, victims: Sequence[bytes]) -> bool:
-        """Remove their files, up to the first that cannot be removed; returns whether all were. With the lock held, so
-        that none is put or deleted before ``on_evict`` has it. For that victims are read: evicting then costs a read.
+        """Remove the victims' files, up to the first that cannot be removed; return True if all were. Requires the
+        lock, so that none is put or deleted before ``on_evict``, for which each victim is read first.
         """
         for key in victims:
             path = self._directory.path_of(key)
@@ -368,9 +367,7 @@ class DiskStore(BudgetedStore):
         return True
 
     def _stamp(self, keys: Sequence[bytes], *, wait: bool = False) -> None:
-        """Record the order of use for the next process, soon (``wait``: by a later call); the last of ``keys`` is the
-        most recent.
-        """
+        """Record the order of use, the most recent last, for the next process; with ``wait``, in a later call."""
         for key in keys:
             self._unstamped.pop(key, None)
             self._unstamped[key] = None
@@ -392,8 +389,8 @@ class DiskStore(BudgetedStore):
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
         keys = check_keys(keys)
         with self._open():
-            there = self._inventory.entries
-            return sum(there[key].size_bytes if key in there else math.inf for key in keys) / self._rate.bytes_per_s
+            entries = self._inventory.entries
+            return sum(entries[key].size_bytes if key in entries else math.inf for key in keys) / self._rate.bytes_per_s
 
     def close(self) -> None:
         if self._lock.owner.elsewhere:
@@ -406,7 +403,7 @@ class DiskStore(BudgetedStore):
 
 
 class HeldNow:
-    """Holds a lock if it is free and ``may_hold`` agrees, and says so: ``with HeldNow(...) as held``. A generator would
+    """Context manager that yields True if it holds the lock and ``may_hold`` agrees; never waits. A generator would
     take three times as long.
     """
 
@@ -428,7 +425,7 @@ class HeldNow:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The outcome of reading a file. ``view`` None: a miss, for ``reason``. ``lost``: a retry will not help."""
+    """Outcome of reading a file. ``view`` None: a miss. ``lost``: a retry will not help."""
 
     view: memoryview | None
     seconds: float = 0.0
@@ -441,20 +438,20 @@ LATER = Reading(None, reason=LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
-    """Read the value of ``key`` into ``out``, which has its size."""
+    """Read the value of ``key`` into ``out``, which has the value's size."""
     started_s = clock()
     try:
-        whole = read_value(path, key, out)
+        is_whole = read_value(path, key, out)
     except OSError as error:
         reason = "absent" if error.errno == errno.ENOENT else "unreadable"
         return Reading(None, clock() - started_s, reason, error.errno in FAULTS_OF_THE_FILE)
-    if not whole:
+    if not is_whole:
         return Reading(None, clock() - started_s, "corrupt", lost=True)
     return Reading(out.toreadonly(), clock() - started_s)
 
 
 def whole_value(path: str, key: bytes) -> bytes | None:
-    """The value in a file, whatever its size; None where the file does not hold it."""
+    """Return the value in a file, of any size; None if the file does not hold it."""
     try:
         size_bytes = stored_bytes(Path(path), key)
         if size_bytes is None:
@@ -467,14 +464,14 @@ def whole_value(path: str, key: bytes) -> bytes | None:
 
 _NUMBERS = itertools.count()
 MakeRoom = Callable[[int, OSError, int], bool]
-"""On a full disk: may free bytes for a value of this size, and returns whether it did; with the error, and how often it
-was called for this value before.
+"""Callback for a full disk, with the value's size, the error, and the number of calls for this value before; returns
+True if it freed bytes.
 """
 
 
 class Parts:
-    """The values of one store, written beside their files, then renamed into place. ``failed`` is called with
-    each error; a value that failed is not settled.
+    """Values of one store call, written next to their final files, then renamed into place. ``failed`` is called with
+    each error; such a value is not settled.
     """
 
     def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:
@@ -483,11 +480,11 @@ class Parts:
         self._failed = failed
         self._parts: dict[bytes, tuple[Path, int]] = {}
         self.evicted = False
-        """The disk was full, and ``make_room`` has freed bytes."""
+        """True if the disk was full and ``make_room`` has freed bytes."""
 
     def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: MakeRoom) -> list[tuple[bytes, int]]:
-        """Write values; returns key and size of each that was written. Stops at the first failure: what follows in a
-        chain is useless without it.
+        """Write values; return key and size of each. Stop at the first failure: the rest of a chain is useless
+        then.
         """
         for key, value in items:
             data = memoryview(value).cast("B")
@@ -519,7 +516,7 @@ class Parts:
                     raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Rename these into place, in this order, up to the first failure; returns key and size of each."""
+        """Rename parts into place, in order, up to the first failure; return key and size of each."""
         settled: list[tuple[bytes, int]] = []
         for key in keys:
             part, size_bytes = self._parts[key]
@@ -534,7 +531,6 @@ class Parts:
         return settled
 
     def discard(self) -> None:
-        """Remove parts that were not settled."""
         for part, _ in self._parts.values():
             self._directory.remove(part)
         self._parts.clear()

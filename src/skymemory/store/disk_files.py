@@ -1,17 +1,17 @@
-"""The directory of a disk store, and the format of its files.
+"""Directory of a disk store, and the format of its files.
 
-``format`` names the layout; ``lock`` is held by the one process that has the store open; ``values/`` has one file per
-value. A file's modification time is when its value was last used, so that a new process knows what to evict first.
-Other users may have placed links or pipes there: only plain files are opened.
+``format`` names the layout. ``lock`` is locked by the one process that has the store open. ``values/`` has one file per
+value; the modification time of a file is the value's last use, so that a new process knows what to evict first. Other
+users may have placed links or pipes there: only regular files are opened.
 
-A value's file is a header of 64 bytes, then the value. It is written once as a ``.part``, renamed into place, and never
-changed. So a process that dies while it writes leaves only a part behind. A power cut may tear a file all the same,
-renamed before its bytes were on the disk: it fails its checksum and is a miss. Where the store is ``synced``, bytes are
-on the disk before a name stands for them, and every name down to the file before it is relied on. A ``format`` torn by
-a power cut is written again where the headers in ``values/`` are ours.
+A value's file is a header of 64 bytes and the value. It is written once as a ``.part``, renamed into place, and never
+changed, so a process that dies while writing leaves only a part. A power cut may still tear a file that was renamed
+before its bytes were on the disk: it fails its checksum and is a miss. A ``synced`` store flushes bytes before it
+renames the file, and every directory entry on the way to the file before it relies on it. A ``format`` torn by a power
+cut is rewritten if the headers in ``values/`` are ours.
 
-A user may remove the directory under a running store, or ``lock`` alone, and another process then open it. So nothing
-is removed, renamed or marked there unless ``lock`` is the file that this process holds (``is_ours``).
+A user may remove the directory of a running store, or only ``lock``, and another process may then open it. So the store
+removes, renames or marks nothing there unless ``lock`` is the file that this process holds (``is_ours``).
 """
 
 from __future__ import annotations
@@ -42,20 +42,17 @@ _OURS = {"format", "lock", "values"}
 
 @dataclass(frozen=True, slots=True)
 class FoundValue:
-    """A value in a directory that is being opened."""
-
     key: bytes
     size_bytes: int
     used_ns: int
     until_s: float = math.inf
-    """When its lifetime ends, in Unix time."""
     later: bool = False
-    """A later release wrote it; ``size_bytes`` is then that of its file."""
+    """True for a value of a later release; ``size_bytes`` is then its file's."""
 
 
 class StoreDirectory:
-    """The directory at ``path``, created if it does not exist, and locked until ``close``. ``synced``: its files and
-    their names are on the disk before they are relied on.
+    """Directory at ``path``, created if needed, locked until ``close``. ``synced``: files and names are on the disk
+    before they are relied on.
 
     Raises:
         InvalidInput: it cannot be created or written, is open in another process, or holds other files.
@@ -67,7 +64,7 @@ class StoreDirectory:
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
         self.torn = 0
-        """Incomplete files that a scan removed."""
+        """Incomplete files removed by a scan."""
         self.has_unsynced_removals = False
         self._lock_fd = -1
         self._relocking = threading.Lock()
@@ -107,7 +104,7 @@ class StoreDirectory:
                 "use it: use another directory here"
             ) from None
         os.ftruncate(self._lock_fd, 0)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the process id
+        with contextlib.suppress(OSError):  # if the disk is full, the lock holds without the process id
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _check_strangers(self) -> None:
@@ -121,24 +118,26 @@ class StoreDirectory:
         path = self.path / "format"
         fd = _open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            found = os.pread(fd, 2 * len(_FORMAT), 0)
-            if found != _FORMAT.encode():
-                self._check_torn_format(path, found)
-                if found:
-                    _log.warning("%s was damaged (%r), and is written again: the values are this store's", path, found)
+            content = os.pread(fd, 2 * len(_FORMAT), 0)
+            if content != _FORMAT.encode():
+                self._check_torn_format(path, content)
+                if content:
+                    _log.warning(
+                        "%s was damaged (%r), and is written again: the values are this store's", path, content
+                    )
                 try:
                     os.pwrite(fd, _FORMAT.encode(), 0)
                     os.ftruncate(fd, len(_FORMAT))
                 except OSError as error:
                     if error.errno not in FULL:
-                        raise  # on a full disk the next process writes it
+                        raise  # if the disk is full, the next process writes it
             if self._synced:
                 os.fsync(fd)
         finally:
             os.close(fd)
 
     def _check_torn_format(self, path: Path, found: bytes) -> None:
-        """Raises InvalidInput unless this was our ``format`` once, as far as it and the values show."""
+        """Raise InvalidInput unless this was our ``format``, as far as it and the values show."""
         text = found.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
@@ -147,25 +146,25 @@ class StoreDirectory:
                 "use that release, or another directory"
             )
         try:
-            ours, others = self._examine_values()
+            ours, foreign = self._examine_values()
         except LaterVersion as error:
             raise LaterFile(f"{path} is damaged, and a later release wrote here: {error}; use that release") from error
-        torn = all(byte in (0, expected) for byte, expected in zip(found, _FORMAT.encode(), strict=False))
-        torn = torn and not any(found[len(_FORMAT) :])
-        if (torn and not others) or (ours and not text.strip().isprintable()):
+        is_torn = all(byte in (0, expected) for byte, expected in zip(found, _FORMAT.encode(), strict=False))
+        is_torn = is_torn and not any(found[len(_FORMAT) :])
+        if (is_torn and not foreign) or (ours and not text.strip().isprintable()):
             if not ours and found:
                 self._check_strangers()
             return
         raise InvalidInput(f"{path} says {text.strip()[:40]!r}, expected {_FORMAT.strip()!r}: use another directory")
 
     def _examine_values(self) -> tuple[bool, bool]:
-        """Whether a file in ``values/`` is proved ours by its header; and whether one under the name of a key is none
-        of ours. A torn one, of zeros or cut in its header, shows nothing.
+        """Return two flags: a header in ``values/`` proves a file ours; no header does, and a file named like a key is
+        foreign. A torn file (zeros, or cut in its header) proves nothing.
 
         Raises:
-            LaterVersion: a later release wrote one.
+            LaterVersion: a later release wrote a file.
         """
-        ours = others = False
+        ours = foreign = False
         for entry in os.scandir(self.values) if self.values.is_dir() else ():
             key = key_of(entry.name)
             if key is None or not entry.is_file(follow_symlinks=False):
@@ -173,12 +172,12 @@ class StoreDirectory:
             if stored_bytes(Path(entry.path), key) is not None:
                 ours = True
             elif any(head := _head_of(entry.path)) and head[: len(_MAGIC)] != _MAGIC[: len(head)]:
-                others = True
-        return ours, others and not ours
+                foreign = True
+        return ours, foreign and not ours
 
     def scan(self) -> Iterator[FoundValue]:
-        """The values here, in no order. Parts and incomplete files are removed; folders, foreign names and files of a
-        later release are left alone.
+        """Yield the values, in no order. Parts and incomplete files are removed; folders, foreign names and a later
+        release's files stay.
         """
         with os.scandir(self.values) as entries:
             for entry in entries:
@@ -200,7 +199,7 @@ class StoreDirectory:
                     yield FoundValue(key, status.st_size, status.st_mtime_ns, later=True)
                     continue
                 except OSError as error:
-                    if error.errno not in FAULTS_OF_THE_FILE:  # too many open files, say: it can be read later
+                    if error.errno not in FAULTS_OF_THE_FILE:  # too many open files, for example: it can be read later
                         status = entry.stat(follow_symlinks=False)
                         yield FoundValue(key, max(0, status.st_size - HEADER_BYTES), status.st_mtime_ns)
                         continue
@@ -208,8 +207,8 @@ class StoreDirectory:
                 self.remove(path)
 
     def is_ours(self) -> bool:
-        """Whether no other process can have opened the directory: ``lock`` is the file that we hold. Where that alone
-        was removed, as by what cleans up ``/tmp``, it is made again.
+        """Return True if no other process can have opened the directory: ``lock`` is the file that we hold. If only
+        ``lock`` was removed (as by a cleanup of ``/tmp``), create and lock it again.
         """
         lock = self.path / "lock"
         with self._relocking:
@@ -234,12 +233,11 @@ class StoreDirectory:
             return True
 
     def check_ours(self) -> None:
-        """Raises OSError unless it ``is_ours``."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
     def restore_values(self) -> bool:
-        """Create ``values/`` again where just that was removed; returns whether it was."""
+        """Create ``values/`` again if only that was removed; return True if so."""
         try:
             if not self.is_ours():
                 return False
@@ -254,20 +252,20 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """As text: constructing a ``Path`` takes longer than opening the file."""
+        """Return text: constructing a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
         return self.values / f"{file_name(key)}.{number}{PART}"
 
     def stamp(self, key: bytes, used_ns: int) -> None:
-        """Record when the value was used. Where that fails, the next process evicts it earlier."""
+        """Record the time of use; if that fails, the next process evicts the value earlier."""
         with contextlib.suppress(OSError):
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
-        """Record in the file's attributes when the value's lifetime ends, in Unix time (infinite: never); with
-        ``synced``, it is on the disk when this returns. False where the file system keeps no attributes.
+        """Record the end of the value's lifetime (Unix time; infinite: never) in its file's attributes. False if the
+        file system has none.
         """
         try:
             self.check_ours()
@@ -282,7 +280,7 @@ class StoreDirectory:
                     os.removexattr(fd, _LIFETIME)
                 except OSError as error:
                     if error.errno not in (errno.ENODATA, errno.ENOTSUP):
-                        raise  # else it had none
+                        raise  # otherwise there was none to remove
             if synced:
                 os.fsync(fd)
         except OSError:
@@ -292,7 +290,6 @@ class StoreDirectory:
         return True
 
     def remove(self, path: Path) -> bool:
-        """Returns whether it is removed."""
         try:
             self.check_ours()
             path.unlink(missing_ok=True)
@@ -302,15 +299,15 @@ class StoreDirectory:
         return True
 
     def free_bytes(self) -> int:
-        """What the file system has left; 0 if unknown."""
+        """Return the file system's free bytes; 0 if unknown."""
         try:
-            found = os.statvfs(self.values)
+            status = os.statvfs(self.values)
         except OSError:
             return 0
-        return found.f_bavail * found.f_frsize
+        return status.f_bavail * status.f_frsize
 
     def sync(self) -> None:
-        """Flush names to the disk: renames and removals so far survive a power cut."""
+        """Flush directory entries: renames and removals so far survive a power cut."""
         self.has_unsynced_removals = False
         try:
             _sync_directory(self.values)
@@ -319,8 +316,8 @@ class StoreDirectory:
             raise
 
     def _sync_names(self) -> None:
-        """Flush the names that lead to the values, down from the root of the file system: also where another process
-        has just made a directory.
+        """Flush the directory entries that lead to the values, up to the root of the file system: another process may
+        have just created some.
         """
         for folder in (self.values, self.path):
             _sync_directory(folder)
@@ -336,8 +333,8 @@ class StoreDirectory:
                     raise
 
     def close(self) -> None:
-        """Release the lock. May be repeated. A forked child closes its copy, too: the parent keeps the lock, and the
-        directory does not stay locked for as long as the child lives.
+        """Release the lock. May be called again. A forked child also closes its copy, so that it does not keep the
+        directory locked; the parent keeps the lock.
         """
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -346,7 +343,9 @@ class StoreDirectory:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
-"""A directory that we may not read was not made by us, and on some file systems directories need no sync."""
+"""Errors of a directory sync to ignore: a directory that we may not read is not ours, and some file systems need no
+sync.
+"""
 
 
 def _sync_directory(path: Path) -> None:
@@ -358,14 +357,14 @@ def _sync_directory(path: Path) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Mode 0700, if the directory is this user's."""
+    """Remove others' permissions, if the directory is this user's."""
     status = path.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         path.chmod(status.st_mode & 0o700)
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """A file of the store itself. InvalidInput for a link, a pipe, or anything else in its place."""
+    """Open a file of the store itself. Raises InvalidInput for anything but a regular file."""
     try:
         fd = os.open(path, flags | PLAIN, 0o600)
     except OSError as error:
@@ -379,29 +378,29 @@ def _open_own(path: Path, flags: int) -> int:
 
 
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ8xII")
-"""Magic, key, size of the value in bytes, eight zero bytes, CRC-32 of the value, CRC-32 of everything before it."""
+"""Magic, key, bytes of the value, eight zero bytes, CRC-32 of the value, CRC-32 of the bytes before."""
 
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"SKYVAL\x00\x01"
-"""The last byte is the version. Later versions keep only the seven before it."""
+"""Magic with the version as its last byte; later versions keep the other seven."""
 PART = ".part"
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags to open files with: no link is followed, no pipe waited for."""
+"""Flags to open files with: follow no links, wait for no pipes."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""It does not exist, is not readable, or is a link, a pipe or a socket. Other errors have other causes: too many open
-files, too little memory.
+"""Errors of the file itself: missing, unreadable, or a link, a pipe or a socket. Others are due to too many open files,
+too little memory, …
 """
 
 
 _LIFETIME = b"user.skymemory.expires_ms"
-"""The attribute of a value's file with the end of its lifetime: Unix time in milliseconds, as digits. The file itself
-has no room for it: it is never changed.
+"""File attribute for the end of the lifetime: Unix time in milliseconds, as digits. The file itself is never
+changed.
 """
 
 
 def lifetime_of(path: Path) -> float:
-    """When the lifetime of the value in a file ends, in Unix time; infinite: never."""
+    """Return the end of the lifetime in Unix time; infinite: never."""
     try:
         text = os.getxattr(path, _LIFETIME, follow_symlinks=False)
     except OSError:
@@ -414,7 +413,6 @@ def file_name(key: bytes) -> str:
 
 
 def key_of(name: str) -> bytes | None:
-    """The key of a value's file; None for any other name."""
     if len(name) != 2 * KEY_BYTES or name != name.lower():
         return None
     try:
@@ -424,10 +422,10 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Write header and value to a new file at ``path``; with ``synced``, they are on the disk when this returns.
+    """Write header and value to a new file; with ``synced``, flush them to the disk.
 
     Raises:
-        OSError: disk full, over a quota, … The file is removed.
+        OSError: disk full, quota exceeded, … The file is removed.
     """
     header = _HEADER.pack(_MAGIC, key, value.nbytes, crc32(value), 0)[:-4]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -443,18 +441,17 @@ def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> No
 
 
 def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
-    """A write may stop early (a disk nearly full, more than 2 GiB): repeat until all is written, or an error."""
-    left = [part for part in parts if part.nbytes]
-    while left:
-        written = os.writev(fd, left)
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
+    """Write all bytes: a single write may stop early (a disk nearly full, more than 2 GiB)."""
+    remaining = [part for part in parts if part.nbytes]
+    while remaining:
+        written = os.writev(fd, remaining)
+        while remaining and written >= remaining[0].nbytes:
+            written -= remaining.pop(0).nbytes
         if written:
-            left[0] = left[0][written:]
+            remaining[0] = remaining[0][written:]
 
 
 def _head_of(path: str) -> bytes:
-    """As much of a file as a header has."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, HEADER_BYTES, 0)
@@ -463,7 +460,7 @@ def _head_of(path: str) -> bytes:
 
 
 def beginning_of(path: str, size_bytes: int) -> bytes:
-    """At most the first ``size_bytes`` of the value in a file, unchecked."""
+    """Read at most ``size_bytes`` of the value in a file, unchecked."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, size_bytes, HEADER_BYTES)
@@ -472,41 +469,41 @@ def beginning_of(path: str, size_bytes: int) -> bytes:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """Read the value of ``key`` into ``out``, which has its size; False if the file does not hold it whole.
+    """Read the value into ``out``, which has its size; False if the file does not hold it undamaged.
 
     Raises:
-        OSError: the file does not exist, is not a regular one, or cannot be read.
+        OSError: the file does not exist, is not a regular file, or cannot be read.
     """
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
-        # One call for both: the value goes directly to ``out``, the header beside it.
-        got = os.preadv(fd, [header, out] if out.nbytes else [header], 0)
-        while HEADER_BYTES <= got < HEADER_BYTES + out.nbytes:
-            more = os.preadv(fd, [out[got - HEADER_BYTES :]], got)
-            if not more:
+        # One call reads both: the value directly into ``out``, and the header.
+        got_bytes = os.preadv(fd, [header, out] if out.nbytes else [header], 0)
+        while HEADER_BYTES <= got_bytes < HEADER_BYTES + out.nbytes:
+            more_bytes = os.preadv(fd, [out[got_bytes - HEADER_BYTES :]], got_bytes)
+            if not more_bytes:
                 return False
-            got += more
+            got_bytes += more_bytes
     finally:
         os.close(fd)
-    return _is_whole(header, got, key, out)
+    return _is_whole(header, got_bytes, key, out)
 
 
 def read_value_now(path: str, key: bytes, out: memoryview) -> bool:
-    """As ``read_value``, from the kernel's memory: False, too, where that would have to wait for the disk, or fails."""
+    """Read like ``read_value``, only from the page cache; also False if that would block, or fails."""
     header = bytearray(HEADER_BYTES)
-    got = read_cached(path, header, out)
-    return got is not None and _is_whole(header, got, key, out)
+    got_bytes = read_cached(path, header, out)
+    return got_bytes is not None and _is_whole(header, got_bytes, key, out)
 
 
 def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) -> bool:
-    """Whether what was read of a file are its header and the undamaged value."""
-    found = _open_header(header) if got_bytes >= HEADER_BYTES + value.nbytes else None
-    return found is not None and found[:2] == (key, value.nbytes) and found[2] == crc32(value)
+    """Return True if these are a header and the undamaged value."""
+    fields = _open_header(header) if got_bytes >= HEADER_BYTES + value.nbytes else None
+    return fields is not None and fields[:2] == (key, value.nbytes) and fields[2] == crc32(value)
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Size of the value by the header, without reading it; None if the file's length or header is wrong.
+    """Return the value's size by the header; None if the file's length or header is wrong.
 
     Raises:
         LaterVersion: a later release wrote it.
@@ -516,16 +513,16 @@ def stored_bytes(path: Path, key: bytes) -> int | None:
         header = os.pread(fd, HEADER_BYTES, 0)
         if header[:7] == _MAGIC[:7] and header[7:8] > _MAGIC[7:]:
             raise LaterVersion(f"{path} is of version {header[7]}, this release reads version {_MAGIC[7]}")
-        found = _open_header(header) if len(header) == HEADER_BYTES else None
-        if found is None or found[0] != key or os.fstat(fd).st_size != HEADER_BYTES + found[1]:
+        fields = _open_header(header) if len(header) == HEADER_BYTES else None
+        if fields is None or fields[0] != key or os.fstat(fd).st_size != HEADER_BYTES + fields[1]:
             return None
-        return found[1]
+        return fields[1]
     finally:
         os.close(fd)
 
 
 def _open_header(header: bytes | bytearray) -> tuple[bytes, int, int] | None:
-    """Key, size in bytes and CRC of the value; None where the header is not one."""
+    """Return key, size in bytes and CRC of the value; None if the header is invalid."""
     magic, key, size_bytes, value_crc, header_crc = _HEADER.unpack(header)
     if magic != _MAGIC or crc32(header[:-4]) != header_crc:
         return None

@@ -1,5 +1,6 @@
-"""The memory tier: values in this process under a byte budget. A hit is a view of the stored value, not a copy: values
-are never changed, only replaced.
+"""Memory tier: values in this process, within a byte budget.
+
+A hit is a view of the stored value, not a copy: values are never changed, only replaced.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from skymemory.store.base import (
 
 
 class MemoryStore(BudgetedStore):
-    """Values in memory, at most ``budget_bytes`` of them (not counting Python's own overhead).
+    """Store of values in memory, without Python's own overhead at most ``budget_bytes``.
 
-    ``pin_fraction`` of the budget may be pinned. ``policy`` is one of ``eviction.POLICIES``. ``clock`` gives
-    seconds, compared only with itself.
+    ``pin_fraction`` of the budget may be pinned. ``policy``: a name in ``eviction.POLICIES``. ``clock``: seconds with
+    any origin.
 
     Raises:
         InvalidInput: no budget, or no such policy.
@@ -53,15 +54,15 @@ class MemoryStore(BudgetedStore):
         self._values: dict[bytes, bytes] = {}
 
     def get_now(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Both phases of a load as one step, without a ticket and its report."""
+        """Run both phases of a load in one step, without a ticket and its report."""
         keys = check_keys(keys)
         with self._open():
             self._inventory.order.learn(keys)
             return [None if value is None else memoryview(value) for value in self._used(keys)]
 
     def put_now(self, key: bytes, value: Buffer) -> bool:
-        """Both phases of a store as one step. False, and nothing is done, where that takes two: there is no room, or
-        others have some reserved.
+        """Run both phases of a store in one step. False, with nothing done, if it needs a ticket: there is no room, or
+        others have reservations.
         """
         ((key, value),) = check_items([(key, value)])
         with self._open():
@@ -79,7 +80,7 @@ class MemoryStore(BudgetedStore):
             return True
 
     def _used(self, keys: tuple[bytes, ...]) -> list[bytes | None]:
-        """The values of ``keys``, and counts their use. With the lock held."""
+        """Return the values of ``keys`` and count their use. Requires the lock."""
         values = [self._values.get(key) for key in keys]
         self._inventory.use(list(dict.fromkeys(keys)))
         misses = values.count(None)
@@ -106,9 +107,9 @@ class MemoryStore(BudgetedStore):
     def complete_store(self, ticket: StoreTicket) -> list[bool]:
         with self._open():
             started_s = self._clock()
-            given = self._inventory.take_store(ticket, started_s)
+            granted = self._inventory.take_store(ticket, started_s)
             # ``bytes`` copies only what is not bytes already: the caller may change its buffer afterwards.
-            values = {key: bytes(value) for (key, value), yes in zip(ticket.items, given, strict=True) if yes}
+            values = {key: bytes(value) for (key, value), ok in zip(ticket.items, granted, strict=True) if ok}
             places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
             count, victims = self._inventory.in_the_way([(key, len(value)) for key, value in values.items()])
             self._counters.add("refused", len(values) - count)
@@ -121,7 +122,7 @@ class MemoryStore(BudgetedStore):
             self._inventory.touch([key for key, _ in ticket.items])
             self._counters.add("stored", count)
             ticket.seconds = self._clock() - started_s
-            return [yes and key in done for (key, _), yes in zip(ticket.items, given, strict=True)]
+            return [ok and key in done for (key, _), ok in zip(ticket.items, granted, strict=True)]
 
     def _evict(self, victims: Sequence[bytes]) -> None:
         for key in victims:

@@ -1,7 +1,7 @@
-"""The general key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
+"""General key-value interface: text keys to any bytes, in any store; ``skymemory kv`` in Python.
 
-A stored value starts with a header that holds the name, so that a value under the wrong key is detected, and names can
-be listed without an index.
+A stored value starts with a header with its name: a value under the wrong key is detected, and names are listed without
+an index.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from skymemory.store.wrappers import Wrapped
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
 SEALED = "sealed"
-"""The reason of a miss: the value is sealed, and was read without keys."""
+"""Reason of a miss: the value is sealed, and was read without keys."""
 
 NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
-"""The reason of a failed put with a lifetime, whose value is stored."""
+"""Reason of a failed put with a lifetime: the value is stored, but its expiry not promised."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedValue:
-    """A named value in a list. ``chunks``: in how many it lies there; 1 outside of satellites."""
+    """Entry of a list of named values. ``chunks``: 1 outside of satellites."""
 
     name: str
     key: bytes
@@ -39,15 +39,15 @@ class NamedValue:
 
 @runtime_checkable
 class Listing(Protocol):
-    """Optional for a store: list the named values in it."""
+    """Optional interface of a store: list its named values."""
 
     def names(self) -> list[NamedValue]:
-        """By name, without blocks, and without sealed values, whose names cannot be read."""
+        """Return the values by name, without blocks and sealed values (whose names are unreadable)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOutcome:
-    """The end of a put or a get. ``value`` is None after a put and on a miss; ``reason`` is that of a failure."""
+    """Result of a put or a get. ``value``: None after a put and on a miss. ``reason``: of a failure."""
 
     ok: bool
     value: memoryview | None
@@ -57,22 +57,21 @@ class NamedOutcome:
 
 
 def named_key(name: str) -> bytes:
-    """The 32-byte key of a text key."""
     return key_hash(NAMESPACE, name)
 
 
 def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
-    """The named value of ``key`` that begins so; None for any other value, and for one whose header cannot be read."""
+    """Return the named value that begins so; None if it is not a named value of ``key``, or unreadable."""
     try:
         header = unpack_header(start_of_value)
     except MalformedPacket:
         return None
-    its_own = header.name and named_key(header.name) == key
-    return NamedValue(header.name, key, header.raw_bytes, chunks) if its_own else None
+    is_its_name = header.name and named_key(header.name) == key
+    return NamedValue(header.name, key, header.raw_bytes, chunks) if is_its_name else None
 
 
 def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
-    """Store ``data`` under ``name``, replacing what was there.
+    """Store ``data`` under ``name``, replacing any value there.
 
     Raises:
         InvalidInput: no name, or no bytes.
@@ -88,14 +87,14 @@ def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
 
 
 def not_stored_reason(ticket: StoreTicket, key: bytes) -> str:
-    """Why ``key`` is not stored, in words for users."""
+    """Return why ``key`` is not stored, in words for users."""
     if ticket.reason:
         return ticket.reason
     return "no answer" if key in ticket.unanswered else "no room beside what is pinned or being read"
 
 
 def get_named(store: Store, name: str) -> NamedOutcome:
-    """The bytes under ``name``; a miss where they are absent, damaged, or stored under another name."""
+    """Return the bytes under ``name``; a miss if absent, damaged, or stored under another name."""
     ticket = store.prepare_load([named_key(name)])
     value = store.complete_load(ticket)[0]
     report = ticket.report
@@ -111,7 +110,7 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
-    """The bytes in a stored value, as they were put under ``name``; or the reason why it is a miss."""
+    """Return the bytes in a stored value of ``name``; or the reason of the miss."""
     if is_sealed(value):
         return SEALED
     try:
@@ -124,29 +123,29 @@ def named_payload(value: memoryview, name: str) -> memoryview | str:
 
 
 def bare(store: Store) -> Store:
-    """The innermost store, without wrappers (seals, quotas …)."""
+    """Return the innermost store, without wrappers (seals, quotas …)."""
     while isinstance(store, Wrapped):
         store = store.store
     return store
 
 
 class NamedValues:
-    """The values of ``store`` by text keys::
+    """Values of ``store`` by text keys::
 
         with open_store("constellation") as store:
             values = NamedValues(store)
             values.put("report.pdf", data, ttl_s=1800)
             values.get("report.pdf")
 
-    The caller closes the store. A constellation, memory and disk support all of this; Redis and tiers do not list,
-    Redis does not pin, and tiers do not expire.
+    The caller closes the store. A constellation, memory and disk support all methods. Redis cannot list or pin; a store
+    of several tiers cannot list or expire.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, replacing what was there; it expires after ``ttl_s`` seconds.
+        """Store ``data`` under ``name``, replacing any value there; it expires after ``ttl_s`` seconds.
 
         Raises:
             InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
@@ -159,17 +158,16 @@ class NamedValues:
         return done
 
     def get(self, name: str) -> bytes | None:
-        """The bytes under ``name``; None for a miss, of which ``get_named`` gives the reason."""
+        """Return the bytes under ``name``; None for a miss (``get_named`` gives its reason)."""
         value = get_named(self._store, name).value
         return None if value is None else bytes(value)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a value is stored under ``name``, without reading it."""
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """True where it was present and is gone, False where it was absent, None where a satellite that may hold it has
-        not answered.
+        """Return True if it was present and is deleted, False if absent, None if a satellite that may hold it did not
+        answer.
         """
         return self._store.delete([named_key(name)])[0]
 
@@ -178,7 +176,7 @@ class NamedValues:
         return self._store.pin([named_key(name)], ttl_s)[0]
 
     def expire(self, name: str, ttl_s: float) -> bool:
-        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by all satellites.
+        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by every satellite.
 
         Raises:
             InvalidInput: a lifetime of 0 or less, or a store without expiry.
@@ -186,7 +184,7 @@ class NamedValues:
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """The values by name, with sizes; without sealed ones, whose names cannot be read.
+        """Return the values by name, with sizes, without sealed values (whose names are unreadable).
 
         Raises:
             InvalidInput: this store cannot list.

@@ -1,7 +1,7 @@
-"""The Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
+"""Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
 
-A value is one string: its bytes, a mark of four bytes and a CRC-32 of key and value. A server that is unreachable,
-slow, full or faulty means a miss, or a value not stored, and is counted; the next call tries again.
+A value is one string: its bytes, a mark of four bytes and a CRC-32 of key and value. If the server is unreachable,
+slow, full or faulty, that is a counted miss or failed store; the next call tries again.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from skymemory.units import format_size
 
 NAMESPACE = b"skymemory:"
 _MARK = b"SKV1"
-"""The last byte is the version, a digit."""
+"""Mark of a value; its last byte is the version, a digit."""
 TRAILER_BYTES = 8
 _LARGEST_BYTES = (512 << 20) - TRAILER_BYTES
-"""A string in Redis has at most 512 MiB (``proto-max-bulk-len``)."""
+"""Limit of a string in Redis: 512 MiB (``proto-max-bulk-len``)."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 64, 8 << 20
-"""Values in flight: at least, at most, and their bytes in between."""
+"""Values in flight: least, most, and bytes in between."""
 _QUESTIONS_AT_ONCE = 512
 _MOST_LATER = 1 << 16
 
 
 class RedisStore(RemoteStore):
-    """Values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
+    """Store of values in the server at ``url`` (``redis://host:6379/0``), shared by all its clients.
 
-    No call takes longer than ``timeout_s`` and the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
-    leased: the server evicts. ``ca``: a file (PEM) with the authorities of a ``rediss://`` server; empty: the system's.
-    ``clock`` gives seconds, compared only with itself.
+    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. Nothing can be pinned or
+    leased. ``ca``: PEM file with the authorities of a ``rediss://`` server (default: the system's). ``clock``: seconds
+    with any origin.
 
     Raises:
         InvalidInput: a malformed address. (An unreachable server is not an error: its values are misses.)
@@ -68,9 +68,9 @@ class RedisStore(RemoteStore):
         self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys under which a later release's values were seen: they are not overwritten."""
+        """Keys of a later release's values, which are not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
-        """Mean of the last load."""
+        """Mean size of the values of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -97,11 +97,11 @@ class RedisStore(RemoteStore):
         unique = list(dict.fromkeys(ticket.keys))
         at_once = _at_once(self._value_bytes)
         replies = self._link.ask([pack(b"GET", NAMESPACE + key) for key in unique], at_once)
-        found = {key: opened(key, reply) for key, reply in zip(unique, replies, strict=True)}
+        outcomes = {key: opened(key, reply) for key, reply in zip(unique, replies, strict=True)}
         seconds = self._clock() - started_s
         loaded_bytes = 0
         corrupt: list[bytes] = []
-        for key, value in found.items():
+        for key, value in outcomes.items():
             self._later.pop(key, None)
             if isinstance(value, memoryview):
                 loaded_bytes += value.nbytes
@@ -116,20 +116,20 @@ class RedisStore(RemoteStore):
         self._ask_each(b"DEL", corrupt)
         self._rate.learn(loaded_bytes, seconds)
         if loaded_bytes:
-            self._value_bytes = loaded_bytes / sum(isinstance(value, memoryview) for value in found.values())
-        got = [found[key] for key in ticket.keys]
-        self._counters.add("hits", sum(isinstance(value, memoryview) for value in got))
-        self._counters.add("misses", sum(isinstance(value, str) for value in got))
+            self._value_bytes = loaded_bytes / sum(isinstance(value, memoryview) for value in outcomes.values())
+        results = [outcomes[key] for key in ticket.keys]
+        self._counters.add("hits", sum(isinstance(value, memoryview) for value in results))
+        self._counters.add("misses", sum(isinstance(value, str) for value in results))
         ticket.report = LoadReport(
             tuple(
                 KeyReport(seconds=seconds, reason=value)
                 if isinstance(value, str)
                 else KeyReport(self._name, value.nbytes, seconds)
-                for value in got
+                for value in results
             ),
             seconds,
         )
-        return [None if isinstance(value, str) else value for value in got]
+        return [None if isinstance(value, str) else value for value in results]
 
     def release(self, ticket: LoadTicket) -> None:
         self._loads.discard(ticket)
@@ -173,21 +173,21 @@ class RedisStore(RemoteStore):
         self._ask_each(b"TOUCH", self._check(keys)[::-1])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """False: the server decides what it evicts."""
+        """Return False for all keys: the server decides what it evicts."""
         check_ttl(ttl_s)
         return [False] * len(self._check(keys))
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """As in ``base.Expiring``, by the server's clock, in whole milliseconds."""
+        """Expire values (``base.Expiring``) by the server's clock, in milliseconds."""
         keys = self._check(keys)
         if math.isinf(check_ttl(ttl_s)):
-            self._ask_each(b"PERSIST", keys)  # 0 for a key without a lifetime, too
+            self._ask_each(b"PERSIST", keys)  # the reply is also 0 for a key without a lifetime
             return [size is not None for size in self.sizes(keys)]
         ttl_ms = b"%d" % max(0, math.ceil(ttl_s * 1000))
         return [reply == 1 for reply in self._ask_each(b"PEXPIRE", keys, ttl_ms)]
 
     def left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """As in ``base.Lasting``; infinite, too, where the server does not answer."""
+        """Return the lifetimes (``base.Lasting``); infinite if the server does not answer."""
         replies = self._ask_each(b"PTTL", self._check(keys))
         return [reply / 1000 if isinstance(reply, int) and reply >= 0 else math.inf for reply in replies]
 
@@ -208,7 +208,7 @@ class RedisStore(RemoteStore):
         return replies
 
     def stats(self) -> dict[str, int | float]:
-        """Figures of this process; the server is not asked."""
+        """Return figures of this process; the server is not asked."""
         return {
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
             "open_leases": len(self._loads) + len(self._stores),
@@ -216,7 +216,7 @@ class RedisStore(RemoteStore):
         }
 
     def server_info(self) -> dict[str, str]:
-        """What the server says to INFO, by name.
+        """Return the server's reply to INFO, by name.
 
         Raises:
             SkyMemoryError: it does not answer, or refuses.
@@ -238,18 +238,18 @@ class RedisStore(RemoteStore):
 
 
 def _at_once(value_bytes: float) -> int:
-    """How many values of this size are in flight."""
     return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, int(_BYTES_AT_ONCE / max(1.0, value_bytes))))
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    """What is sent behind a value. Of a block without reading its payload again: the receiver does."""
-    said = crc_by_header(key, value, crc32(key))
-    return _trailer(crc32(value, crc32(key)) if said is None else said)
+    """Return the trailer of a value. A block's CRC comes from its header, without reading its payload: the receiver
+    does that.
+    """
+    crc = crc_by_header(key, value, crc32(key))
+    return _trailer(crc32(value, crc32(key)) if crc is None else crc)
 
 
 def is_trailer_of(key: bytes, value: Buffer, trailer: Buffer) -> bool:
-    """Whether value and trailer came as they were sent."""
     return trailer == _trailer(crc32(value, crc32(key)))
 
 
@@ -258,48 +258,47 @@ def _trailer(crc: int) -> bytes:
 
 
 def opened(key: bytes, reply: object) -> memoryview | str:
-    """The value in a reply, without a copy; or the reason of the miss."""
+    """Return the value in a reply, without a copy; or the reason of the miss."""
     if reply is None:
         return "absent"
     if isinstance(reply, Unreachable):
         return "unreachable"
     if not isinstance(reply, bytes):
         return "refused"
-    whole = memoryview(reply)
-    value, trailer = whole[:-TRAILER_BYTES], whole[-TRAILER_BYTES:]
-    if len(whole) < TRAILER_BYTES or not is_trailer_of(key, value, trailer):
+    data = memoryview(reply)
+    value, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:]
+    if len(data) < TRAILER_BYTES or not is_trailer_of(key, value, trailer):
         later = trailer[:3] == _MARK[:3] and _MARK[3] < trailer[3] <= ord("9")
         return LATER_VERSION if later else "corrupt"
     return value
 
 
-# The connection. redis-py packs a command into one new buffer, which for a value of megabytes is a copy and fresh
-# memory: here the pieces go to the socket as they are. Its timeouts are for each read, so that a server which sends a
-# byte now and then is waited for indefinitely: here a call as a whole has a deadline (``Deadline``).
+# Connection. redis-py packs a command into a new buffer, which costs a copy and fresh memory for a value of
+# megabytes: here the pieces go to the socket as they are. redis-py's timeouts apply to each read, so a server that
+# sends a byte now and then can block a call forever: here the whole call has a deadline (``Deadline``).
 
 Argument = bytes | tuple[Buffer, ...]
-"""One argument of a command; the pieces of a tuple are sent as one."""
+"""Argument of a command; a tuple's pieces are sent as one argument."""
 Command = list[Buffer]
-"""Pieces in the server's protocol."""
 
 _READ_BYTES = 256 << 10
-"""Bytes of one read; redis-py's own 32 KiB are ninety calls for a block of 2.9 MB."""
+"""Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""
 MIN_BYTES_PER_S = 1e6
-"""The rate of a link that is slow, not broken: a call's deadline moves by the time its bytes take at this rate."""
+"""Lowest rate of a working link: a call's deadline is extended by its bytes at this rate."""
 _SMALL_BYTES = 4096
-"""Smaller pieces are joined: a copy costs less than a call."""
+"""Limit of joined pieces: a copy costs less than a call."""
 _REST_S = 1.0
-"""How long to send nothing after a timeout: else every call of a load would wait again."""
+"""Silence after a timeout: otherwise every call of a load would wait again."""
 _PROBE_S = 30.0
-"""How long the question waits that ends such a rest."""
+"""Timeout of the probe that ends the silence."""
 
 
 class Unreachable(Exception):
-    """The server did not answer in time, or is unreachable. Returned as a reply, never raised to callers."""
+    """Failure of the server to answer in time. Returned as a reply, never raised to callers."""
 
 
 def pack(*arguments: Argument) -> Command:
-    """A command in RESP (a list of strings with their lengths), without copying large pieces."""
+    """Encode a command in RESP, without copying large pieces."""
     pieces: Command = []
     small = bytearray(b"*%d\r\n" % len(arguments))
     for argument in arguments:
@@ -316,8 +315,8 @@ def pack(*arguments: Argument) -> Command:
 
 
 class Deadline(threading.local):
-    """The deadline of this thread's current call: ``timeout_s`` from its beginning, and the time that the bytes moved
-    since take at ``MIN_BYTES_PER_S``. It includes connecting.
+    """Deadline of this thread's call, including connecting: ``timeout_s`` after its start, plus the time of the bytes
+    moved at ``MIN_BYTES_PER_S``.
     """
 
     def __init__(self) -> None:
@@ -330,7 +329,7 @@ class Deadline(threading.local):
         self._until_s += size_bytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Seconds left, above 0; else TimeoutError."""
+        """Return the seconds left, above 0; else raise TimeoutError."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline of the call has passed")
@@ -338,7 +337,7 @@ class Deadline(threading.local):
 
 
 class _DeadlineSocket:
-    """A socket whose calls end at the deadline."""
+    """Socket whose calls end at the deadline."""
 
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
@@ -349,7 +348,7 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
     def settimeout(self, seconds: float | None) -> None:
-        """0 is kept: redis-py before 8 asks so whether a connection that was not in use has bytes to read."""
+        """Set the timeout; 0 is kept, with which redis-py before 8 polls an idle connection for bytes."""
         self._polling = seconds == 0
         self._sock.settimeout(seconds)
 
@@ -370,7 +369,7 @@ class _DeadlineSocket:
         return size_bytes
 
     def sendall(self, data: Buffer) -> None:
-        """In parts, each of which moves the deadline by its bytes."""
+        """Send in parts; each part extends the deadline by its bytes."""
         view = memoryview(data).cast("B")
         while view:
             self._sock.settimeout(self._deadline.left_s())
@@ -380,7 +379,7 @@ class _DeadlineSocket:
 
 
 def _with_deadline(kind: Any, deadline: Deadline) -> Any:
-    """redis-py's ``kind`` of connection, with sockets that keep the deadline."""
+    """Return redis-py's connection class ``kind`` with such sockets."""
 
     class Connection(kind):  # type: ignore[misc]
         def _connect(self) -> Any:
@@ -388,18 +387,18 @@ def _with_deadline(kind: Any, deadline: Deadline) -> Any:
 
         @property
         def socket_connect_timeout(self) -> float:
-            """redis-py reads it for each address of a host name."""
+            """Return the time left; redis-py reads it for each address of a host name."""
             return deadline.left_s()
 
         @socket_connect_timeout.setter
         def socket_connect_timeout(self, value: object) -> None:
-            """Ignored: the deadline decides."""
+            """Ignore the value: the deadline decides."""
 
     return Connection
 
 
 class Link:
-    """A pool of connections to the server at ``url``, opened when needed and again when broken.
+    """Pool of connections to the server at ``url``, opened when needed and reopened when broken.
 
     Raises:
         InvalidInput: a malformed address.
@@ -422,7 +421,7 @@ class Link:
                 decode_responses=False,
                 socket_timeout=timeout_s,
                 socket_read_size=_READ_BYTES,
-                # A retry would double the time that a caller waits; the next call is one.
+                # A retry would double the time that a caller waits; the next call serves as a retry.
                 retry=retry.Retry(backoff.NoBackoff(), 0),
                 **({"ssl_ca_certs": ca} if ca else {}),
             )
@@ -435,13 +434,13 @@ class Link:
         self._rest_until_s = float("-inf")
         self._probing = threading.Lock()
         self._is_in_doubt = False
-        """A probe has ended a rest, and no call has succeeded since."""
+        """True if a probe ended a silence and no call has succeeded since."""
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
-        """The reply to each command; a failed one's is ``redis.ResponseError`` or ``Unreachable``.
+        """Return the reply to each command; ``redis.ResponseError`` or ``Unreachable`` on failure.
 
-        At most ``at_once`` are in flight, so that the server never has to keep more replies. All share one deadline;
-        the first that fails ends them all.
+        At most ``at_once`` are in flight, so that the server never keeps more replies. All share one deadline; the
+        first failure ends them all.
         """
         self._owner.check()
         replies: list[object] = []
@@ -457,7 +456,6 @@ class Link:
         return replies
 
     def _exchange(self, commands: Sequence[Command], at_once: int, timeout_s: float, replies: list[object]) -> None:
-        """Append the replies that come."""
         connection = None
         self._deadline.begin(timeout_s)
         try:
@@ -476,18 +474,17 @@ class Link:
                 self._pool.release(connection)
 
     def _rest(self) -> None:
-        """Send nothing for a while, except a question whose answer ends the rest: a server that stood still is used as
-        soon as it goes on. One that answers the question and nothing else is not asked a second time.
+        """Send only a probe for a while, whose answer ends the silence: a stalled server is used as soon as it
+        continues. A server that answers only the probe is not probed again.
         """
         self._rest_until_s = self._clock() + _REST_S
         if not self._is_in_doubt and self._probing.acquire(blocking=False):
             try:
                 threading.Thread(target=self._probe, name="redis probe", daemon=True).start()
-            except RuntimeError:  # no more threads, or the interpreter ends
+            except RuntimeError:  # no more threads, or interpreter shutdown
                 self._probing.release()
 
     def _probe(self) -> None:
-        """In a thread."""
         try:
             self._exchange([pack(b"PING")], 1, _PROBE_S, [])
             self._is_in_doubt = True
@@ -501,7 +498,7 @@ class Link:
         try:
             return self._pool.get_connection()
         except Exception as error:
-            self._pool.disconnect(inuse_connections=False)  # the pool would reuse it
+            self._pool.disconnect(inuse_connections=False)  # otherwise the pool would reuse it
             raise self._strange(error) from error
 
     def _reply(self, connection: Any) -> object:
@@ -513,8 +510,8 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """redis-py may raise anything for an unexpected reply (an AttributeError for a HELLO that is not a map): what
-        answers so is no Redis server, and counts as unreachable.
+        """Map an error of redis-py, which may raise anything for an unexpected reply (an AttributeError for a HELLO
+        that is not a map): the peer is not a Redis server, and counts as unreachable.
         """
         if isinstance(error, self._redis.RedisError | OSError):
             return error
@@ -522,7 +519,7 @@ class Link:
         return ConnectionError(f"a reply that no Redis server gives: {type(error).__name__}: {error}")
 
     def _let_go(self) -> None:
-        """In a forked child: close its connections without a message to the server."""
+        """Close a forked child's connections, without a message to the server."""
         self._pool.reset()
 
     def close(self) -> None:
@@ -530,7 +527,7 @@ class Link:
 
 
 def _joined(commands: Sequence[Command]) -> Command:
-    """Commands in a row, with neighbouring small pieces joined."""
+    """Concatenate commands, joining neighbouring small pieces."""
     pieces: Command = []
     for command in commands:
         for piece in command:

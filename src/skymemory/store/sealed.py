@@ -1,12 +1,12 @@
 """Values sealed for one tenant: the tier below stores AES-256-GCM ciphertext that only the tenant's key opens.
 
 A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | ciphertext | tag 16``, big-endian. The
-first 20 bytes and the 32-byte key it is stored under are authenticated with it: a value moved to another key does not
-open. Later versions keep the magic and the version's place. Values are sealed whole, before they are cut into chunks,
-so that no satellite and no link sees plaintext.
+first 20 bytes and the value's 32-byte key are authenticated too: a value moved to another key does not open. Later
+versions keep the magic and the version's position. Values are sealed before they are cut into chunks, so no satellite
+and no link sees plaintext.
 
-The nonce is 96 random bits for each value, also when the same key is stored again. One key seals at most 2^32 values
-(NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it earlier.
+The nonce is 96 random bits per value, also if a key is stored again. A secret seals at most 2^32 values (NIST SP
+800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it earlier.
 """
 
 from __future__ import annotations
@@ -39,29 +39,28 @@ NONCE_BYTES, TAG_BYTES = 12, 16
 _MAGIC, _VERSION = b"SKYE", 1
 _HEAD = struct.Struct(f">4sBBH{NONCE_BYTES}s")
 OVERHEAD_BYTES = _HEAD.size + TAG_BYTES
-"""Bytes that sealing adds to a value."""
 NOT_AUTHENTIC = "not authentic"
-"""The reason of a miss: the value is another tenant's, or was tampered with, or its key is retired."""
+"""Reason of a miss: the value is another tenant's, was tampered with, or its key is retired."""
 UNKNOWN_KEY = "unknown key"
-"""The reason of a miss: the value's key has not arrived here yet. The value stays, for clients that have the key."""
+"""Reason of a miss: the secret has not arrived yet. The value stays, for clients that have it."""
 _PURPOSE = b"skymemory payloads 1"
 
 
 @dataclass(slots=True)
 class _Sealed:
-    """The state of a store ticket: the ticket of the tier below, and the buffer with the ciphertext."""
+    """State of a store ticket: the ticket of the tier below, and the ciphertext."""
 
     below: StoreTicket
     buffer: Any
 
 
 def is_sealed(value: Buffer) -> bool:
-    """Whether a value starts like a sealed one; its authenticity is not checked."""
+    """Return True if a value looks sealed; its authenticity is not checked."""
     return bytes(value[: len(_MAGIC)]) == _MAGIC
 
 
 class SealedStore(Wrapped):
-    """Any store, with its values sealed, under the same keys. ``ring`` is called at each use: the tenant's keys rotate.
+    """Wrapper that seals a store's values, under the same keys. ``ring`` is called at each use: secrets rotate.
 
     Raises:
         MissingExtra: the ``cryptography`` library is not installed.
@@ -85,16 +84,16 @@ class SealedStore(Wrapped):
     # --- sealing and opening ---
 
     def _cipher_of(self, secret: bytes) -> Any:
-        """The cipher of a key. A few are cached: setting one up costs as much as a small value."""
-        found = self._ciphers.get(secret)
-        if found is None:
+        """Return a secret's cipher. A few are cached: creating a cipher costs as much as sealing a small value."""
+        cipher = self._ciphers.get(secret)
+        if cipher is None:
             if len(self._ciphers) > 16:
                 self._ciphers.clear()
-            found = self._ciphers[secret] = self._cipher(secret)
-        return found
+            cipher = self._ciphers[secret] = self._cipher(secret)
+        return cipher
 
     def _seal(self, key: bytes, value: memoryview, out: memoryview) -> None:
-        """Into ``out``, which is ``OVERHEAD_BYTES`` longer than ``value``."""
+        """Seal ``value`` into ``out``, which is ``OVERHEAD_BYTES`` longer."""
         secret = self._ring().active(self._now_s())
         nonce = os.urandom(NONCE_BYTES)
         head = _HEAD.pack(_MAGIC, _VERSION, 0, secret.key_id, nonce)
@@ -102,7 +101,7 @@ class SealedStore(Wrapped):
         self._cipher_of(secret.derive(_PURPOSE)).encrypt_into(nonce, value, head + key, out[len(head) :])
 
     def _open(self, key: bytes, sealed: memoryview, out: memoryview) -> str:
-        """Into ``out``, which is ``OVERHEAD_BYTES`` shorter. Returns why it cannot be opened, or nothing."""
+        """Open ``sealed`` into ``out``, ``OVERHEAD_BYTES`` shorter; return the reason of a failure, or ""."""
         if is_sealed(sealed) and bytes(sealed[4:5]) > bytes([_VERSION]):
             return LATER_VERSION
         if len(sealed) < OVERHEAD_BYTES:
@@ -158,7 +157,7 @@ class SealedStore(Wrapped):
     def _report(
         report: LoadReport | None, opened: dict[bytes, memoryview], rejected: dict[bytes, str], keys: tuple[bytes, ...]
     ) -> LoadReport | None:
-        """The report of the tier below, with the sizes of the opened values."""
+        """Return the report of the tier below, with the opened values' sizes."""
         if report is None:
             return None
         reports = (

@@ -1,5 +1,6 @@
-"""Stores around a store: write admission, tenants' quotas, a limited read rate; all else is passed through. And a store
-in asyncio: ``async with AsyncStore(open_store(address)) as store``.
+"""Wrappers of a store: write admission, tenants' quotas and a limited read rate; all other calls pass through.
+
+Also a store for asyncio: ``async with AsyncStore(open_store(address)) as store``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from skymemory.units import format_size
 
 
 class Wrapped(TwoPhase):
-    """Passes every call to ``store``: the base of all wrappers."""
+    """Base of all wrappers: passes every call to ``store``."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -102,21 +103,20 @@ class Wrapped(TwoPhase):
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The state of a ticket: the store's own ticket, and per item whether it is in that."""
+    """State of a ticket: the inner store's ticket, and per item True if it is in it."""
 
     inner: StoreTicket
     chosen: list[bool]
 
 
 class Selecting(Wrapped):
-    """Stores the items that ``select`` chooses; the others are reported as not stored."""
+    """Wrapper that stores only the items that ``select`` chooses."""
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Per item, whether to store it."""
         return [True] * len(items)
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Called with the items that were stored."""
+        """Handle the items that were stored."""
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items, places = check_items(items), check_places(items, places)
@@ -145,10 +145,10 @@ _BITS_PER_KEY = 16
 
 
 class Sketch:
-    """Whether a key was seen among roughly the last ``capacity`` to twice as many: two Bloom filters that take turns.
+    """Set of recently seen keys, the last ``capacity`` to ``2 * capacity``: two Bloom filters that take turns.
 
-    Keys are hashes, so four words of one are its four probes. About one unseen key in 400 counts as seen: it is stored
-    one write too early, which does no harm.
+    Keys are hashes, so four words of a key are its probes. One new key in 400 counts as seen and is stored a write
+    early, which is harmless.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -160,11 +160,11 @@ class Sketch:
         self._added = 0
 
     def seen(self, key: bytes) -> bool:
-        """Whether it was seen before; it counts as seen from now on."""
+        """Add ``key``; return True if it was seen before."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
-            # The younger filter is full: it becomes the older one, and the keys of that are forgotten.
+            # The younger filter is full: it becomes the older filter, whose keys are forgotten.
             if self._added == self._capacity:
                 self._now, self._before = bytearray(self._bits // 8), self._now
                 self._added = 0
@@ -177,8 +177,8 @@ class Sketch:
 class AdmittingStore(Selecting):
     """Write admission: stores a key only when it is offered a second time, or is present already.
 
-    Most prompts of a busy service are seen once; storing them evicts what is shared. As a prompt's blocks are chained,
-    the blocks that several prompts share are exactly those that are offered again.
+    Most prompts of a busy service are seen once; storing them evicts shared blocks. Blocks are chained, so exactly the
+    shared blocks are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -189,10 +189,10 @@ class AdmittingStore(Selecting):
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         keys = [key for key, _ in items]
-        there = self.store.lookup(keys)
+        states = self.store.lookup(keys)
         with self._lock:
-            seen = [self._sketch.seen(key) for key in keys]
-        admitted = [was or present is not Presence.MISS for was, present in zip(seen, there, strict=True)]
+            offered = [self._sketch.seen(key) for key in keys]
+        admitted = [was or present is not Presence.MISS for was, present in zip(offered, states, strict=True)]
         self._counters.add("writes_not_admitted", admitted.count(False))
         return admitted
 
@@ -201,15 +201,15 @@ class AdmittingStore(Selecting):
 
 
 class TenantStore(Selecting):
-    """A quota in bytes: one tenant's handle on a store that several tenants of a process share.
+    """Quota in bytes of one tenant, on a store that several tenants of a process share.
 
-    Over its quota a tenant evicts its own oldest values, never another's, and none that it has leased or pinned. They
-    are evicted after the new value is stored, so that a put which the store refuses costs nothing: until its victims
-    are confirmed to be gone, a tenant has up to that one put more.
+    A tenant over its quota evicts its own oldest values, neither leased nor pinned, never another tenant's. They are
+    evicted after the new value is stored, so a refused put costs nothing; until their removal is confirmed, the tenant
+    exceeds its quota by up to that put.
 
-    Tenants have keys of their own, because their salt is in the hash of every block: so this handle sees all writes of
-    its tenant, and no other's. It counts the values that it stored until the store confirms that they are gone: a miss
-    in an outage, or an unconfirmed deletion, confirms nothing. ``clock`` gives seconds, compared only with itself.
+    Tenants have disjoint keys, because their salt is in the hash of every block; so this handle sees all writes of its
+    tenant. It counts values until the store confirms their removal: a miss in an outage, or an unconfirmed deletion,
+    confirms nothing. ``clock``: seconds with any origin.
     """
 
     def __init__(
@@ -225,15 +225,13 @@ class TenantStore(Selecting):
         self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
-        """Keys of each open load, and the end of their lease."""
         self._pins: dict[bytes, float] = {}
-        """The end of each."""
         self._counters = Counters()
         self._lock = OwnLock(f"the store of tenant {tenant!r}")
 
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """As many of the chain's first blocks as the quota holds. Their victims are evicted once they are stored; while
-        earlier victims are not confirmed to be gone, nothing is stored.
+        """Choose as many of the chain's first blocks as the quota holds; their victims are evicted once they are
+        stored. While earlier removals are unconfirmed, nothing is stored.
         """
         sizes = {key: memoryview(value).nbytes for key, value in items}
         with self._lock:
@@ -250,7 +248,6 @@ class TenantStore(Selecting):
         return [key in chosen for key, _ in items]
 
     def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Evict the tenant's oldest values for them."""
         with self._lock:
             for key, value in reversed(items):  # the first block becomes the most recent: a chain loses its end first
                 self._forget([key])
@@ -259,18 +256,18 @@ class TenantStore(Selecting):
             self._evict_excess({key for key, _ in items})
 
     def _end_leases(self, now_s: float) -> None:
-        """Of loads that were never completed. With the lock held."""
+        """Drop expired leases of loads never completed. Requires the lock."""
         self._leases = {load: lease for load, lease in self._leases.items() if lease[1] > now_s}
 
     def _protected(self) -> set[bytes]:
-        """Keys that are leased or pinned. With the lock held."""
+        """Return the keys that are leased or pinned. Requires the lock."""
         now_s = self._clock()
         self._end_leases(now_s)
         self._pins = {key: until_s for key, until_s in self._pins.items() if until_s > now_s}
         return {key for keys, _ in self._leases.values() for key in keys} | self._pins.keys()
 
     def _evict_excess(self, new: frozenset[bytes] | set[bytes] = frozenset()) -> None:
-        """With the lock held."""
+        """Evict the tenant's oldest values above its quota, sparing ``new``. Requires the lock."""
         if self.used_bytes <= self.quota_bytes:
             return
         spared = self._protected() | new
@@ -283,12 +280,12 @@ class TenantStore(Selecting):
                 victims.append(key)
                 excess_bytes -= size
         if victims:
-            gone = sum(one is not None for one in self.delete(victims))
-            self._counters.add("evicted_for_quota", gone, self.tenant)
+            removed = sum(outcome is not None for outcome in self.delete(victims))
+            self._counters.add("evicted_for_quota", removed, self.tenant)
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
         keys, beginning = check_keys(keys), object()
-        with self._lock:  # before the store's own lease: nothing of it must be evicted in between
+        with self._lock:  # before the store's own lease: nothing may be evicted in between
             self._end_leases(self._clock())
             self._leases[beginning] = keys, self._clock() + LEASE_S
         try:
@@ -315,23 +312,23 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Values that are absent are no longer counted; other misses may be present after all."""
+        """Complete the load. Absent values are no longer counted; other misses may still be present."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
             self._leases.pop(ticket, None)
-            self._forget([key for key, one in zip(ticket.keys, reports, strict=False) if one.reason == "absent"])
+            self._forget([key for key, report in zip(ticket.keys, reports, strict=False) if report.reason == "absent"])
             for key in reversed(ticket.keys):
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
         return values
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Values that are not confirmed to be gone are still counted."""
+        """Delete values; unconfirmed removals still count."""
         keys = check_keys(keys)
         with self._lock:
             outcomes = self.store.delete(keys)
-            self._forget([key for key, gone in zip(keys, outcomes, strict=True) if gone is not None])
+            self._forget([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not None])
             return outcomes
 
     def stats(self) -> dict[str, int | float]:
@@ -345,11 +342,10 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """A token bucket: ``store`` is read at ``bytes_per_s``, one load after the other.
+    """Token bucket: ``store`` is read at ``bytes_per_s``, load by load.
 
-    It leaves the rest of a link to others, or models a link that this computer does not have. ``burst_s``: a full
-    bucket passes this many seconds' worth of bytes at once. ``bytes_per_s`` may be changed at any time, for loads that
-    begin then. Only loads are limited.
+    It leaves bandwidth to others, or models a link that this computer lacks. A full bucket holds ``burst_s`` seconds of
+    bytes. ``bytes_per_s`` may change at any time, for later loads. Only loads are limited.
     """
 
     def __init__(
@@ -368,11 +364,11 @@ class RateLimited(Wrapped):
         self._burst_s = burst_s
         self._clock, self._sleep = clock, sleep
         self._lock = Lock()
-        self._free_s = float("-inf")  # when all loads so far will be through
+        self._free_s = float("-inf")  # time at which all loads so far are through
 
     @property
     def backlog_s(self) -> float:
-        """Seconds until the loads in progress are through."""
+        """Return the seconds until the loads in progress are through."""
         return max(0.0, self._free_s - self._clock())
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
@@ -383,7 +379,7 @@ class RateLimited(Wrapped):
             if value is not None
         )
         with self._lock:
-            # Counted from when the link was free, not from when this thread woke: waking late wastes no rate.
+            # Counted from when the link was free, not from when this thread woke: waking late wastes no bandwidth.
             self._free_s = max(self._free_s, self._clock() - self._burst_s) + size_bytes / self.bytes_per_s
             until_s = self._free_s
         while (left_s := until_s - self._clock()) > 0:
@@ -399,12 +395,10 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """The calls of ``store`` that need no ticket, awaited, with its results and errors. It closes ``store``.
+    """Store for asyncio: awaitable calls, without tickets, with the results and errors of ``store``, which it closes.
 
-    Tiers block, and serve many threads at the same time: those of one process wait for satellites side by side. So each
-    call runs in a thread of a pool; what waits here is not the event loop.
-
-    A call that is cancelled before its thread has begun does nothing; after that it goes on, and its result is dropped.
+    Tiers block, and serve many threads concurrently; so each call runs in a thread of a pool. A call cancelled before
+    its thread starts does nothing; later it continues, and its result is dropped.
     """
 
     def __init__(self, store: Store, threads: int = 32) -> None:
@@ -415,7 +409,7 @@ class AsyncStore:
         return await self._call(self.store.get_many, keys)
 
     async def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """The values must not change until it returns."""
+        """Store values, which must not change until this returns."""
         return await self._call(self.store.put_many, items, places)
 
     async def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
@@ -440,7 +434,7 @@ class AsyncStore:
         return await asyncio.wrap_future(self._pool.submit(call, *how, **named))
 
     async def close(self) -> None:
-        """Wait for calls that are under way, then close the store. May be repeated."""
+        """Wait for calls in progress, then close the store. May be called again."""
         await asyncio.to_thread(self._pool.shutdown)
         self.store.close()
 

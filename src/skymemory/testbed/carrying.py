@@ -1,8 +1,8 @@
 """Upper bound of the time scale on this machine, from the cost of moves and the available processors.
 
-When the box moves, satellites hand their chunks over. With a clock that is too fast a growing backlog remains, so the
-time scale is bounded by the handovers of half-full satellites. Costs were measured on 95 satellites in five processes
-(``docs/benchmarks/sky.md``, Time scales), on a machine on which ``_work`` takes ``_REFERENCE_S``.
+When the box moves, satellites hand over their chunks. If the clock is too fast a growing backlog remains, so the time
+scale is bounded by the handovers of half-full satellites. Costs were measured on 95 satellites in five processes
+(``docs/benchmarks/sky.md``, Time scales), on a machine that takes ``_REFERENCE_S`` for ``_work``.
 """
 
 from __future__ import annotations
@@ -23,43 +23,42 @@ from skymemory.testbed.plan import ConstellationPlan
 from skymemory.units import format_size
 
 FILLED = 0.5
-"""Assumed fill of the box's satellites. Above it chunks stay behind for a while, and are served there."""
+"""Assumed fill of the box's satellites; above it chunks lag behind, and are served from their old place."""
 SHARE = 0.75
-"""Share of the processors for the suggested scale; the rest is for requests and other programs."""
+"""Share of the processors for the suggested scale; requests and other programs get the remainder."""
 _SATELLITE_S = 40e-6
-"""CPU time of a move per satellite, whatever it holds."""
+"""CPU time of a move per satellite, independent of its chunks."""
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
 """CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
-"""Added per chunk with injected faults: datagrams are sent one by one."""
+"""CPU time added per chunk with injected faults: datagrams are then sent singly."""
 _DELAY_S = 18e-6
-"""Added per chunk with link delays."""
+"""CPU time added per chunk with link delays."""
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
 
 
 def _work() -> None:
-    """A sample of a host's work: packing, looking up and unpacking headers."""
-    header, seen = struct.Struct(">HHHIHI32s"), dict[bytes, int]()
+    header, sums = struct.Struct(">HHHIHI32s"), dict[bytes, int]()
     for number in range(4000):
         packet = header.pack(1, 2, 3, number, 5, 6, number.to_bytes(32, "big"))
-        seen[packet[-32:]] = seen.get(packet[-32:], 0) + header.unpack(packet)[3]
+        sums[packet[-32:]] = sums.get(packet[-32:], 0) + header.unpack(packet)[3]
 
 
 def speed() -> float:
-    """Speed of this machine relative to the reference: best of several runs in CPU time, so that other programs do not
+    """Return this machine's speed relative to the reference: best of several runs in CPU time, so other programs do not
     count.
     """
     times_s = []
     for _ in range(_TURNS):
-        began_s = time.thread_time()
+        started_s = time.thread_time()
         _work()
-        times_s.append(time.thread_time() - began_s)
+        times_s.append(time.thread_time() - started_s)
     return _REFERENCE_S / min(times_s)
 
 
 def processors() -> float:
-    """Processors available to this process: its affinity, limited by the control group's quota."""
+    """Return the processors of this process: its affinity, limited by the control group's quota."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
@@ -69,14 +68,14 @@ def processors() -> float:
 
 
 def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
-    """The largest time scale whose moves take at most ``processor_s_per_s`` processors of the reference machine."""
+    """Return the largest scale whose moves take at most ``processor_s_per_s`` processors of the reference machine."""
     if plan.access == "onboard":
         return float("inf")
     shell, placement = shell_of(plan), sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
     chunks = plan.memory_per_satellite_bytes / (plan.chunk_bytes + CHUNK_REF_BYTES) * plan.replicas * FILLED
     chunk_s = _CHUNK_S[plan.auth] + _FAULTS_S * plan.faults.any + _DELAY_S * (plan.delay_scale > 0)
-    # A move costs every satellite a look at what it holds, and the row or column that leaves the box a handover of all
-    # its chunks. Rows leave at plane moves, columns at slot moves, so the shape of the box counts, and both periods.
+    # A move costs every satellite a scan of its chunks, and the row or column that leaves the box a handover of all
+    # its chunks. Rows leave at plane moves, columns at slot moves, so the shape of the box and both periods count.
     cost = 0.0
     for moves, period_s in (((1, 0), slot_move_period_s(shell)), ((0, 1), plane_move_period_s(shell))):
         leaving = len(server_moves(placement, (0, 0), (0, 0), moves)) * chunks
@@ -85,7 +84,7 @@ def most_time_scale(plan: ConstellationPlan, processor_s_per_s: float) -> float:
 
 
 def check_time_scale(plan: ConstellationPlan) -> None:
-    """Raises ``InvalidInput`` for a plan whose moves would exceed all processors of this machine."""
+    """Raise ``InvalidInput`` if the plan's moves would exceed all processors here."""
     if plan.time_scale == 0:
         return
     count = processors()

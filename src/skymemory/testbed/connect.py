@@ -1,4 +1,4 @@
-"""Opens stores over running constellations, and builds satellites' and clients' configuration from a plan."""
+"""Stores over running constellations; configuration of satellites and clients from a plan."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from skymemory.transport.udp_socket import source_address
 def expected_round_trip_s(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> float:
-    """Round trip to the farthest satellite of the box: the timeout must hold for all. ``ground``: from another place
-    than the plan's.
+    """Return the round trip to the farthest satellite of the box, which the timeout must cover; from ``ground``, if not
+    the plan's place.
     """
     round_trip_s, moves = _round_trips(plan, access, now_s, ground)
     placement = sky_of(plan).placement(STRATEGY_CODES[plan.strategy], plan.servers)  # type: ignore[index]
@@ -46,24 +46,24 @@ def expected_round_trip_s(
 def _round_trips(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
-    """Round trips by the current geometry and the plan's delay scale, and the moves of now."""
-    # By the way a packet takes: beam to each satellite (ideal), or beam to the gateway and links from there. An onboard
-    # host has no beam.
+    """Return a function for current round trips, with the plan's delay scale, and the current moves."""
+    # The delay follows the path of a packet: a beam to each satellite (ideal), or a beam to the gateway and links
+    # from there. An onboard host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
     sky_s, moves = 0.0, (0, 0)
     if plan.time_scale:
         now_s = time.time() if now_s is None else now_s
         sky_s, moves = clock.sky_s(now_s), clock.moves(now_s)
     sight, centre = plan.sight(ground), sky.centre_at(moves)
-    access, seen = access_named(access), sight.in_sight(centre, sky_s)
-    gateway = plan.torus.living(centre) if access == "onboard" or not seen else seen[0]
-    # With none in sight, as of the next that rises: its beam is as long as any.
-    beam_s = sight.one_way_s(gateway, centre, sky_s) if seen else sight.longest_s
+    access, in_sight = access_named(access), sight.in_sight(centre, sky_s)
+    gateway = plan.torus.living(centre) if access == "onboard" or not in_sight else in_sight[0]
+    # With no satellite in sight, assume the beam to the next that rises: it has the maximum length.
+    beam_s = sight.one_way_s(gateway, centre, sky_s) if in_sight else sight.longest_s
     if access == "onboard":
         beam_s = 0.0
 
     def round_trip_s(satellite: SatelliteId) -> float:
-        if access == "ideal" or (access == "hybrid" and satellite in seen):
+        if access == "ideal" or (access == "hybrid" and satellite in in_sight):
             return 2 * sight.one_way_s(satellite, centre, sky_s) * plan.delay_scale
         links_s = shell.route_one_way_s(plan.torus, gateway, satellite)
         return 2 * (beam_s + links_s) * plan.delay_scale
@@ -72,18 +72,18 @@ def _round_trips(
 
 
 def check_access(plan: ConstellationPlan, access: str) -> Access:
-    """``access``, if clients of this plan can use it.
+    """Return ``access`` if clients of this plan can use it.
 
     Raises:
         InvalidInput: unknown mode, or a mix of on board and ground, whose boxes move differently.
     """
-    found = access_named(access)
-    if (found == "onboard") != (plan.access == "onboard"):
+    chosen = access_named(access)
+    if (chosen == "onboard") != (plan.access == "onboard"):
         raise InvalidInput(
             f"access {access!r} to a constellation with access {plan.access!r}: its box moves differently; start it "
             f"with `skymemory constellation up --access {access}`"
         )
-    return found
+    return chosen
 
 
 def open_constellation(
@@ -94,14 +94,14 @@ def open_constellation(
     give_up_s: float = 0.8,
     ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """The store over the constellation of ``run_dir`` (default: this user's).
+    """Return the store over the constellation of ``run_dir`` (default: this user's), to be closed by the caller.
 
     ``use_index=False`` queries the satellites instead of the local index, as after its loss. ``access`` overrides the
-    plan's, ``ground`` its host's place: sight, gateway and beams are from there, the box stays. Close it after use.
+    plan's. ``ground`` overrides its host's place: sight, gateway and beams are from there, the box stays.
 
     Raises:
-        NoConstellation: none runs there.
-        InvalidInput: an access that does not fit the plan's, or a place where the preset is no orbit.
+        NoConstellation: no constellation runs there.
+        InvalidInput: an access that does not fit the plan's, or a place although the preset is no orbit.
     """
     directory = RunDirectory(run_dir)
     plan = directory.running_plan()
@@ -113,7 +113,7 @@ def open_constellation(
 
 
 def sealed(store: Store, keys: KeyFollower) -> SealedStore:
-    """The store with its values encrypted by the tenant's keys."""
+    """Return the store with values encrypted by the tenant's keys."""
 
     def ring() -> KeyRing:
         keys.refresh()
@@ -130,7 +130,7 @@ def store_of(
     give_up_s: float = 0.8,
     ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """The store over a constellation that runs by ``plan``; ``access`` and ``ground`` override the plan's."""
+    """Return the store of a running constellation; ``access`` and ``ground`` override the plan's."""
     access = access or plan.access
     expected_s = expected_round_trip_s(plan, access, ground=ground)
     client = client_of(plan, check_access(plan, access), expected_s, give_up_s, ground)
@@ -138,18 +138,17 @@ def store_of(
 
 
 def settings_of(plan: ConstellationPlan, access: str | None = None, ground: GroundHost | None = None) -> SkySettings:
-    """Placement and sizes of the values that clients write."""
     memory_bytes, lazy = plan.memory_per_satellite_bytes, plan.memory_policy.lazy
     fan_out = fan_out_of(plan, access or plan.access, ground) if plan.by_size else None
     return SkySettings(plan.strategy, plan.servers, plan.chunk_bytes, memory_bytes, lazy, plan.replicas, fan_out)
 
 
 def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None = None) -> FanOut:
-    """How many satellites a value is worth, by the current geometry."""
+    """Return the policy for a value's number of satellites, by the current geometry."""
     sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
     round_trip_s, moves = _round_trips(plan, access, ground=ground)
-    # With a beam for each satellite more of them transmit at the same time; through a gateway all share its beam. The
-    # plan's delay scale holds for the whole link: without delays it transmits as fast as this computer.
+    # With a beam for each satellite several satellites transmit concurrently; through a gateway all share its beam.
+    # The plan's delay scale applies to the whole link: without delays it transmits as fast as this computer.
     beams = access_named(access) in ("ideal", "hybrid")
     chunk_s = plan.chunk_bytes / BEAM_BYTES_PER_S * plan.delay_scale if beams else 0.0
     if plan.links is not None and plan.links.down_bit_s is not None and beams:
@@ -166,26 +165,24 @@ def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None =
 
 
 BIND_SETTING = "SKYMEMORY_BIND"
-"""Environment variable with the address that clients bind."""
 _LEAST_ROUND_TRIPS = 3
-"""Minimum timeout in round trips: with long delays (``x100``) one may exceed the usual timeout."""
+"""Least timeout in round trips, which may be long (delay ``x100``)."""
 
 
 def shell_of(plan: ConstellationPlan) -> Shell:
-    """The orbits of the plan's preset."""
     return plan.constellation.shell
 
 
 def sky_of(plan: ConstellationPlan, ground: GroundHost | None = None) -> SkyMap:
-    """Locations of servers and what the host, or another, sees; link lengths for ``cost`` placement."""
+    """Return the places of servers, the sight from the host or ``ground``, and link lengths for ``cost`` placement."""
     shell = shell_of(plan)
     links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
     return SkyMap(plan.torus, plan.centre, *links_s, plan.sight(ground))
 
 
 def clock_of(plan: ConstellationPlan) -> MoveClock:
-    """Clock of the box's moves, for satellites and clients: by the host's ground track for presets with a real orbit,
-    else by the shell's periods. With a host on board the box never moves.
+    """Return the clock of the box's moves: by the host's ground track for presets with a real orbit, else by the
+    shell's periods. With a host on board the box never moves.
     """
     shell = shell_of(plan)
     pushed = (plan.pushed_slot_moves, plan.pushed_plane_moves)
@@ -196,7 +193,7 @@ def clock_of(plan: ConstellationPlan) -> MoveClock:
 
 
 def tolerated_skew_s(plan: ConstellationPlan) -> float:
-    """Tolerated clock error: half a slot move, so that no two satellites differ by more than one move."""
+    """Return the tolerated clock error: half a slot move, so that satellites differ by at most a move."""
     if plan.time_scale == 0 or plan.access == "onboard":
         return math.inf
     return slot_move_period_s(shell_of(plan)) / plan.time_scale / 2
@@ -205,8 +202,8 @@ def tolerated_skew_s(plan: ConstellationPlan) -> float:
 def host_spec(
     plan: ConstellationPlan, host: HostShare, listen: str | None = None, authority: Authority | None = None
 ) -> HostSpec:
-    """Configuration of the process of ``host``. ``listen``: address to bind instead of the plan's; ``authority``: keys,
-    for plans with MACs.
+    """Return the configuration of a host process. ``listen``: address to bind instead of the plan's. ``authority``:
+    keys, for plans with MACs.
     """
     mine = {satellite: (listen or ip, port) for satellite, (ip, port) in plan.addresses_of(host)}
     faults = plan.faults
@@ -238,20 +235,20 @@ def host_spec(
 
 
 def worst_round_trip_s(plan: ConstellationPlan, satellites: Iterable[SatelliteId]) -> float:
-    """Longest direct round trip to any of ``satellites``, with the plan's delay scale."""
+    """Return the longest direct round trip to ``satellites``, with the plan's delay scale."""
     shell, torus = shell_of(plan), plan.torus
     centre = plan.centre
-    slants_s = [shell.slant_one_way_s(*torus.delta(centre, one), plane=centre.plane) for one in satellites]
+    slants_s = [shell.slant_one_way_s(*torus.delta(centre, satellite), plane=centre.plane) for satellite in satellites]
     return 2 * max(slants_s) * plan.delay_scale
 
 
 def control_client(plan: ConstellationPlan, give_up_s: float) -> UdpClient:
-    """A client with a direct link to each satellite, so that a dead host hides no other."""
+    """Return a client with a direct link to each satellite, so that a dead host hides no other."""
     return client_of(plan, "ideal", worst_round_trip_s(plan, plan.torus.satellites()), give_up_s)
 
 
 _ANNOUNCED_TO = 3
-"""Satellites of each host process that learn a client's place: one of them may be disabled."""
+"""Satellites per host process that learn a client's place: some may be disabled."""
 
 
 def client_of(
@@ -261,7 +258,7 @@ def client_of(
     give_up_s: float,
     ground: GroundHost | None = None,
 ) -> UdpClient:
-    """A client with a random ground id, bound to ``bind_ip_of``; ``ground``: at another place than the plan's."""
+    """Return a client with a random ground id, bound to ``bind_ip_of``; at ``ground``, if not the plan's place."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host
@@ -286,7 +283,7 @@ def client_of(
 
 
 def bind_ip_of(plan: ConstellationPlan) -> str:
-    """Address that a client binds: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
+    """Return the address for clients to bind: ``$SKYMEMORY_BIND``, else our source address towards the hosts.
 
     Raises:
         InvalidInput: not an address, or not of the hosts' family.
@@ -297,10 +294,10 @@ def bind_ip_of(plan: ConstellationPlan) -> str:
         return plan.parse_own_ip(chosen, f"${BIND_SETTING}")
     if all(host.is_loopback for host in plan.hosts):
         return "::1" if plan.is_ipv6 else "127.0.0.1"
-    found = source_address(host.ip for host in plan.hosts)
-    if found is None:
+    ip = source_address(host.ip for host in plan.hosts)
+    if ip is None:
         raise ConstellationError(
             f"no route to any host of the constellation, such as {plan.hosts[0].ip}: connect this computer to their "
             f"network, or set ${BIND_SETTING} to the address to bind"
         )
-    return found
+    return ip

@@ -1,8 +1,8 @@
 """Operator commands to running satellites: ping, rotate, disable and enable; and the survey that sends them.
 
-A thousand requests at once, each retransmitted within a second, would keep an overloaded host from answering, and later
-answers would be dropped. So a survey limits requests in flight, retransmits less often to hosts with many unanswered
-requests, accepts answers whenever they come, and waits for a host as long as it makes progress.
+A thousand requests at once, each retransmitted within a second, would keep an overloaded host from answering, and late
+answers would be dropped. So a survey limits requests in flight, retransmits less to hosts with many unanswered
+requests, accepts late answers, and waits while a host makes progress.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
-"""Limit of the wait for a host that makes progress or is busy, in timeouts."""
+"""Longest wait for a busy or progressing host, in timeouts."""
 _START_PATIENCE_S = 5.0
-"""With injected faults about twenty retransmissions fit into it."""
+"""Timeout at start: about twenty retransmissions with injected faults."""
 _MOST_START_S = 300.0
 _LOOK_S = 0.5
-"""Interval of checks for busy hosts."""
 _CLOCKS_OF = 3
-"""Satellites of each host that are asked for its time: one of them may be disabled."""
+"""Satellites per host that are asked for the time: some may be disabled."""
 _OFF = ""
-"""In a survey, the host of satellites that are expected to be silent."""
+"""Host, in a survey, of satellites not expected to answer."""
 MAX_MOVES = MOST_PUSHED_AT_ONCE
 _SETTLE_POLL_S = 0.05
 _QUIET_S = 0.3
-"""A handover is complete when nothing has changed for this time. Not a number of polls, which may take longer than the
-box stands still.
+"""Time without a change that completes a handover; not a number of polls, which may take longer than the box stands
+still.
 """
 
 Housekeeping = dict[str, int]
@@ -68,10 +67,8 @@ class Rotation:
 
 
 class Silence:
-    """Timeouts of silent satellites.
-
-    ``patience_s`` plus the round trip, restarted when their host answers or is ``busy``, up to ``most_s``. Satellites
-    that are ``off`` get ``patience_s`` only.
+    """Timeouts for silent satellites: ``patience_s`` plus the round trip, restarted when their host answers or is
+    ``busy``, up to ``most_s``. Satellites that are ``off`` get ``patience_s`` only.
     """
 
     def __init__(
@@ -88,18 +85,29 @@ class Silence:
         self.off = frozenset(off)
 
     def survey(self, plan: ConstellationPlan, satellites: Collection[SatelliteId]) -> Survey:
-        hosts = {host.name: [one for one, _ in plan.addresses_of(host) if one in satellites] for host in plan.hosts}
-        expected = {host: [one for one in mine if one not in self.off] for host, mine in hosts.items()}
-        expected[_OFF] = [one for mine in hosts.values() for one in mine if one in self.off]
+        hosts = {
+            host.name: [satellite for satellite, _ in plan.addresses_of(host) if satellite in satellites]
+            for host in plan.hosts
+        }
+        expected = {
+            host: [satellite for satellite in satellites_of_host if satellite not in self.off]
+            for host, satellites_of_host in hosts.items()
+        }
+        expected[_OFF] = [
+            satellite
+            for satellites_of_host in hosts.values()
+            for satellite in satellites_of_host
+            if satellite in self.off
+        ]
         return Survey(expected, self.patience_s, self.most_s, worst_round_trip_s(plan, satellites))
 
 
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
-    """Each satellite's answer, None without one. Raises ``CommandsRefused`` if all answers to a PING are refusals."""
-    # ``survey`` decides whom to ask when; each packet is sent once, so that nothing but the survey repeats it. Answers
-    # to earlier packets count, too: their operations stay in flight until the end.
+    """Return each satellite's answer, or None. Raise ``CommandsRefused`` if all answers to a PING are refusals."""
+    # ``survey`` decides which satellite to ask when. Each packet is sent once, so that only the survey repeats it.
+    # Answers to earlier packets count too: their operations stay in flight until the end.
     refused = False
     answers: dict[SatelliteId, Finished | None] = dict.fromkeys(satellites)
     if not answers:
@@ -141,7 +149,7 @@ def _ping(
 
 
 def _housekeeping(answer: Finished) -> Housekeeping:
-    """The housekeeping with ``clock_off_us``, a lower bound of the clock difference."""
+    """Return the housekeeping plus ``clock_off_us``, a lower bound of the clock difference."""
     off_s = max(0.0, abs(answer.report.clock_ahead_s) - answer.report.seconds / 2)
     return {**unpack_housekeeping(answer.body), "clock_off_us": round(off_s * 1e6)}
 
@@ -149,8 +157,8 @@ def _housekeeping(answer: Finished) -> Housekeeping:
 def ping_all(
     plan: ConstellationPlan, silence: Silence | float = PATIENCE_S, satellites: Iterable[SatelliteId] | None = None
 ) -> dict[SatelliteId, Housekeeping | None]:
-    """Housekeeping (``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of each satellite, or of these; None without an
-    answer within ``silence``, timeouts or seconds.
+    """Return the housekeeping (``HOUSEKEEPING_FIELDS`` and ``clock_off_us``) of ``satellites`` (default: all); None
+    without an answer within ``silence`` (timeouts, or seconds).
     """
     silence = silence if isinstance(silence, Silence) else Silence(silence)
     client = control_client(plan, 2 * silence.most_s)
@@ -161,34 +169,34 @@ def ping_all(
 
 
 def host_clocks_s(plan: ConstellationPlan, patience_s: float = PATIENCE_S) -> dict[str, float]:
-    """By how many seconds the clock of each host that answers, or refuses, is ahead of ours."""
+    """Return the seconds that each host's clock is ahead of ours, for hosts that answer or refuse."""
     client = control_client(plan, 2 * patience_s)
-    found: dict[str, float] = {}
+    ahead_s: dict[str, float] = {}
     try:
         with client.lock:
             end_s = client.now_s() + patience_s + worst_round_trip_s(plan, plan.torus.satellites())
-            asked = {
+            host_of_request = {
                 client.machine.ask(Op.PING, b"", satellite, client.now_s()): host.name
                 for host in plan.hosts
                 for satellite, _ in islice(plan.addresses_of(host), _CLOCKS_OF)
             }
-            while (silent := [number for number, host in asked.items() if host not in found]) and (
+            while (silent := [number for number, host in host_of_request.items() if host not in ahead_s]) and (
                 client.now_s() < end_s
             ):
                 for number, answer in client.run_any(silent, end_s).items():
-                    host = asked.pop(number)
+                    host = host_of_request.pop(number)
                     if answer.ok or answer.report.failure == "refused":
-                        found[host] = answer.report.clock_ahead_s
-            for number in asked:
+                        ahead_s[host] = answer.report.clock_ahead_s
+            for number in host_of_request:
                 client.machine.cancel(number)
     finally:
         client.close()
-    return found
+    return ahead_s
 
 
 def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
-    """The hosts whose clocks, of ``host_clocks_s``, refuse what the others sign; and by how many seconds they are ahead
-    of the others. Ours decides between two halves.
+    """Return the hosts whose clocks make them refuse the others' signatures, with the seconds by which they are ahead.
+    Our clock decides between halves.
     """
     ordered_s = sorted([*clocks_s.values(), *([0.0] if len(clocks_s) % 2 == 0 else [])])
     usual_s = ordered_s[len(ordered_s) // 2]
@@ -196,7 +204,7 @@ def hosts_of_another_time(clocks_s: Mapping[str, float]) -> dict[str, float]:
 
 
 def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[str]]) -> None:
-    """Raises ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
+    """Raise ``ConstellationError`` for hosts with silent satellites that are not ``busy``."""
     answers = ping_all(plan, Silence(_START_PATIENCE_S, _MOST_START_S, busy=busy))
     for host in plan.hosts:
         silent = [satellite for satellite, _ in plan.addresses_of(host) if answers[satellite] is None]
@@ -208,9 +216,9 @@ def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[st
 
 
 def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
-    """Moves that operators added by hand, by the majority of the answers."""
+    """Return operators' manual moves, by the majority of the answers."""
     reported = Counter(
-        (found.get("pushed_slot_moves", 0), found.get("pushed_plane_moves", 0)) for found in answers if found
+        (answer.get("pushed_slot_moves", 0), answer.get("pushed_plane_moves", 0)) for answer in answers if answer
     )
     if not reported:
         raise NoConstellation("no satellite answers; see `skymemory constellation status`")
@@ -218,15 +226,15 @@ def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
 
 
 def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int]:
-    """Chunks handed over so far: (sent, received)."""
-    alive = [found for found in answers.values() if found]
-    return sum(f["chunks_migrated_out"] for f in alive), sum(f["chunks_migrated_in"] for f in alive)
+    """Return the chunks handed over so far: (sent, received)."""
+    alive = [answer for answer in answers.values() if answer]
+    return sum(answer["chunks_migrated_out"] for answer in alive), sum(answer["chunks_migrated_in"] for answer in alive)
 
 
 def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_s: float = 10.0) -> Rotation:
-    """Moves the overhead satellite by hand and waits for the handovers.
+    """Move the overhead satellite by hand and wait for the handovers.
 
-    The command has the total of moves, so it is idempotent. Satellites that do not answer learn it from a later packet.
+    The command has the total of moves, so it is idempotent. Silent satellites learn it from a later packet.
     """
     if not (abs(slot_moves) <= MAX_MOVES and abs(plane_moves) <= MAX_MOVES):
         raise InvalidInput(f"{slot_moves} slot and {plane_moves} plane moves: expected at most {MAX_MOVES} at once")
@@ -236,7 +244,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
     client = control_client(plan, 2 * silence.most_s)
     satellites = plan.torus.satellites()
     try:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         before = _ping(client, plan, satellites, silence)
         moves_before = pushed_moves(before.values())
         moves_after = (moves_before[0] + slot_moves, moves_before[1] + plane_moves)
@@ -245,7 +253,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
         living = [satellite for satellite in satellites if before[satellite] is not None]
         answers = _ask_all(client, plan, Op.ADVANCE, pack_moves(*moves_after), living, silence)
         acknowledged = sum(answer is not None for answer in answers.values())
-        now, settled = _settle(client, plan, living, began_s + patience_s)
+        now, settled = _settle(client, plan, living, started_s + patience_s)
         return Rotation(
             moves_before,
             moves_after,
@@ -253,7 +261,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
             acknowledged,
             _migrated(now)[0] - _migrated(before)[0],
             settled,
-            time.monotonic() - began_s,
+            time.monotonic() - started_s,
         )
     finally:
         client.close()
@@ -262,7 +270,7 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
-    """Polls until the handovers have stopped; whether they did by the deadline."""
+    """Poll until the handovers stop; return the answers, and True if they stopped in time."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -287,17 +295,17 @@ _PING_S = 0.15
 
 
 def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
-    """Disabled satellites. Raises ``InvalidInput`` for a damaged file."""
+    """Return the disabled satellites. Raise ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
-        found = json.loads(read_bounded(path, _MAX_FILE_BYTES))
+        content = json.loads(read_bounded(path, _MAX_FILE_BYTES))
     except FileNotFoundError:
         return frozenset()
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: not JSON: {error}; `skymemory constellation enable --all` replaces it") from error
-    match found:
+    match content:
         case {"disabled": list(pairs)} if all(_is_pair(pair) for pair in pairs):
             return frozenset(SatelliteId(*pair) for pair in pairs)
     raise InvalidInput(f'{path}: expected {{"disabled": [[plane, slot], ...]}}')
@@ -308,23 +316,23 @@ def _is_pair(pair: object) -> bool:
 
 
 def disable(directory: RunDirectory, satellites: Collection[SatelliteId]) -> frozenset[SatelliteId]:
-    """Disables satellites: they neither answer nor forward, and lose their chunks. Returns all disabled ones.
+    """Disable satellites: they neither answer nor forward, and lose their chunks. Return all disabled satellites.
 
     Raises:
-        InvalidInput: an unknown satellite, or one on another computer.
+        InvalidInput: an unknown satellite, or a satellite on another computer.
         ConstellationError: a host did not react.
     """
     return _change(directory, satellites, alive=False)
 
 
 def enable(directory: RunDirectory, satellites: Collection[SatelliteId] | None) -> frozenset[SatelliteId]:
-    """Enables these (None: all), empty. Returns all that are still disabled. Raises as ``disable``."""
+    """Enable satellites (None: all), empty. Return those still disabled. Raises like ``disable``."""
     return _change(directory, satellites, alive=True)
 
 
 def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None, alive: bool) -> frozenset[SatelliteId]:
-    # The file first, then the signal: a host that starts meanwhile reads it, one that runs reads it on SIGHUP. Then
-    # wait until pings show the change, so that a script that plans an outage need not guess.
+    # Write the file first, then signal: a host that starts meanwhile reads the file, a running host reads it on
+    # SIGHUP. Then wait until pings show the change, so that scripts need not guess.
     with directory.locked():
         plan = directory.running_plan()
         if satellites is None:
@@ -338,7 +346,11 @@ def _change(directory: RunDirectory, satellites: Collection[SatelliteId] | None,
         living = directory.living()
         for host in hosts & living.keys():
             living[host].send_signal(signal.SIGHUP)
-        _await(plan, [one for host in hosts & living.keys() for one in _mine(plan, host) if one in changed], alive)
+        _await(
+            plan,
+            [satellite for host in hosts & living.keys() for satellite in _mine(plan, host) if satellite in changed],
+            alive,
+        )
     return frozenset(dead)
 
 
@@ -349,8 +361,8 @@ def _mine(plan: ConstellationPlan, host: str) -> Iterable[SatelliteId]:
 def _hosts_of(
     plan: ConstellationPlan, satellites: Collection[SatelliteId], directory: RunDirectory, everywhere: bool
 ) -> set[str]:
-    """Hosts of these satellites, which must be on this computer."""
-    unknown = [one for one in satellites if one not in plan.torus]
+    """Return the hosts of these satellites, which must be on this computer."""
+    unknown = [satellite for satellite in satellites if satellite not in plan.torus]
     if unknown:
         raise InvalidInput(
             f"no satellite {unknown[0].plane},{unknown[0].slot}: expected plane 0 to {plan.planes - 1} and slot 0 to "
@@ -366,11 +378,11 @@ def _hosts_of(
 
 
 def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) -> None:
-    """Waits until all of them answer, or none does."""
+    """Wait until all satellites answer, or none does."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while satellites:
         answers = ping_all(plan, _PING_S, satellites)
-        satellites = [one for one in satellites if (answers[one] is not None) != alive]
+        satellites = [satellite for satellite in satellites if (answers[satellite] is not None) != alive]
         if satellites and time.monotonic() > deadline_s:
             first = satellites[0]
             raise ConstellationError(
@@ -380,20 +392,20 @@ def _await(plan: ConstellationPlan, satellites: list[SatelliteId], alive: bool) 
 
 
 WINDOW = 64
-"""Limit of requests in flight. Overdue ones (``OVERDUE_S``) do not count: dead satellites would block others."""
+"""Limit of requests in flight, except overdue requests: dead satellites would block others."""
 OVERDUE_S = 0.25
-"""Retransmission timeout beyond the round trip. It doubles each time while its host gets more than ``REPEATED_PER_S``:
-retransmitting to a few silent satellites, whose packets were lost, is cheap.
+"""Retransmission timeout beyond the round trip; doubled each time while its host gets over ``REPEATED_PER_S``: a few
+silent satellites are cheap to retry.
 """
 REPEATED_PER_S = 10.0
-"""Retransmissions to one host: fewer than an overloaded host can answer."""
+"""Limit of retransmissions to a host: fewer than it can answer in overload."""
 
 
 class Survey:
-    """When to send one request to each satellite, and when to give up; no I/O, no clock. ``hosts``: satellites by host.
+    """Schedule of a request to each satellite, and of giving up; no I/O, no clock. ``hosts``: satellites by host.
 
-    A host is given up when all of its satellites have been asked, and none has answered nor the host been ``busy`` for
-    ``patience_s``; at the latest ``most_s`` after its first request.
+    A host is given up when all its satellites have been asked and, for ``patience_s``, none answered and it was not
+    ``busy``; at the latest ``most_s`` after its first request.
     """
 
     def __init__(
@@ -401,43 +413,43 @@ class Survey:
     ) -> None:
         self._host_of = {satellite: host for host, satellites in hosts.items() for satellite in satellites}
         self._open = {host: set(satellites) for host, satellites in hosts.items() if satellites}
-        # Hosts in turn, so that they answer in parallel.
+        # Alternate between hosts, so that they answer in parallel.
         turns = chain.from_iterable(zip_longest(*hosts.values()))
         self._unasked = [satellite for satellite in turns if satellite is not None][::-1]
         self._patience_s, self._most_s = patience_s + round_trip_s, most_s + round_trip_s
         self._overdue_s = OVERDUE_S + round_trip_s
         self._fresh: dict[SatelliteId, float] = {}
-        """Requests in flight by the time at which they are overdue, in that order."""
+        """Requests in flight, with the times at which they become overdue, in that order."""
         self._waits_s: dict[SatelliteId, float] = {}
         self._overdue: dict[SatelliteId, float] = {}
-        """Last request of satellites that are overdue."""
+        """Last request to each overdue satellite."""
         self._began_s: dict[str, float] = {}
         self._progress_s: dict[str, float] = {}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Unanswered satellites per host, for hosts not given up."""
+        """Return the unanswered satellites per host not given up."""
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
-        """Satellites to ask now. The survey ends when ``waiting`` is empty."""
+        """Return the satellites to ask now; the survey ends when ``waiting`` is empty."""
         self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
-        asked: list[SatelliteId] = []
+        chosen: list[SatelliteId] = []
         while len(self._fresh) < WINDOW and (self._unasked or again):
             # First requests go before retransmissions.
             satellite = self._unasked.pop() if self._unasked else again.pop(0)[1]
             if satellite in self._open.get(self._host_of[satellite], ()):
                 self._ask(satellite, now_s)
-                asked.append(satellite)
-        return asked
+                chosen.append(satellite)
+        return chosen
 
     def _ask(self, satellite: SatelliteId, now_s: float) -> None:
         host = self._host_of[satellite]
         self._overdue.pop(satellite, None)
         self._fresh[satellite] = now_s + self._overdue_s
         wait_s = self._waits_s.get(satellite)
-        if wait_s is None:  # the first request to it: the host's timeout starts with the last of these
+        if wait_s is None:  # first request to it: the host's timeout starts with the last first request
             self._began_s.setdefault(host, now_s)
             self._progress_s[host] = now_s
             self._waits_s[satellite] = self._overdue_s
@@ -445,19 +457,19 @@ class Survey:
             self._waits_s[satellite] = 2 * wait_s
 
     def _max_interval_s(self, host: str) -> float:
-        """Longest retransmission interval of a host, by its unanswered satellites."""
+        """Return the longest retransmission interval, by the host's unanswered satellites."""
         return max(self._overdue_s, len(self._open[host]) / REPEATED_PER_S)
 
     def _again_s(self) -> Iterator[tuple[float, SatelliteId]]:
-        """Times of the next retransmissions. Intervals shrink as others of the host answer: the last ones would
-        otherwise wait until the host is given up.
+        """Yield the next retransmissions. Intervals shrink as others of the host answer, or the last would wait until
+        it is given up.
         """
         max_s = {host: self._max_interval_s(host) for host in self._open}
         for satellite, asked_s in self._overdue.items():
             yield asked_s + min(self._waits_s[satellite], max_s[self._host_of[satellite]]), satellite
 
     def answered(self, satellite: SatelliteId, now_s: float) -> None:
-        """The satellite answered, however late; duplicate answers count as progress of the host too."""
+        """Record an answer, however late; duplicates also count as progress of the host."""
         host = self._host_of[satellite]
         self._fresh.pop(satellite, None)
         self._overdue.pop(satellite, None)
@@ -469,13 +481,11 @@ class Survey:
                 del self._open[host]
 
     def busy(self, hosts: Iterable[str], now_s: float) -> None:
-        """These hosts are busy: their timeouts restart."""
         for host in hosts:
             if host in self._open:
                 self._progress_s[host] = max(now_s, self._progress_s.get(host, now_s))
 
     def _expire(self, now_s: float) -> None:
-        """Marks overdue requests and gives up hosts."""
         for satellite, until_s in list(self._fresh.items()):
             if until_s <= now_s:
                 del self._fresh[satellite]
@@ -489,7 +499,6 @@ class Survey:
                     self._overdue.pop(satellite, None)
 
     def next_s(self, now_s: float) -> float:
-        """Time of the next ``to_ask``."""
         ends = (self._progress_s.get(host, now_s) + self._patience_s for host in self._open)
         again = (at_s for at_s, _ in self._again_s()) if len(self._fresh) < WINDOW else ()
         return min([*self._fresh.values(), *again, *ends], default=now_s)

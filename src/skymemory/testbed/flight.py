@@ -1,7 +1,6 @@
-"""Hosts whose satellites are in C: the daemon of ``flight/posix``, and the flat text that it reads of a plan.
+"""Hosts with satellites in C: the daemon of ``flight/posix``, and the text file that it reads.
 
-The daemon needs neither JSON nor presets: where satellites listen, their orbits, how fast the box moves are numbers in
-lines of words, computed here from the plan.
+The daemon needs no JSON and no presets: addresses, orbits and the box's speed are lines of words, computed here.
 """
 
 from __future__ import annotations
@@ -30,27 +29,25 @@ from skymemory.transport.faults import DEFAULT_REORDER_DELAY_S
 from skymemory.transport.udp_host import PATIENCE_S
 
 Choice = Literal["python", "c", "mixed"]
-"""Of a constellation's: ``mixed`` has every second host in C."""
+"""Kind of satellites; ``mixed`` has every second host in C."""
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 DAEMON = "skymemory-flight"
 DAEMON_SETTING = "SKYMEMORY_FLIGHT"
-"""Environment variable with the path of another build of it."""
 _SHARE_UNITS = 65_536
 MOST_REPLICAS = 32
-"""Satellites in C ask at most so many about a copy: flight/core/config.c."""
+"""Limit of satellites in C: flight/core/config.c."""
 _FAULT_UNITS = 1 << 32
 FORMAT_VERSION = 1
 _LONG_S = 1e6
-"""Over which the Earth's rate of turning is taken: exact, since its angle is linear."""
+"""Interval for the Earth's rotation rate: exact, because its angle is linear."""
 
 
 def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
-    """Which of the hosts have satellites in C; the others are left out."""
     return {host.name: "c" for at, host in enumerate(hosts) if choice == "c" or (choice == "mixed" and at % 2 == 1)}
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """``kinds_of`` the plan's hosts; raises, before anything is started, where they cannot be."""
+    """Return ``kinds_of`` for the plan's hosts; raise, before anything is started, if C cannot serve them."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -61,32 +58,32 @@ def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
 
 
 def daemon_path() -> Path:
-    """The daemon that ``make flight`` installs beside Python, or that is in the PATH; or ``$SKYMEMORY_FLIGHT``.
+    """Return the daemon's path: ``$SKYMEMORY_FLIGHT``, or next to Python (``make flight``), or in PATH.
 
     Raises:
         ConstellationError: it was not built.
     """
     if chosen := os.environ.get(DAEMON_SETTING):
         return Path(chosen)
-    beside = Path(sys.executable).with_name(DAEMON)
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which(DAEMON)
-    if found is None:
+    next_to_python = Path(sys.executable).with_name(DAEMON)
+    path = str(next_to_python) if os.access(next_to_python, os.X_OK) else shutil.which(DAEMON)
+    if path is None:
         raise ConstellationError(
             f"no {DAEMON} beside {sys.executable}: {make_command('flight')} builds the "
             f"satellite in C; where this Python is not of that tree's .venv, set {DAEMON_SETTING} to its "
             f"build/flight/{DAEMON}"
         )
-    return Path(found)
+    return Path(path)
 
 
 def check_plan(plan: ConstellationPlan) -> None:
-    """Raises ``InvalidInput`` for what satellites in C do not do."""
+    """Raise ``InvalidInput`` for settings that C does not support."""
     if plan.replicas > MOST_REPLICAS:
         raise InvalidInput(f"satellites in C keep at most {MOST_REPLICAS} replicas: use --satellite python")
 
 
 def _us(seconds: float) -> int:
-    """Never early."""
+    """Return microseconds, rounded up: timers never fire early."""
     return math.ceil(seconds * 1e6)
 
 
@@ -98,7 +95,7 @@ def _gaps(torus: Torus) -> Iterator[str]:
 
 
 def _delays(plan: ConstellationPlan) -> Iterator[str]:
-    """How long light takes over links and beams, and the plan's scale of it."""
+    """Yield the light delays of links and beams, and their scale."""
     shell, torus, scale = shell_of(plan), plan.torus, plan.delay_scale
     if scale:
         yield f"delay-scale {scale!r}"
@@ -112,12 +109,12 @@ def _delays(plan: ConstellationPlan) -> Iterator[str]:
         yield from _orbits(sight)
     elif scale or plan.links is not None:
         centre = SatelliteId(0, 0)
-        for one in torus.satellites():
-            yield f"beam-s {one.plane} {one.slot} {sight.one_way_s(one, centre, 0.0)!r}"
+        for satellite in torus.satellites():
+            yield f"beam-s {satellite.plane} {satellite.slot} {sight.one_way_s(satellite, centre, 0.0)!r}"
 
 
 def _orbits(sight: OrbitSight) -> Iterator[str]:
-    """The closed form of ``OrbitSight``: the daemon asks it at any time, however long it runs."""
+    """Yield the closed form of ``OrbitSight``, which the daemon evaluates at any time."""
     shell, epoch_s = sight.shell, sight.epoch_unix_s
     numbers = shell.radius_m, math.radians(shell.inclination_deg), shell.period_s, shell.node_rate_rad_s, shell.span_rad
     yield f"orbit {' '.join(map(repr, (*numbers, *shell.epoch_cell)))}"
@@ -137,7 +134,6 @@ def _orbits(sight: OrbitSight) -> Iterator[str]:
 
 
 def _links(plan: ConstellationPlan) -> Iterator[str]:
-    """What links carry."""
     links = plan.links
     if links is None:
         return
@@ -147,7 +143,7 @@ def _links(plan: ConstellationPlan) -> Iterator[str]:
             yield f"rate {number} {bytes_per_s!r}"
     for outage in links.outages:
         classes = sum(1 << number for number, kind in enumerate(LINK_CLASSES) if kind in outage.classes)
-        ends = (f" {one.plane} {one.slot}" for one in sorted(outage.satellites))
+        ends = (f" {satellite.plane} {satellite.slot}" for satellite in sorted(outage.satellites))
         yield f"link-outage {outage.from_s!r} {outage.to_s!r} {classes}{''.join(ends)}"
     for least_deg, share in links.elevations:
         yield f"elevation {least_deg!r} {share!r}"
@@ -184,14 +180,14 @@ def _faults(plan: ConstellationPlan, host: HostShare) -> Iterator[str]:
 
 
 def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = None, record: Path | None = None) -> str:
-    """The configuration of the daemon that serves ``host``; ``record``: its pid file, in the run directory.
+    """Return the configuration of the daemon of ``host``. ``record``: its pid file, in the run directory.
 
     Raises:
         InvalidInput: a plan that satellites in C cannot serve, or a path with a line break.
     """
     check_plan(plan)
     shell, eviction = shell_of(plan), plan.memory_policy.satellites(plan.replicas)
-    # Over gaps the daemon adds the longest link of each satellite.
+    # With gaps, the daemon adds the longest link of each satellite.
     longest_s = max(shell.isl_one_way_s("slot"), *map(shell.plane_link_one_way_s, range(plan.planes)))
     longest_s = 0.0 if plan.torus.gaps else longest_s
     links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
@@ -225,9 +221,9 @@ def share_text(plan: ConstellationPlan, host: HostShare, listen: str | None = No
             lines.append(f"unix-at-boot-us {round(plan.unix_at_boot_s * 1e6)}")
         lines += [f"outages {_path(record.with_name(OUTAGES_NAME))}", f"record {_path(record)}"]
     mine = dict(plan.addresses_of(host))
-    for one, (ip, port) in plan.addresses().items():
-        word, address = ("satellite", listen or ip) if one in mine else ("peer", ip)
-        lines.append(f"{word} {one.plane} {one.slot} {address} {port}")
+    for satellite, (ip, port) in plan.addresses().items():
+        word, address = ("satellite", listen or ip) if satellite in mine else ("peer", ip)
+        lines.append(f"{word} {satellite.plane} {satellite.slot} {address} {port}")
     return "\n".join(lines) + "\n"
 
 
@@ -239,13 +235,13 @@ def _path(path: Path) -> str:
 
 
 def become_daemon(text: str, host: HostShare, run_dir: Path | None, supervisor_fd: int | None) -> NoReturn:
-    """Replaces this process by the daemon: its pid, and with it the record of the process, stays.
+    """Replace this process by the daemon, which keeps its pid and so its record.
 
     Raises:
         ConstellationError: it was not built, or cannot be run.
     """
     daemon = daemon_path()
-    # In memory, and not as a file that had to be removed; the daemon opens it by the number of its descriptor.
+    # In memory, not in a file that would have to be removed; the daemon opens it by its descriptor number.
     config_fd = os.memfd_create("share", 0)
     os.write(config_fd, text.encode())
     words = [DAEMON, "satellite", "--host", host.name, "--config", f"/proc/self/fd/{config_fd}"]

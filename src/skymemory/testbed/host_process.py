@@ -1,4 +1,4 @@
-"""A host process: serves its satellites until a signal, or until its supervisor's socket closes."""
+"""Host process: serves its satellites until a signal, or until its supervisor's socket closes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Line:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop if installed (faster for single packets, equal for batches), else the standard loop."""
+    """Return a uvloop loop if installed (faster for single packets, equal for batches), else a standard loop."""
     try:
         import uvloop
     except ImportError:
@@ -57,7 +57,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _follow(keys: KeyFollower) -> None:
-    """Reloads rotated keys."""
     while True:
         await asyncio.sleep(LOOK_S / 4)
         keys.refresh()
@@ -88,10 +87,10 @@ async def _serve(
             line.ready()
 
     def follow_outages(served: UdpHost) -> None:
-        """Applies disabled satellites, now and at each SIGHUP. Enabling one whose port is taken is retried: a search
-        for free ports binds each of them for a moment.
+        """Apply disabled satellites, now and at each SIGHUP. If a port is taken, retry: a search for free ports binds
+        each for a moment.
         """
-        # ``again`` is the retry that waits, if any: a signal replaces it, so that there is one at a time.
+        # ``again`` is the pending retry; a signal replaces it, so that at most one is pending.
         trouble, again = "", loop.call_soon(lambda: None)
 
         def look() -> None:
@@ -129,16 +128,17 @@ def run_host(
     insecure: bool = False,
     kind: Kind = "python",
 ) -> None:
-    """Serves ``host`` of ``plan`` until it is stopped. With a ``directory``, records the process in it. With ``kind``
-    ``c`` this process becomes the daemon, and the call does not return.
+    """Serve ``host`` until stopped; record the process in ``directory``, if any. With ``kind`` ``c`` this process
+    becomes the daemon, and the call does not return.
 
-    Raises ``InvalidInput`` if other computers could command it without a key, unless ``insecure``.
+    Raises:
+        InvalidInput: other computers could command the host without a key, and ``insecure`` is False.
     """
     # Recorded before the sockets are bound: `down` must find this process even if it hangs there.
     check_exposure(plan, host, listen, insecure)
     share = ""
     if kind == "c":
-        daemon_path()  # before anything is recorded
+        daemon_path()  # checked before anything is recorded
         share = share_text(plan, host, listen, directory.pid_path(host.name) if directory is not None else None)
     if directory is not None:
         earlier = directory.read_record(host.name)

@@ -18,7 +18,6 @@ from skymemory.protocol.auth import Authority
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 65_536
 LOOK_S = 1.0
-"""Interval of checks for a changed file."""
 
 
 def new_secret() -> bytes:
@@ -37,33 +36,37 @@ def _key(found: Any, where: str) -> SecretKey:
                 return SecretKey(key_id, bytes.fromhex(text), float(from_s))
             except OverflowError:
                 raise InvalidInput(f"{where}: key {key_id}: from_s is too large") from None
-            except ValueError as error:  # InvalidInput is a ValueError too, and contains no secret
+            except ValueError as error:  # InvalidInput is a ValueError too, but contains no secret
                 reason = str(error) if isinstance(error, InvalidInput) else "its key is not hexadecimal"
                 raise InvalidInput(f"{where}: {reason}") from None
     raise InvalidInput(f"{where}: each key needs id, key (64 hexadecimal digits) and from_s, and nothing else")
 
 
 def from_json(text: str, where: str) -> KeyRing:
-    """The ring in ``text``. Raises ``InvalidInput``, whose message contains no secret."""
+    """Parse a key ring. Raises ``InvalidInput``, whose message contains no secret."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidInput(f"{where}: not JSON; expected a key file") from None
-    match found:
+    match content:
         case {"version": int(version)} if version > FORMAT_VERSION:
             raise LaterFile(f"{where}: a key file of version {version}; a later release wrote it")
-    if not isinstance(found, dict) or found.get("version") != FORMAT_VERSION or not isinstance(found.get("keys"), list):
+    if (
+        not isinstance(content, dict)
+        or content.get("version") != FORMAT_VERSION
+        or not isinstance(content.get("keys"), list)
+    ):
         raise InvalidInput(f"{where}: not a key file of version {FORMAT_VERSION}: `skymemory keys new FILE` makes one")
     try:
-        return KeyRing(tuple(_key(key, where) for key in found["keys"]))
+        return KeyRing(tuple(_key(key, where) for key in content["keys"]))
     except InvalidInput as error:
         raise InvalidInput(str(error) if where in str(error) else f"{where}: {error}") from None
 
 
 def read_keys(path: Path) -> KeyRing:
-    """Reads a key file; refuses one that others may read."""
+    """Read a key file; refuse a file readable by others."""
     try:
-        # The open file is checked, not the path: no other file can be put in its place in between.
+        # Check the open file, not the path: another file cannot take its place in between.
         with open_file(path) as file:
             status = os.fstat(file.fileno())
             if stat.S_IMODE(status.st_mode) & 0o077:
@@ -87,7 +90,7 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
-    """Replaces a key file atomically, readable by its owner only."""
+    """Replace a key file atomically, readable by its owner only."""
     if not path.name:
         raise InvalidInput(f"cannot write the keys to {path}: it is a folder, expected a file's name")
     try:
@@ -99,20 +102,18 @@ def write_keys(ring: KeyRing, path: Path, *, replace: bool = True) -> None:
 
 
 def new_keys(path: Path) -> KeyRing:
-    """Makes a file with one new key. Raises ``InvalidInput`` if the file exists."""
+    """Create a file with a new key. Raises ``InvalidInput`` if the file exists."""
     ring = first_ring(new_secret())
     write_keys(ring, path, replace=False)
     return ring
 
 
 class KeyFollower:
-    """Keeps an ``Authority`` up to date with its key file. An unreadable file is reported to ``say`` and changes
-    nothing."""
+    """Follower of a key file for an ``Authority``. An unreadable file is reported to ``say`` and changes nothing."""
 
     def __init__(
         self, path: Path, auth: str = "on", say: Callable[[str], None] | None = None, look_s: float = LOOK_S
     ) -> None:
-        """``auth``: which packets are signed, as in the plan."""
         self._path = path
         self._say = say
         self._look_s = look_s
@@ -128,9 +129,7 @@ class KeyFollower:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def refresh(self) -> float:
-        """Reloads the file if it has changed; checks at most every ``look_s``. Returns when (``time.monotonic``) it
-        will check again.
-        """
+        """Reload a changed file; check at most every ``look_s``. Return the ``time.monotonic`` of the next check."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._look_s

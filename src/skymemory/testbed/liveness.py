@@ -1,7 +1,7 @@
-"""Whether a process that starts makes progress: it logs, reads files, uses a processor or waits for one. And a guard
-that ends a process when this one ends.
+"""Progress of starting processes: logging, reading files, using a processor or waiting for it. Also a guard that ends a
+process when this process ends.
 
-Linux' ``/proc`` says so of progress. Where there is none, only the log and the time count.
+Progress is read from Linux' ``/proc``; without it, only the log and the time count.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from pathlib import Path
 from skymemory.errors import SkyMemoryError
 
 SHARE = 0.3
-"""Share of the time since the last check that a busy process ran or waited to run."""
+"""Share of the time that a busy process ran or waited to run."""
 IDLE_S, MOST_S = 60.0, 1800.0
 """Limits of a start: without progress, and in all."""
 _LOOK_S = 0.5
 _READ_BYTES_PER_S = 1 << 20
-"""A process that reads files at this rate is loading, however little of a processor it uses."""
+"""Read rate of a loading process, however little processor it uses."""
 _GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 10; kill -s KILL -- "-$0"'
-"""Of a service that does not end with its standard input: a shell whose own ends with us, and which then ends it."""
+"""Guard of a service that does not end with its standard input: a shell whose own input ends with this process, and
+which then ends the service.
+"""
 
 
 def wanted_s(pid: int) -> float | None:
-    """Seconds that a process has run or waited for a CPU since its start; None if unknown.
-
-    From schedstat; on kernels without it only the time it ran.
+    """Return the seconds that a process has run or waited for a CPU; None if unknown. Without schedstat in the kernel,
+    only the running time.
     """
     try:
         ran_ns, waited_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text("ascii").split())
@@ -41,7 +42,9 @@ def wanted_s(pid: int) -> float | None:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may contain anything: state, parent, group, session, …"""
+    """Return the fields of /proc/PID/stat after the name (which may contain anything): state, parent, group,
+    session, …
+    """
     return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
@@ -50,7 +53,6 @@ def _used_s(stat: list[str]) -> float:
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether it runs or waits for a CPU just now."""
     try:
         return _stat(pid)[0] == "R"
     except (OSError, IndexError):
@@ -58,7 +60,7 @@ def is_runnable(pid: int) -> bool:
 
 
 class Demand:
-    """Detects which processes are busy: running or waiting for a CPU, so late but not hung."""
+    """Detector of busy processes, running or waiting for a CPU: late but not hung."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -66,8 +68,7 @@ class Demand:
         self._seen = {name: (now_s, wanted_s(pid)) for name, pid in pids.items()}
 
     def busy(self) -> set[str]:
-        """Processes that were busy since the last call."""
-        found = set()
+        busy_names = set()
         now_s = time.monotonic()
         for name, pid in self._pids.items():
             since_s, before_s = self._seen[name]
@@ -76,13 +77,13 @@ class Demand:
             grew_s = wanted - before_s if wanted is not None and before_s is not None else 0.0
             # A wait counts only when it ends, and may have lasted since the last call.
             if grew_s >= SHARE * (now_s - since_s) > 0 or is_runnable(pid):
-                found.add(name)
-        return found
+                busy_names.add(name)
+        return busy_names
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a process and all that it started in its session have done so far."""
+    """Activity of a process and its session."""
 
     processor_s: float
     read_bytes: int
@@ -91,12 +92,12 @@ class Activity:
 
 
 def activity(pid: int, log: str) -> Activity:
-    """Sums over the session that ``pid`` leads, or over ``pid`` alone if it leads none; ``log``: what it printed."""
+    """Sum the activity of the session that ``pid`` leads, or else of ``pid`` alone. ``log``: its output."""
     processor_s, read_bytes, runnable = 0.0, 0, False
     for number in _session(pid):
         try:
             stat = _stat(number)
-            # Its own time, and that of the children which it has waited for: those have left the session.
+            # Its own time, plus that of reaped children, which have left the session.
             processor_s += max(wanted_s(number) or 0.0, _used_s(stat)) + (int(stat[13]) + int(stat[14])) / os.sysconf(
                 "SC_CLK_TCK"
             )
@@ -113,20 +114,20 @@ def _session(pid: int) -> list[int]:
         numbers = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     except OSError:
         return [pid]
-    found = []
+    members = []
     for number in numbers:
         try:
             if number == pid or int(_stat(number)[3]) == pid:
-                found.append(number)
+                members.append(number)
         except (OSError, ValueError, IndexError):
             continue
-    return found
+    return members
 
 
 class StartWait:
-    """The wait for a process to be ready: ends ``idle_s`` after its last progress, or ``most_s`` after its start.
+    """Wait for a process to be ready: over ``idle_s`` after its last progress, or ``most_s`` after its start.
 
-    The process should lead a session, so that what its children do counts as well.
+    The process should lead a session, so that its children count too.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class StartWait:
         idle_s: float = IDLE_S,
         most_s: float = MOST_S,
     ) -> None:
-        """``what``: it in words. ``log``: reads what it printed, or the end of that; called every half second."""
+        """``what``: the process in words. ``log``: reads its output, or the end of it; called every half second."""
         self._what = what
         self._pid = pid
         self._log = log
@@ -154,24 +155,21 @@ class StartWait:
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed; empty if none."""
         lines = self._log().strip().splitlines()
         return lines[-1].strip() if lines else ""
 
     def is_over(self) -> bool:
-        """Whether one of the limits has passed."""
         now_s = time.monotonic()
         if now_s - self._look_s >= _LOOK_S:
             self._look(now_s)
         return now_s - self._progress_s >= self._idle_s or now_s - self._began_s >= self._most_s
 
     def check(self) -> None:
-        """Raises ``error`` when the wait is over."""
         if self.is_over():
             raise self.error()
 
     def error(self) -> SkyMemoryError:
-        """The error of a wait that is over: it names the limit, what was last seen, and what to do."""
+        """Return the error of a wait that is over, with the limit, the last activity and advice."""
         now_s = time.monotonic()
         idle_s = now_s - self._progress_s
         limit = (
@@ -185,7 +183,7 @@ class StartWait:
         )
 
     def on_exit(self, code: int) -> SkyMemoryError:
-        """The error of a process that ended instead of starting."""
+        """Return the error of a process that ended early."""
         words = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return SkyMemoryError(
             f"{self._what} did not start: it ended after {self.seconds:.0f} s, {words}; {self._printed()}"
@@ -195,24 +193,24 @@ class StartWait:
         return f"it printed last: {self.last_line}" if self.last_line else "it printed nothing"
 
     def _look(self, now_s: float) -> None:
-        passed_s, before = now_s - self._look_s, self._seen
+        elapsed_s, before = now_s - self._look_s, self._seen
         self._look_s, self._seen = now_s, activity(self._pid, self._log())
-        seen = self._seen
+        current = self._seen
         did = ""
-        if seen.log != before.log:
+        if current.log != before.log:
             did = "it printed"
-        elif seen.processor_s - before.processor_s >= SHARE * passed_s:
+        elif current.processor_s - before.processor_s >= SHARE * elapsed_s:
             did = "it used a processor"
-        elif seen.read_bytes - before.read_bytes >= _READ_BYTES_PER_S * passed_s:
+        elif current.read_bytes - before.read_bytes >= _READ_BYTES_PER_S * elapsed_s:
             did = "it read files"
-        elif seen.runnable:  # a wait for a processor counts only when it ends
+        elif current.runnable:  # a wait for a processor counts only when it ends
             did = "it waited for a processor"
         if did:
             self._progress_s, self._did = now_s, did
 
 
 def guard(pid: int) -> subprocess.Popen[bytes]:
-    """Ends the process group ``pid`` when this process ends, however it does: kill the guard first to keep it."""
+    """End the process group ``pid`` when this process ends in any way, unless the guard was killed before."""
     return subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, str(pid)],
         stdin=subprocess.PIPE,

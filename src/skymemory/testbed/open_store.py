@@ -1,4 +1,4 @@
-"""Opens stores by address: one tier, or a hierarchy of tiers from a TOML file or an address."""
+"""Stores by address: one tier, or a hierarchy of tiers from a TOML file or an address."""
 
 from __future__ import annotations
 
@@ -35,43 +35,47 @@ EXPECTED = (
 _PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
-"""Options about writes that any store accepts."""
+"""Options about writes that every store accepts."""
 
 
 def open_store(where: str = "constellation") -> Store:
-    """A store by its address.
+    """Open a store by its address.
 
-    ``memory`` or ``memory://4GiB`` (in this process; ``?policy=lru`` and the others of ``eviction``),
-    ``disk:///directory?budget=60GiB`` (one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above),
-    ``redis://host:6379/0`` or ``unix:///run/redis.sock`` (``?timeout=2s``), ``rediss://host?ca=FILE`` (TLS; PEM of its
-    authority, default: the system's), ``constellation`` (this user's, as started by ``skymemory constellation up``),
-    ``constellation:///run/dir`` or ``constellation:///run/dir?index=no&access=gateway``, for a host elsewhere than the
-    plan's ``&lat=52.5&lon=13.4`` (degrees). All but the last take ``name=NAME``, for reports and metrics.
+    Addresses of single stores (all but ``constellation`` accept ``name=NAME``, for reports and metrics):
 
-    Several as one: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``, the nearest first (an ``&``
-    within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
+    - ``memory`` or ``memory://4GiB``: in this process; ``?policy=lru`` or another policy of ``eviction``.
+    - ``disk:///directory?budget=60GiB``: one process at a time; ``&sync=each`` for power cuts, ``&policy=`` as above.
+    - ``redis://host:6379/0`` or ``unix:///run/redis.sock``: ``?timeout=2s``.
+    - ``rediss://host?ca=FILE``: TLS, with a PEM file of its authority (default: the system's).
+    - ``constellation``: this user's, as started by ``skymemory constellation up``; or ``constellation:///run/dir``,
+      with ``?index=no&access=gateway``, and for a host elsewhere than the plan's ``&lat=52.5&lon=13.4`` (degrees).
 
-    Each may end in ``?admit=second`` (stores only what is offered twice), ``?tenant=NAME&quota=SIZE`` (a limit for the
-    tenant) and ``?seal=FILE`` (encrypts values with the tenant's key file, from `skymemory keys new`).
+    Several stores as a hierarchy, the nearest first: ``tiers:?tier=memory://4GiB&tier=disk:///directory?budget=60GiB``
+    (an ``&`` within a tier's address is written ``%26``), or ``tiers:///file.toml`` (``HierarchyPlan``).
+
+    Every address accepts ``?admit=second`` (stores only values offered twice), ``?tenant=NAME&quota=SIZE`` (a limit for
+    the tenant) and ``?seal=FILE`` (encrypts values with the tenant's key file, from `skymemory keys new`).
 
     Raises:
         InvalidInput: an invalid address.
-        NoConstellation: none runs there.
+        NoConstellation: no constellation runs there.
     """
     kind, place, pairs = _parts(where)
     rules = {name: value for name, value in pairs if name in _RULES}
-    rest = [(name, value) for name, value in pairs if name not in _RULES]
-    store = _open_tiers(place, rest, rules, where) if kind == "tiers" else _open_one(kind, place, dict(rest), where)
+    options = [(name, value) for name, value in pairs if name not in _RULES]
+    store = (
+        _open_tiers(place, options, rules, where) if kind == "tiers" else _open_one(kind, place, dict(options), where)
+    )
     return _ruled(store, rules, where)
 
 
 def without_password(address: str) -> str:
-    """As logs show it."""
+    """Return the address for logs."""
     return _PASSWORD.sub(r"\1***@", address)
 
 
 def kinds_of(where: str) -> list[str]:
-    """The kinds of the stores behind an address, the nearest first, such as ``["memory", "redis"]``. Opens none.
+    """Return the kinds of an address's stores, the nearest first, such as ``["memory", "redis"]``. Opens none.
 
     Raises:
         InvalidInput: a hierarchy that cannot be read.
@@ -79,13 +83,12 @@ def kinds_of(where: str) -> list[str]:
     kind, place, pairs = _parts(where)
     if kind != "tiers":
         return [kind]
-    rest = [(name, value) for name, value in pairs if name not in _RULES]
-    plan = read_file(Path(place)) if place else read_options(rest, where)
+    options = [(name, value) for name, value in pairs if name not in _RULES]
+    plan = read_file(Path(place)) if place else read_options(options, where)
     return [_parts(tier.address)[0] for tier in plan.tiers]
 
 
 def _parts(where: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Kind, place and options of an address, in order."""
     head, _, query = where.partition("?")
     kind, _, place = head.partition(":")
     return kind, place.removeprefix("//"), parse_qsl(query, keep_blank_values=True)
@@ -96,13 +99,14 @@ def _refused(where: str, why: str) -> InvalidInput:
 
 
 def _ruled(store: Store, rules: dict[str, str], where: str) -> Store:
-    """The store with its options about writes."""
+    """Wrap the store by its options about writes."""
     try:
         if rules.get("admit", "all") not in ("all", "second"):
             raise _refused(where, f"admit={quoted(rules['admit'])}: expected all or second")
         if bool(rules.get("tenant")) != ("quota" in rules):
             raise _refused(where, "expected tenant=NAME&quota=SIZE together")
-        # From the inside out: admission is asked first, then the quota (of plain bytes); what passes is sealed.
+        # Innermost wrapper first. Admission is asked first, then the quota (of plain bytes); accepted values are
+        # sealed.
         if "seal" in rules:
             store = sealed(store, KeyFollower(Path(rules["seal"])))
         if "quota" in rules:
@@ -152,7 +156,7 @@ def _open_one(kind: str, place: str, options: dict[str, str], where: str) -> Sto
 
 
 def _ground(options: dict[str, str], where: str) -> GroundHost | None:
-    """Where the host is, if it is not where the plan's is."""
+    """Return the host's place, if it differs from the plan's."""
     if "lat" not in options and "lon" not in options:
         return None
     try:
@@ -164,7 +168,7 @@ def _ground(options: dict[str, str], where: str) -> GroundHost | None:
 
 
 def _check_redis(kind: str, place: str, where: str) -> None:
-    """Checks the database: redis-py would take an invalid one for 0, and join the digits of two."""
+    """Check the database: redis-py takes an invalid database for 0, and joins the digits of two."""
     if kind == "unix":
         if not place:
             raise _refused(where, "expected unix:///REDIS.sock")
@@ -188,7 +192,7 @@ def _no_others(options: dict[str, str], known: tuple[str, ...], where: str) -> N
 
 
 def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str], where: str) -> Store:
-    """The hierarchy. If a tier fails to open, those opened before are closed."""
+    """Open the hierarchy; on failure, close the tiers opened before."""
     if place and options:
         raise _refused(where, f"unknown option {quoted(options[0][0])}: write it into the file")
     plan = read_file(Path(place)) if place else read_options(options, where)
@@ -210,21 +214,19 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:
-    """Number of the tier that failed; empty if all opened but do not fit together."""
+    """Return the number of the failed tier; empty if all opened but do not fit together."""
     return f"{len(opened) + 1}: " if len(opened) < len(plan.tiers) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """One tier of a hierarchy: address and settings."""
-
     address: str
     settings: TierSettings
 
 
 @dataclass(frozen=True, slots=True)
 class HierarchyPlan:
-    """A hierarchy of tiers, the nearest first, as in a TOML file. Only `store` is required::
+    """Hierarchy of tiers, the nearest first, as in a TOML file. Only `store` is required::
 
     promote = "second hit"          # always | second hit | never
     demote = true
@@ -265,11 +267,11 @@ def _text(value: Any) -> str:
 
 
 def _switch(value: Any) -> bool:
-    """True and false of a file; yes and no of an address."""
-    found = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
-    if found is None:
+    """Read true or false of a file, yes or no of an address."""
+    switch = value if isinstance(value, bool) else {"yes": True, "no": False}.get(str(value))
+    if switch is None:
         raise InvalidInput(f"expected true or false (in an address: yes or no), got {value!r}")
-    return found
+    return switch
 
 
 def _count(value: Any) -> int:
@@ -324,17 +326,16 @@ _OF_THE_WHOLE: dict[str, tuple[str, Reader]] = {
 
 
 def _read(given: dict[str, Any], known: dict[str, tuple[str, Reader]]) -> dict[str, Any]:
-    """The given settings, by field name."""
-    found = {}
+    settings = {}
     for name, value in given.items():
         if name not in known:
             raise InvalidInput(f"unknown setting {name!r}, expected {', '.join(known)}")
         field, reader = known[name]
         try:
-            found[field] = reader(value)
+            settings[field] = reader(value)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from error
-    return found
+    return settings
 
 
 def _tier(given: dict[str, Any]) -> PlannedTier:
@@ -359,10 +360,10 @@ def _plan(whole: dict[str, Any], tiers: Any) -> HierarchyPlan:
 
 
 def read_file(path: Path) -> HierarchyPlan:
-    """The plan in a TOML file.
+    """Read the plan in a TOML file.
 
     Raises:
-        InvalidInput: an unreadable file, or an invalid setting, which the message names.
+        InvalidInput: an unreadable file, or an invalid setting, which is named.
     """
     content = read_toml(path)
     tiers = content.pop("tier", None)
@@ -373,16 +374,16 @@ def read_file(path: Path) -> HierarchyPlan:
 
 
 def read_options(options: list[tuple[str, str]], where: str) -> HierarchyPlan:
-    """The plan in the options of ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
+    """Read the plan in ``tiers:?tier=...&tier=...&promote=second-hit``; tiers have default settings.
 
     Raises:
         InvalidInput: as ``read_file``.
     """
-    whole = {name: value for name, value in options if name != "tier"}
+    settings = {name: value for name, value in options if name != "tier"}
     tiers = [{"store": value} for name, value in options if name == "tier"]
     if not tiers:
         raise _refused(where, "expected tiers:///FILE.toml, or tiers:?tier=ADDRESS&tier=ADDRESS")
     try:
-        return _plan(whole, tiers)
+        return _plan(settings, tiers)
     except InvalidInput as error:
         raise _refused(where, f"{error}") from error

@@ -1,7 +1,7 @@
-"""The plan of a constellation: the configuration that its hosts and clients share.
+"""Plan of a constellation: the configuration that hosts and clients share.
 
-One frozen object, one file (``constellation.json``, see ``plan_file``), read by processes of one or several computers.
-Nothing here opens a socket or starts a process.
+A frozen object and a file (``constellation.json``, see ``plan_file``), read by processes of several computers. No
+sockets, no processes here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from skymemory.testbed.key_file import KeyFollower
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Memory policy of the satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or
-    ``none``; ``sweep_s``: interval of sweeps.
+    """Memory policy of satellites. ``eviction``: comma-separated names of ``protocol.satellite.state``, or ``none``.
+    ``sweep_s``: interval of sweeps.
     """
 
     eviction: str = "lazy"
@@ -52,18 +52,17 @@ class MemoryPolicy:
 
     @property
     def lazy(self) -> bool:
-        """Whether clients evict the rest of a block that lost a chunk."""
+        """Return True if clients evict the rest of a block that lost a chunk."""
         return "lazy" in parse_policies(self.eviction)
 
     def satellites(self, replicas: int = 1) -> EvictionConfig:
-        """The satellites' part of it."""
         return EvictionConfig.of(parse_policies(self.eviction), self.sweep_s, replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Position of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``); degrees. With ``waypoints``,
-    in the satellites' time since the epoch, the host moves and latitude and longitude are ignored.
+    """Place of the host, its elevation mask, and its gateway rule (``GATEWAY_RULES``); degrees. With ``waypoints``
+    (satellites' time since the epoch) the host moves; latitude and longitude are then ignored.
     """
 
     latitude_deg: float = DEFAULT_HOST.latitude_deg
@@ -87,18 +86,20 @@ class Ground:
         return GroundHost(self.latitude_deg, self.longitude_deg)
 
     def track(self, preset: Preset) -> Track | None:
-        """Track of the overhead point; None for presets with a fixed centre."""
+        """Return the overhead point's track; None for presets with a fixed centre."""
         if preset.fixed_centre is not None:
             return None
         return track_over(preset.shell, self.place, preset.epoch_unix_s)
 
     def centre(self, preset: Preset) -> SatelliteId:
-        """The satellite overhead at the epoch."""
+        """Return the satellite overhead at the epoch."""
         track = self.track(preset)
         return preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
 
     def check_reach(self, preset: Preset) -> None:
-        """Raises ``InvalidInput`` where no satellite ever rises above the mask; of a host that moves, nowhere it is."""
+        """Raise ``InvalidInput`` if no satellite ever rises above the mask; for a moving host, at none of its
+        places.
+        """
         if preset.fixed_centre is not None:
             return
         farthest_deg = farthest_latitude_deg(preset.shell, self.mask_deg)
@@ -118,7 +119,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class PlaceSight:
-    """What a second host sees. ``box``: the sight of the plan's host, around which the box is; ``own``: of this one."""
+    """Sight of a second host. ``box``: sight of the plan's host, around which the box is."""
 
     box: OrbitSight
     own: OrbitSight
@@ -141,7 +142,7 @@ class PlaceSight:
         return self.box.blocked(here, there, centre, sky_s)
 
     def _own_centre(self, centre: SatelliteId, sky_s: float) -> SatelliteId:
-        """Where a box around this host would be, pushed as far as the plan's."""
+        """Return the centre of a box around this host, pushed like the plan's."""
         plane, slot = self.box.track.cell_at(sky_s)
         own_plane, own_slot = self.own.track.cell_at(sky_s)
         return self.own.shell.torus.wrap(centre.plane - plane + own_plane, centre.slot - slot + own_slot)
@@ -149,7 +150,7 @@ class PlaceSight:
 
 DEFAULT_HOSTS = 5
 DEFAULT_BASE_PORT = 26_000
-"""Below the ephemeral port range (32768 and up on Linux)."""
+"""First port, below the ephemeral ports (32768 and up on Linux)."""
 DEFAULT_MEMORY_BYTES = 64 * 2**20
 MAX_PORT = 65_535
 FAN_OUTS = ("size", "fixed")
@@ -162,10 +163,10 @@ def _require(holds: bool, message: str) -> None:
 
 
 def parse_ip(text: str, where: str) -> str:
-    """An IPv4 or IPv6 address, spelled as sockets spell the senders of packets.
+    """Parse an IP address; return it as sockets spell senders.
 
     Raises:
-        InvalidInput: something else, or an IPv6 address that is not the same everywhere.
+        InvalidInput: not an address, or an IPv6 address valid on a single link.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -186,25 +187,25 @@ def parse_ip(text: str, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """UDP ports from ``base_port`` upwards, without the gaps ``skipped`` (first, last)."""
+    """UDP ports from ``base_port`` on, without the gaps ``skipped`` (first, last)."""
 
     base_port: int
     skipped: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> list[int]:
-        """The first ``count`` ports, which may exceed ``MAX_PORT``."""
-        found: list[int] = []
+        """Return the first ``count`` ports; they may exceed ``MAX_PORT``."""
+        ports: list[int] = []
         at = self.base_port
         for gap_first, gap_last in self.skipped:
-            found += range(at, min(gap_first, at + count - len(found)))
+            ports += range(at, min(gap_first, at + count - len(ports)))
             at = max(at, gap_last + 1)
-        return found + list(range(at, at + count - len(found)))
+        return ports + list(range(at, at + count - len(ports)))
 
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """One host process: all satellites of ``planes``, with one UDP port each from ``base_port`` upwards;
-    ``skipped_ports`` are gaps (first, last) in ascending order.
+    """Share of a host process: all satellites of ``planes``, each on a UDP port from ``base_port`` on.
+    ``skipped_ports``: gaps (first, last), ascending.
     """
 
     name: str
@@ -230,7 +231,6 @@ class HostShare:
         )
 
     def ports(self, slots_per_plane: int) -> list[int]:
-        """Ports of its satellites, ascending."""
         return Ports(self.base_port, self.skipped_ports).first(len(self.planes) * slots_per_plane)
 
     @property
@@ -244,7 +244,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults that satellites inject into received packets, as shares (0 to 1), seeded."""
+    """Faults injected into received packets, as shares (0 to 1), seeded."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -265,11 +265,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class ConstellationPlan:
-    """A constellation's configuration. Bytes, seconds (Unix time for the epoch), indices from 0.
+    """Configuration of a constellation. Bytes, seconds (Unix time for the epoch), indices from 0.
 
-    ``centre``: the satellite overhead without moves. ``delay_scale``: link delays relative to light, 0 none.
-    ``time_scale``: speed of the clock from ``epoch_s`` on, 0 stands still (``rotate`` moves the box). With access
-    ``onboard`` the host is the satellite ``centre``.
+    ``centre``: satellite overhead without moves. ``delay_scale``: delays relative to light, 0 for none. ``time_scale``:
+    speed of the clock from ``epoch_s`` on; 0 stands still (``rotate`` moves the box). With access ``onboard`` the host
+    is the satellite ``centre``.
     """
 
     preset: str
@@ -293,23 +293,23 @@ class ConstellationPlan:
     """Moves that ``rotate`` added to the clock, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
-    """One of ``AUTH_MODES``."""
+    """Mode of ``AUTH_MODES``."""
     keys_file: str = ""
-    """Key file, if ``auth`` is not off; in a plan file relative to its folder."""
+    """Key file, unless ``auth`` is off; relative in a plan file."""
     fan_out: str = ""
-    """``size``: each value on as many satellites as its size pays for, ``servers`` at most; ``fixed``: on ``servers``.
-    Empty: by size where ``servers`` is the preset's number. (Earlier releases know no other plans: theirs are fixed.)
+    """Satellites per value. ``size``: by the value's size, at most ``servers``. ``fixed``: ``servers``. Empty: by size
+    if ``servers`` is the preset's number. (Earlier releases' plans are fixed.)
     """
     preset_version: int = 1
-    """Of the preset. (Plans of earlier releases have version 1.)"""
+    """Version of the preset; 1 in earlier releases' plans."""
 
     links: Links | None = None
-    """What links carry; None: everything, as earlier releases' plans."""
+    """Capacity of links; None: unlimited, as in earlier releases' plans."""
     flown: FlownShell | None = None
-    """Of a constellation of real satellites, whose name ``preset`` then is."""
+    """Constellation of real satellites, named by ``preset``."""
     unix_at_boot_s: float | None = field(default=None, compare=False)
-    """Where the clocks of this computer's processes count from (``UnixClock.count_from``); None: the wall clock. Not in
-    the plan's file, which may be another computer's, but in one beside it.
+    """Origin of this computer's clocks (``UnixClock.count_from``); None: the wall clock. Stored in a separate file: the
+    plan's may be another computer's.
     """
 
     def __post_init__(self) -> None:
@@ -355,7 +355,9 @@ class ConstellationPlan:
         self._check_hosts()
 
     def _check_seam(self, torus: Torus) -> None:
-        """Twice a day the seam passes over a host, and the box would have to go round all planes at once."""
+        """Refuse a Walker star: twice a day its seam passes over a host, and the box would have to go round all
+        planes.
+        """
         _require(
             not torus.seam,
             f"{self.preset} is a Walker star: its planes pass over a host climbing for half a day, then descending, "
@@ -367,12 +369,12 @@ class ConstellationPlan:
         _require(len(self.hosts) > 0, "no hosts: expected at least one")
         names = [host.name for host in self.hosts]
         _require(len(set(names)) == len(names), f"two hosts share a name: {', '.join(names)}")
-        taken = sorted(plane for host in self.hosts for plane in host.planes)
+        planes = sorted(plane for host in self.hosts for plane in host.planes)
         _require(
-            taken == list(range(self.planes)),
-            f"the hosts' planes are {taken}: expected 0 to {self.planes - 1}, each once",
+            planes == list(range(self.planes)),
+            f"the hosts' planes are {planes}: expected 0 to {self.planes - 1}, each once",
         )
-        # A satellite is known by the address it sends from, and nothing is sent from an address of the other family.
+        # A satellite is known by the address it sends from; IPv4 and IPv6 addresses cannot reach each other.
         first = self.hosts[0]
         for host in self.hosts:
             _require(
@@ -391,10 +393,10 @@ class ConstellationPlan:
                 _require(other == host.name, f"{host.name} and {other} share ports on {host.ip}, the first is {port}")
 
     def sight(self, host: GroundHost | None = None) -> Sight:
-        """What the plan's host sees, or another: the box stays over the plan's.
+        """Return the sight of the plan's host, or of ``host``; the box stays over the plan's.
 
         Raises:
-            InvalidInput: another, of a preset that is no orbit or with the host on board.
+            InvalidInput: ``host`` with a preset that is no orbit, or with the plan's host on board.
         """
         preset = self.constellation
         box = self.ground.sight(preset)
@@ -412,7 +414,7 @@ class ConstellationPlan:
 
     @property
     def constellation(self) -> Preset:
-        """The preset, in the version of the plan, or the real satellites."""
+        """Return the plan's version of the preset, or the real satellites."""
         if self.flown is not None:
             return self.flown.preset()
         return preset_named(self.preset, self.preset_version)
@@ -423,18 +425,17 @@ class ConstellationPlan:
 
     @property
     def by_size(self) -> bool:
-        """Whether clients choose each value's number of satellites by its size."""
+        """Return True if clients choose the number of satellites by a value's size."""
         if self.fan_out:
             return self.fan_out == "size"
         return self.servers == self.constellation.servers
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of all satellites."""
         return self.torus.size * self.memory_per_satellite_bytes
 
     def addresses_of(self, host: HostShare) -> Iterator[tuple[SatelliteId, tuple[str, int]]]:
-        """Satellites of a host with their addresses, by port."""
+        """Yield a host's satellites with addresses, by port."""
         torus = self.torus
         cells = (SatelliteId(plane, slot) for plane in host.planes for slot in range(self.slots_per_plane))
         for cell, port in zip(cells, host.ports(self.slots_per_plane), strict=True):
@@ -442,19 +443,18 @@ class ConstellationPlan:
                 yield cell, (host.ip, port)
 
     def addresses(self) -> dict[SatelliteId, tuple[str, int]]:
-        """``(ip, port)`` of every satellite."""
         return {satellite: address for host in self.hosts for satellite, address in self.addresses_of(host)}
 
     @property
     def is_ipv6(self) -> bool:
-        """Whether its hosts have IPv6 addresses: all, or none."""
+        """Return True if all hosts have IPv6 addresses; otherwise none has."""
         return self.hosts[0].is_ipv6
 
     def parse_own_ip(self, text: str, where: str) -> str:
-        """An address of this computer to bind, by ``parse_ip``.
+        """Parse an address of this computer to bind.
 
         Raises:
-            InvalidInput: no address, or one from which the hosts cannot be reached.
+            InvalidInput: not an address, or not of the hosts' family.
         """
         ip = parse_ip(text, where)
         family = "IPv6" if self.is_ipv6 else "IPv4"
@@ -464,7 +464,7 @@ class ConstellationPlan:
         return ip
 
     def host_named(self, which: str) -> HostShare:
-        """A host by name or number (from 0)."""
+        """Return a host by name or number (from 0)."""
         for number, host in enumerate(self.hosts):
             if which in (host.name, str(number)):
                 return host
@@ -476,12 +476,11 @@ def _chosen(preset: str | Preset) -> Preset:
 
 
 def _shares(planes: int, hosts: int) -> list[tuple[int, ...]]:
-    """Contiguous runs of planes per host, as even as possible."""
+    """Return contiguous planes per host, as even as possible."""
     return [tuple(range(planes * host // hosts, planes * (host + 1) // hosts)) for host in range(hosts)]
 
 
 def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = "127.0.0.1") -> tuple[HostShare, ...]:
-    """``hosts`` processes on one computer, with consecutive ports."""
     torus = _chosen(preset).torus
     _require(1 <= hosts <= torus.planes, f"{hosts} hosts for {torus.planes} planes: expected 1 to {torus.planes}")
     ports = Ports(ports) if isinstance(ports, int) else ports
@@ -496,7 +495,6 @@ def local_hosts(preset: str | Preset, hosts: int, ports: int | Ports, ip: str = 
 
 
 def remote_hosts(preset: str | Preset, addresses: Sequence[tuple[str, int]]) -> tuple[HostShare, ...]:
-    """One host per ``(ip, base port)``, for several computers."""
     torus = _chosen(preset).torus
     _require(
         1 <= len(addresses) <= torus.planes,
@@ -529,11 +527,11 @@ def make_plan(
     keys_file: str = "",
     links: Links | None = None,
 ) -> ConstellationPlan:
-    """A plan with the preset's defaults; ``hosts`` defaults to five on this computer, the strategy with access
-    ``onboard`` to ``hop``. With ``servers`` every value has so many; by default they are chosen by its size.
+    """Make a plan with the preset's defaults. Default ``hosts``: five on this computer; default strategy with access
+    ``onboard``: ``hop``. With ``servers`` every value has that many satellites; else its size decides.
 
     Raises:
-        InvalidInput: a setting that cannot be, or a place over whose horizon no satellite ever rises.
+        InvalidInput: an impossible setting, or a place where no satellite ever rises above the horizon.
     """
     chosen = _chosen(preset)
     ground = ground or Ground(gateway=chosen.gateway)
@@ -574,7 +572,6 @@ DEFAULT_AUTH = "answers"
 
 
 def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
-    """Raises ``InvalidInput`` for invalid authentication settings."""
     if auth not in AUTH_MODES:
         raise InvalidInput(f"auth {auth!r}: expected one of {', '.join(AUTH_MODES)}")
     if auth != "off" and not keys_file:
@@ -586,14 +583,14 @@ def check_auth(auth: str, keys_file: str, chunk_bytes: int) -> None:
 
 
 def follower_of(plan: ConstellationPlan, say: Callable[[str], None] | None = None) -> KeyFollower | None:
-    """The plan's keys; None without MACs."""
+    """Return a follower of the plan's keys; None without MACs."""
     if plan.auth == "off":
         return None
     return KeyFollower(Path(plan.keys_file), plan.auth, say)
 
 
 def check_exposure(plan: ConstellationPlan, host: HostShare, listen: str | None, insecure: bool) -> None:
-    """Refuses to bind a non-loopback address without MACs: any computer could then command the satellites."""
+    """Refuse to bind a non-loopback address without MACs: any computer could command the satellites."""
     address = listen or host.ip
     if plan.auth == "off" and not insecure and not ipaddress.ip_address(address).is_loopback:
         raise InvalidInput(

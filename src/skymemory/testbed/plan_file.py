@@ -1,4 +1,4 @@
-"""``constellation.json``: the plan as an editable file, replaced atomically, parsed strictly."""
+"""Plan file ``constellation.json``: editable, replaced atomically, parsed strictly."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _POLL_S = 0.02
 
 
 def to_json(plan: ConstellationPlan) -> str:
-    """The plan as indented JSON, ``version`` first."""
+    """Return the plan as indented JSON, ``version`` first."""
     fields = dataclasses.asdict(plan)
     if plan.access == "ideal":
-        fields["access"] = IDEAL_ONCE  # which every release reads
+        fields["access"] = IDEAL_ONCE  # the name that every release reads
     fields["centre"] = {"plane": plan.centre.plane, "slot": plan.centre.slot}
-    # Readers refuse unknown keys: one that earlier versions do not know is written only where the plan needs it.
+    # Readers refuse unknown keys: a key that earlier versions do not know is written only if the plan needs it.
     for host in fields["hosts"]:
         if not host["skipped_ports"]:
             del host["skipped_ports"]
@@ -50,7 +50,7 @@ def to_json(plan: ConstellationPlan) -> str:
     if plan.flown is None:
         del fields["flown"]
     else:
-        del fields["flown"]["star"]  # which no plan with a file is
+        del fields["flown"]["star"]  # no plan with a file is a star
     if plan.preset_version == 1:
         del fields["preset_version"]
     del fields["unix_at_boot_s"]
@@ -62,7 +62,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_keys(found: Mapping[str, Any], kind: type, where: str) -> None:
-    """Refuses unknown and missing keys: an ignored typo would start another constellation."""
+    """Refuse unknown and missing keys: an ignored typo would start another constellation."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}
     for key in found:
         if key not in fields:
@@ -95,7 +95,7 @@ def _mapping(value: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def _build(kind: type[Part], fields: dict[str, Any], where: str) -> Part:
-    """``kind(**fields)``, with ``where`` before its errors."""
+    """Return ``kind(**fields)``; its errors begin with ``where``."""
     try:
         return kind(**fields)
     except InvalidInput as error:
@@ -109,21 +109,21 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
-    """The plan in ``text``. Raises ``InvalidInput`` with ``where``, the key and what was expected."""
+    """Parse a plan. Raises ``InvalidInput`` with ``where``, the key and what was expected."""
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except InvalidInput as error:
         raise InvalidInput(f"{where}: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{where}: expected an object of keys and values, found {type(found).__name__}")
-    version = found.pop("version", None)
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{where}: expected an object of keys and values, found {type(content).__name__}")
+    version = content.pop("version", None)
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise LaterFile(
             f"{where}: version {version}: this program reads version {FORMAT_VERSION}; a later release wrote it"
         )
     if version != FORMAT_VERSION:
         raise InvalidInput(f"{where}: version {version!r}: this program reads version {FORMAT_VERSION}")
-    fields = _mapping(found, ConstellationPlan, where)
+    fields = _mapping(content, ConstellationPlan, where)
     if not isinstance(fields["hosts"], list):
         raise InvalidInput(f"{where}: hosts: expected a list of hosts")
     hosts = []
@@ -186,7 +186,6 @@ def _ground(value: Any, where: str) -> Ground:
 
 
 def load_plan(path: Path) -> ConstellationPlan:
-    """Read and check a plan file."""
     try:
         plan = from_json(read_text(path), str(path))
         folder = path.absolute().parent
@@ -196,35 +195,34 @@ def load_plan(path: Path) -> ConstellationPlan:
         raise InvalidInput(f"cannot read the plan {path}: {error.strerror}") from error
 
 
-# --- The clock of a constellation on one computer ---
+# --- Clock of a constellation on one computer ---
 #
-# A file beside the plan says where its processes count time from: those that start after the wall clock was set agree
-# with those from before. It holds for one run of the computer: after a restart nothing that counted by it lives.
+# A file next to the plan holds the origin of its processes' time: processes that start after the wall clock was set
+# agree with earlier processes. It is valid until the computer restarts: then none of these processes lives any more.
 
 
 def write_clock(path: Path, unix_at_boot_s: float) -> None:
-    """Record where processes of this computer count time from, until it is restarted."""
+    """Record the origin of time for this computer's processes, until it restarts."""
     write_private(path, json.dumps({"boot": boot_id(), "unix_at_boot_s": unix_at_boot_s}) + "\n")
 
 
 def read_clock(path: Path) -> float | None:
-    """Where to count time from; None where nothing is known of this run of the computer: by the wall clock."""
+    """Return the origin of time; None (wall clock) if unknown since this computer's start."""
     boot = boot_id()
     try:
-        found = json.loads(read_bounded(path, _MAX_CLOCK_BYTES))
+        content = json.loads(read_bounded(path, _MAX_CLOCK_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    match found:
-        case {"boot": str(of), "unix_at_boot_s": float(unix_at_boot_s)} if of == boot and boot:
+    match content:
+        case {"boot": str(recorded), "unix_at_boot_s": float(unix_at_boot_s)} if recorded == boot and boot:
             return unix_at_boot_s if math.isfinite(unix_at_boot_s) else None
     return None
 
 
 @contextmanager
 def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
-    """Locks the folder of the plan at ``path`` for read-modify-write, among the processes of this computer.
-
-    Leaves no file. Raises ConstellationError after ``patience_s``.
+    """Lock the plan's folder for read-modify-write by processes of this computer; leaves no file. Raises
+    ConstellationError after ``patience_s``.
     """
     deadline_s = time.monotonic() + patience_s
     handle = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -245,7 +243,7 @@ def one_at_a_time(path: Path, patience_s: float = 60.0) -> Iterator[None]:
 
 
 def save_plan(plan: ConstellationPlan, path: Path) -> None:
-    """Replaces a plan file atomically."""
+    """Replace a plan file atomically."""
     if not path.name:
         raise InvalidInput(f"cannot write the plan {path}: it is a folder, expected a file's name")
     keys_file = Path(plan.keys_file)

@@ -1,7 +1,7 @@
-"""The run directory of a constellation: its plan, a pid file and a log per host process, and a lock; free UDP ports.
+"""Run directory of a constellation: plan, lock, a pid file and a log per host process; free UDP ports.
 
 Default: ``$SKYMEMORY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/skymemory``, else ``skymemory-<uid>`` in the folder of
-temporary files. A pid file has the process's start time, so that a reused pid is recognised as stale.
+temporary files. A pid file has the process's start time, to recognise a reused pid.
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ KINDS_NAME = "satellites.json"
 KEYS_NAME = "keys"
 LOG_TAIL_BYTES = 2048
 Kind = Literal["python", "c"]
-"""What the satellites of a host are written in."""
 _MAX_PID_FILE_BYTES = 4096
 _MAX_KINDS_BYTES = 1 << 20
 _POLL_S = 0.02
 
 
 def default_run_directory() -> Path:
-    """Default run directory of this user."""
     chosen = os.environ.get("SKYMEMORY_RUN_DIR")
     if chosen:
         return Path(chosen)
@@ -58,7 +56,7 @@ def default_run_directory() -> Path:
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of process ``pid`` as an opaque string; None without such a process (or only a zombie).
+    """Return a process's start time as an opaque string; None if there is none (or only a zombie).
 
     Boot id and clock ticks since boot from ``/proc``, else from ``ps``.
     """
@@ -90,8 +88,6 @@ def _process_start_by_ps(pid: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """A process by pid and start time, which together identify it."""
-
     pid: int
     start: str
     kind: Kind = "python"
@@ -101,7 +97,7 @@ class ProcessRecord:
         return process_start(self.pid) == self.start
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals it, and no other process that reuses its pid."""
+        """Signal this process only, even if its pid was reused."""
         try:
             handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
         except ProcessLookupError:
@@ -122,12 +118,12 @@ class ProcessRecord:
 
 
 class RunDirectory:
-    """A run directory. Files are made on demand, readable by this user only."""
+    """Run directory. Files are created on demand, readable by this user only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
         self._locked_by: int | None = None
-        """The thread that has this object's lock."""
+        """Thread that holds this object's lock."""
 
     @property
     def plan_path(self) -> Path:
@@ -135,33 +131,30 @@ class RunDirectory:
 
     @property
     def index_path(self) -> Path:
-        """The ground's index of stored values."""
+        """Return the path of the ground's index of stored values."""
         return self.path / INDEX_NAME
 
     @property
     def outages_path(self) -> Path:
-        """Disabled satellites."""
         return self.path / OUTAGES_NAME
 
     def write_kinds(self, kinds: Mapping[str, Kind]) -> None:
-        """Records what the satellites of each host are written in, for when one is started again; Python's are left
-        out.
-        """
+        """Record the kind of each host's satellites, for restarts; Python hosts are left out."""
         write_private(self.path / KINDS_NAME, json.dumps(dict(kinds)) + "\n")
 
     def kind_of(self, host: str) -> Kind:
-        """What the satellites of ``host`` are written in when it is started here."""
+        """Return the kind of satellites to start for ``host``."""
         try:
-            found = json.loads(read_bounded(self.path / KINDS_NAME, _MAX_KINDS_BYTES))
+            kinds = json.loads(read_bounded(self.path / KINDS_NAME, _MAX_KINDS_BYTES))
         except FileNotFoundError:
             return "python"
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"{self.path / KINDS_NAME}: not JSON: {error}") from error
-        return "c" if isinstance(found, dict) and found.get(host) == "c" else "python"
+        return "c" if isinstance(kinds, dict) and kinds.get(host) == "c" else "python"
 
     @property
     def keys_path(self) -> Path:
-        """Keys of a constellation started here without a key file."""
+        """Return the path of the keys, if started without a key file."""
         return self.path / KEYS_NAME
 
     def log_path(self, host: str) -> Path:
@@ -171,8 +164,9 @@ class RunDirectory:
         return self.path / f"{host}.pid"
 
     def create(self) -> None:
-        """Makes the directory. Refuses one of another user or writable by others: it determines which processes we
-        kill."""
+        """Create the directory. Refuse another user's, or one writable by others: its files say which processes to
+        kill.
+        """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.stat()
@@ -187,14 +181,13 @@ class RunDirectory:
             )
 
     def open_log(self, host: str) -> BinaryIO:
-        """Opens a host's log for appending."""
-        how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.fdopen(os.open(self.log_path(host), how, 0o600), "ab")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(self.log_path(host), flags, 0o600), "ab")
 
     @contextmanager
     def locked(self, patience_s: float = 0.0) -> Iterator[None]:
-        """Locks the directory while starting or stopping, once more where this thread has locked it by this object.
-        Raises ConstellationError after ``patience_s``.
+        """Lock the directory while starting or stopping; reentrant per thread and object. Raises ConstellationError
+        after ``patience_s``.
         """
         if self._locked_by == threading.get_ident():
             yield
@@ -205,7 +198,7 @@ class RunDirectory:
             yield
         finally:
             self._locked_by = None
-            # Remove a directory that has only our lock.
+            # Remove a directory that contains only our lock.
             if [path.name for path in self.path.glob("*")] == ["lock"]:
                 (self.path / "lock").unlink()
                 with suppress(OSError):
@@ -228,20 +221,19 @@ class RunDirectory:
                     f"another skymemory command is starting or stopping the constellation of {self.path}: "
                     "wait for it, or choose another --run-dir"
                 ) from error
-            # The previous holder may have removed the file that we opened: then ours locks nothing.
+            # The previous holder may have removed the file that we opened: then it locks nothing.
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 return handle
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Writes the plan, new keys if it needs them, and where the clock counts from: what the wall clock says now."""
+        """Write the plan, new keys if needed, and the origin of time, by the wall clock."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
         write_clock(self.path / CLOCK_NAME, wall_s() - running_s())
 
     def read_plan(self) -> ConstellationPlan:
-        """The plan here. Raises ``NoConstellation`` without one."""
         if not self.plan_path.exists():
             raise NoConstellation(f"no constellation in {self.path}: start one with `skymemory constellation up`")
         try:
@@ -250,7 +242,7 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """The plan of a running constellation. Raises ``NoConstellation`` if all its processes here have died."""
+        """Return a running constellation's plan. Raises ``NoConstellation`` if all its processes here have died."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
@@ -260,31 +252,30 @@ class RunDirectory:
         return plan
 
     def write_record(self, host: str, pid: int, kind: Kind = "python") -> None:
-        """Records that process ``pid`` serves ``host``."""
         start = process_start(pid)
         if start is None:
             raise ConstellationError(f"process {pid} of {host} has already ended")
         write_private(self.pid_path(host), json.dumps({"pid": pid, "start": start, "kind": kind}) + "\n")
 
     def read_record(self, host: str) -> ProcessRecord | None:
-        """The recorded process of ``host``, alive or not; None without a record. If the file is damaged, the running
-        process of this host, if any.
+        """Return the recorded process, alive or not; None without a record. If the file is damaged, the running process
+        of this host, if any.
         """
         try:
-            found = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
+            record = json.loads(read_bounded(self.pid_path(host), _MAX_PID_FILE_BYTES))
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError):
-            found = None
-        match found:
+            record = None
+        match record:
             case {"pid": int(pid), "start": str(start)} if pid > 1:
-                return ProcessRecord(pid, start, "c" if found.get("kind") == "c" else "python")
+                return ProcessRecord(pid, start, "c" if record.get("kind") == "c" else "python")
         return self.running().get(host)
 
     def running(self) -> dict[str, ProcessRecord]:
-        """Running host processes of this directory by their command lines. Empty without ``/proc``."""
-        # Pid files may be lost or damaged (a full disk, an impatient user): the command line names host and directory.
-        found = {}
+        """Return running host processes by command line; empty without ``/proc``."""
+        # Pid files may be lost or damaged (a full disk, a user): the command line names host and directory.
+        records = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -296,15 +287,14 @@ class RunDirectory:
             if ours and b"satellite" in words and options.get(b"--run-dir") == os.fsencode(self.path):
                 start = process_start(pid)
                 if host and start is not None:
-                    found[host] = ProcessRecord(pid, start)
-        return found
+                    records[host] = ProcessRecord(pid, start)
+        return records
 
     def recorded_hosts(self) -> list[str]:
-        """Names of the hosts with a pid file, sorted."""
         return sorted(path.stem for path in self.path.glob("*.pid")) if self.path.is_dir() else []
 
     def living(self) -> dict[str, ProcessRecord]:
-        """Running host processes of this directory by their records."""
+        """Return running host processes by record."""
         records = {host: self.read_record(host) for host in self.recorded_hosts()}
         return {host: record for host, record in records.items() if record is not None and record.alive}
 
@@ -312,7 +302,6 @@ class RunDirectory:
         self.pid_path(host).unlink(missing_ok=True)
 
     def log_tail(self, host: str, lines: int = 8) -> str:
-        """Last lines of a host's log; empty without any."""
         try:
             with self.log_path(host).open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -322,7 +311,7 @@ class RunDirectory:
         return "\n".join(text.strip().splitlines()[-lines:])
 
     def sweep(self) -> None:
-        """Removes plan, pid files, index and logs. The lock must be held."""
+        """Remove plan, pid files, index and logs. Requires the lock."""
         patterns = (
             "*.pid",
             "*.log",
@@ -345,19 +334,19 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
 
-# UDP ports are checked before processes are started, so that errors can name one.
+# UDP ports are checked before processes are started, so that errors can name the port.
 
 
 class PortTaken(ConstellationError):
-    """A port of the plan is in use."""
+    """Error: a port of the plan is in use."""
 
 
 _LAST_BASE_PORT = 32_768
-"""Start of the ephemeral port range."""
+"""End of the searched ports: start of the ephemeral range."""
 
 
 def _bind_error(address: tuple[str, int]) -> int:
-    """0 if ``address`` can be bound, else the error number."""
+    """Return 0 if the address can be bound, else the error number."""
     try:
         with udp_socket(address[0]) as probe:
             probe.bind(address)
@@ -367,13 +356,13 @@ def _bind_error(address: tuple[str, int]) -> int:
 
 
 def check_ports(plan: ConstellationPlan) -> None:
-    """Raises ``ConstellationError`` for the first satellite whose port cannot be bound here."""
+    """Raise ``ConstellationError`` for the first port that cannot be bound here."""
     for host in plan.hosts:
         check_host_ports(plan, host)
 
 
 def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | None = None) -> None:
-    """As ``check_ports`` for one host, which may ``listen`` on another address."""
+    """Check a single host's ports; ``listen``: another address."""
     for satellite, (planned_ip, port) in plan.addresses_of(host):
         ip = listen or planned_ip
         number = _bind_error((ip, port))
@@ -394,18 +383,22 @@ def check_host_ports(plan: ConstellationPlan, host: HostShare, listen: str | Non
 
 
 def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
-    """``count`` free UDP ports: consecutive ones below the ephemeral range, else any free ones.
+    """Return ``count`` free UDP ports: consecutive below the ephemeral range, else any.
 
-    The start of the search depends on the process and the ``attempt``, so that parallel searches differ.
+    The search starts by process and ``attempt``, so that parallel searches differ.
     """
     starts = range(DEFAULT_BASE_PORT, _LAST_BASE_PORT - count, max(count, 50))
     first = (os.getpid() + attempt) % max(1, len(starts))
     for base_port in (*starts[first:], *starts[:first]):
         if all(_bind_error((ip, port)) == 0 for port in range(base_port, base_port + count)):
             return Ports(base_port)
-    # No gap is wide enough. Low ports first: ephemeral ones may be taken by clients while we start.
-    for some in (range(DEFAULT_BASE_PORT, _LAST_BASE_PORT), range(1024, _LAST_BASE_PORT), range(1024, MAX_PORT + 1)):
-        free = [port for port in some if _bind_error((ip, port)) == 0][:count]
+    # No gap is wide enough. Try low ports first: clients may take ephemeral ports while we start.
+    for candidates in (
+        range(DEFAULT_BASE_PORT, _LAST_BASE_PORT),
+        range(1024, _LAST_BASE_PORT),
+        range(1024, MAX_PORT + 1),
+    ):
+        free = [port for port in candidates if _bind_error((ip, port)) == 0][:count]
         if len(free) == count:
             gaps = ((low + 1, high - 1) for low, high in pairwise(free) if high > low + 1)
             return Ports(free[0], tuple(gaps))
@@ -417,17 +410,18 @@ def free_ports(count: int, ip: str = "127.0.0.1", attempt: int = 0) -> Ports:
 PREFIX = "skymemory-demo-"
 _HELD = "held"
 _YOUNG_S = 60.0
-"""A younger folder may not be locked by its maker yet."""
+"""Age below which a folder may not be locked yet."""
 
 
 @contextmanager
 def temporary_run_directory(kind: str = "") -> Iterator[Path]:
-    """A temporary run directory, removed at the end; those of killed demos of this user are removed first."""
+    """Yield a temporary run directory, removed at the end. First remove those of this user's killed demos."""
     remove_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}"))
     handle = os.open(folder / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no other process has it: released when this process ends
+        # No other process has it: the lock is released when this process ends.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -435,7 +429,7 @@ def temporary_run_directory(kind: str = "") -> Iterator[Path]:
 
 
 def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
-    """Removes and returns folders in ``parent`` of killed demos without running satellites."""
+    """Remove and return killed demos' folders in ``parent`` without running satellites."""
     now_s = time.time() if now_s is None else now_s
     removed = []
     for folder in sorted(parent.glob(f"{PREFIX}*")):
@@ -447,10 +441,10 @@ def remove_left_behind(parent: Path, now_s: float | None = None) -> list[Path]:
 
 
 def _is_left_behind(folder: Path, now_s: float) -> bool:
-    """Raises OSError if the folder is inaccessible or vanishes."""
+    """Return True for a killed demo's folder. Raises OSError if it is inaccessible or vanishes."""
     status = folder.lstat()
-    # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free: the system
-    # releases that when the demo ends, however it ends.
+    # Three signs, the cheapest first: it is ours and not new, no satellite runs there, and its lock is free. The
+    # system releases the lock when the demo ends in any way.
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_ours or now_s - status.st_mtime < _YOUNG_S or RunDirectory(folder).living():
         return False

@@ -1,10 +1,10 @@
-"""Starts, watches and stops the host processes of a constellation on this computer.
+"""Supervisor of this computer's host processes: starts, watches and stops them.
 
-``start`` is atomic: either every host runs, or none does and the run directory is as before.
+``start`` is atomic: either every host runs, or none does and the run directory is unchanged.
 
 Supervisor and child share a socket pair. The child sends ``ready`` once its satellites listen; the supervisor sends
-``stay`` to leave the constellation running in the background. A child whose socket closes before ``stay`` stops: a
-supervisor that dies while starting, or in the foreground, leaves nothing running.
+``stay`` to leave it running in the background. A child whose socket closes before ``stay`` stops: a supervisor that
+dies while starting, or in the foreground, leaves nothing running.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GRACE_S = 3.0
 MOST_GRACE_S = 60.0
 _END_LOOK_S = 0.5
 START_PATIENCE_S = 30.0
-"""Timeout of a host that neither is ready nor busy."""
+"""Timeout of a host that is neither ready nor busy."""
 MOST_START_S = 600.0
 POLL_S = 0.05
 _LOOK_S = 1.0
@@ -53,17 +53,17 @@ FREE_PORT_ATTEMPTS = 5
 
 
 Confirm = Callable[[ConstellationPlan, Callable[[], Collection[str]]], None]
-"""Checks a started constellation; the second argument returns the busy hosts."""
+"""Check of a started constellation; the second argument returns the busy hosts."""
 
 
 class AlreadyRunning(ConstellationError):
-    """A constellation already runs in this run directory."""
+    """Error: a constellation already runs in this run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of a host's process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: what its
-    satellites are written in, where it runs.
+    """State of a host process: ``running``, ``dead``, or ``elsewhere`` (not started here). ``kind``: of its satellites,
+    if running.
     """
 
     name: str
@@ -76,7 +76,7 @@ class HostState:
 
 @dataclass(slots=True)
 class Started:
-    """A started constellation. ``children`` is empty if they run in the background."""
+    """Started constellation; no ``children`` if in the background."""
 
     plan: ConstellationPlan
     seconds: float
@@ -84,13 +84,13 @@ class Started:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process, shared pages included; None if unknown."""
+    """Return a process's resident memory with shared pages; None if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")]
-    return int(found[0]) * 1024 if found else None
+    resident_kib = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(resident_kib[0]) * 1024 if resident_kib else None
 
 
 def _refuse_if_running(directory: RunDirectory) -> None:
@@ -111,16 +111,16 @@ def _failed(child: Child, plan: ConstellationPlan, directory: RunDirectory) -> C
     words = child.exit_words()
     try:
         check_host_ports(plan, child.host)
-    except PortTaken as taken:
-        return taken
+    except PortTaken as port_error:
+        return port_error
     tail = directory.log_tail(child.host.name)
     log = f"; its log ends with:\n{tail}" if tail else "; its log is empty"
     return ConstellationError(f"{child.host.name} did not start ({words}); all hosts were stopped{log}")
 
 
 def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunDirectory, gate: SignalGate) -> None:
-    """Waits until the satellites of each child listen, as long as any makes progress."""
-    began_s = progress_s = look_s = time.monotonic()
+    """Wait until each child's satellites listen, while any child makes progress."""
+    started_s = progress_s = look_s = time.monotonic()
     demand = Demand({child.host.name: child.process.pid for child in children})
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -138,9 +138,9 @@ def _await_ready(children: list[Child], plan: ConstellationPlan, directory: RunD
             if now_s > look_s + _LOOK_S:
                 look_s = now_s
                 progress_s = now_s if demand.busy().intersection(late) else progress_s
-            if late and now_s > min(progress_s + START_PATIENCE_S, began_s + MOST_START_S):
+            if late and now_s > min(progress_s + START_PATIENCE_S, started_s + MOST_START_S):
                 raise ConstellationError(
-                    f"{', '.join(late)} not ready after {now_s - began_s:.0f} s: all hosts were stopped"
+                    f"{', '.join(late)} not ready after {now_s - started_s:.0f} s: all hosts were stopped"
                 )
 
 
@@ -153,15 +153,15 @@ def start(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Starts every host of ``plan`` here; returns when all listen. ``kinds``: of the hosts that are not Python's.
+    """Start every host of ``plan`` here; return when all listen. ``kinds``: of hosts not in Python.
 
     Then ``confirm`` is called; if it raises, all are stopped. With ``foreground`` the children stay attached, to be
-    watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``.
-    Raises ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing behind.
+    watched, and end with this process. A ``gate`` entered by the caller also covers the time until ``watch``. Raises
+    ``AlreadyRunning``, ``ConstellationError`` or KeyboardInterrupt, leaving nothing running.
     """
-    # All or nothing: whatever raises before ``pop_all`` ends the children first, then removes the files, in the reverse
-    # order of ``undo``. The gate defers signals until ``check``, so that none can come between a spawn and its record.
-    began_s = time.monotonic()
+    # All or nothing: an exception before ``pop_all`` ends the children first, then removes the files, in the reverse
+    # order of ``undo``. The gate defers signals until ``check``, so that none arrives between a spawn and its record.
+    started_s = time.monotonic()
     with directory.locked(), gate or SignalGate() as gate:
         _refuse_if_running(directory)
         check_ports(plan)
@@ -185,7 +185,7 @@ def start(
                 for child in children:
                     child.release()
             undo.pop_all()
-    return Started(plan, time.monotonic() - began_s, children if foreground else [])
+    return Started(plan, time.monotonic() - started_s, children if foreground else [])
 
 
 def revive(
@@ -194,19 +194,18 @@ def revive(
     kept: list[Child] | None = None,
     wrong: Collection[str] = (),
 ) -> list[str]:
-    """Restarts the dead hosts of this computer, and the ``wrong`` ones; returns their names when their satellites
-    listen.
+    """Restart this computer's dead hosts, and ``wrong`` hosts; return their names when their satellites listen.
 
-    They are empty, take pushed moves from the plan, and later ones from their neighbours. Atomic: all of them run, or
-    none. With ``kept`` they stay attached, and are added to it.
+    They start empty, with pushed moves from the plan, and learn later moves from neighbours. Atomic: all run, or none.
+    With ``kept`` the children stay attached, and are appended to it.
     """
     with directory.locked(), gate or SignalGate() as gate:
         plan = directory.read_plan()
         states = inspect(directory)
-        ended = [state.name for state in states if state.state == "running" and state.name in wrong]
+        wrong_hosts = [state.name for state in states if state.state == "running" and state.name in wrong]
         living = directory.living()
-        end_processes([living[name] for name in ended if name in living])
-        dead = [plan.host_named(state.name) for state in states if state.state == "dead" or state.name in ended]
+        end_processes([living[name] for name in wrong_hosts if name in living])
+        dead = [plan.host_named(state.name) for state in states if state.state == "dead" or state.name in wrong_hosts]
         children: list[Child] = []
         with ExitStack() as undo:
             undo.callback(end_children, children)
@@ -234,7 +233,7 @@ def start_on_free_ports(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """``start`` on free ports, with other ports if another process takes them first."""
+    """Run ``start`` on free ports; on other ports if these are taken first."""
     for attempt in range(FREE_PORT_ATTEMPTS):
         plan = plan_at(free_ports(satellites, attempt=attempt))
         try:
@@ -246,9 +245,8 @@ def start_on_free_ports(
 
 
 def watch(directory: RunDirectory, started: Started, say: Callable[[str], None], gate: SignalGate | None = None) -> int:
-    """Watches a constellation in the foreground until a signal or the end of the last host; then stops it.
-
-    Returns 0 after a signal, 1 if all hosts died.
+    """Watch a constellation in the foreground until a signal (return 0) or the end of the last host (return 1); then
+    stop it.
     """
     alive = list(started.children)
     with gate or SignalGate() as gate:
@@ -259,18 +257,19 @@ def watch(directory: RunDirectory, started: Started, say: Callable[[str], None],
                 say(f"{child.host.name} died ({child.exit_words()}); {directory.log_tail(child.host.name)}")
         with directory.locked(patience_s=START_PATIENCE_S):  # another command may be reviving or disabling
             end_children(started.children)
-            end_processes(directory.living().values())  # revived ones
+            end_processes(directory.living().values())  # revived hosts
             directory.sweep()
     return 0 if gate.closed else 1
 
 
 def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
-    """Stops every host process of this directory and removes its files. Returns (stopped, of them killed). Waits for a
-    command that is starting them.
+    """Stop this directory's host processes and remove its files; return the numbers of stopped and of killed processes.
+    Waits for a command that is starting them.
     """
     if not directory.path.is_dir():
         return 0, 0
-    # By command line (a pid file may be lost or damaged) and by pid file (a system may have no /proc).
+    # Find processes by command line (a pid file may be lost or damaged) and by pid file (a system may have no
+    # /proc).
     with directory.locked(patience_s=START_PATIENCE_S), SignalGate():
         living = list({**directory.running(), **directory.living()}.values())
         forced = end_processes(living, grace_s)
@@ -279,7 +278,6 @@ def stop(directory: RunDirectory, grace_s: float = GRACE_S) -> tuple[int, int]:
 
 
 def inspect(directory: RunDirectory) -> list[HostState]:
-    """States of the plan's hosts. Raises ``NoConstellation`` without a plan here."""
     states = []
     for host in directory.read_plan().hosts:
         record = directory.read_record(host.name)
@@ -294,7 +292,7 @@ def inspect(directory: RunDirectory) -> list[HostState]:
 
 
 def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
-    """Records the plan of a constellation that runs on other computers, to use it from here."""
+    """Record the plan of a constellation on other computers, to use it from here."""
     with directory.locked():
         _refuse_if_running(directory)
         directory.sweep()
@@ -305,11 +303,11 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalGate:
-    """Defers SIGINT, SIGTERM and SIGHUP: while entered they only set ``closed``, and ``check`` raises
+    """Context manager that defers SIGINT, SIGTERM and SIGHUP: they only set ``closed``, and ``check`` raises
     KeyboardInterrupt.
 
-    Reentrant, so that one gate covers several steps. Outside the main thread Python delivers no signals, and the gate
-    stays open.
+    Reentrant, so that a gate covers several steps. Outside the main thread the gate stays open: Python delivers no
+    signals there.
     """
 
     def __init__(self) -> None:
@@ -335,29 +333,25 @@ class SignalGate:
                 signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt after a signal."""
         if self.closed:
             raise KeyboardInterrupt
 
 
-# --- Host processes: spawning, ending, and whether they are busy ---
+# --- Host processes: spawning, ending, and detecting busy processes ---
 
 
 @dataclass(slots=True)
 class Child:
-    """A host process and our end of its socket pair."""
-
     host: HostShare
     process: subprocess.Popen[bytes]
     line: socket.socket
 
     def release(self) -> None:
-        """Lets it run on without us."""
+        """Let the process outlive this supervisor."""
         self.line.sendall(STAY)
         self.line.close()
 
     def exit_words(self) -> str:
-        """How it ended, as text."""
         try:
             code = self.process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -366,7 +360,6 @@ class Child:
 
 
 def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line_fd: int) -> list[str]:
-    """The ``skymemory satellite`` command of one host, with its end of the socket pair."""
     return [
         sys.executable,
         "-m",
@@ -385,11 +378,11 @@ def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line
 
 
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
-    """Starts the process of ``host`` in its own session, logging to its log file."""
+    """Start the process of ``host`` in its own session, logging to its log file."""
     ours, theirs = socket.socketpair()
     # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONIOENCODING"] = "utf-8"  # of its log, whose end we print
+    environment["PYTHONIOENCODING"] = "utf-8"  # encoding of its log, whose end we print
     try:
         with directory.open_log(host.name) as log:
             process = subprocess.Popen(
@@ -411,18 +404,18 @@ def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
 
 
 def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) -> int:
-    """Terminates these processes, and kills those that do not end. Returns how many were killed.
+    """Terminate processes, kill those that do not end, and return their number.
 
-    The grace period restarts while a process is busy: a busy one will handle the signal, a hung one will not.
+    The grace period restarts while a process is busy: it will handle the signal, unlike a hung process.
     """
-    asked = [record for record in records if record.alive]
-    for record in asked:
-        # A stopped process would not handle SIGTERM. Before it: afterwards it would undo the stop by which
-        # LeakSanitizer examines a process that ends, which then waits for that stop without end.
+    targets = [record for record in records if record.alive]
+    for record in targets:
+        # A stopped process would not handle SIGTERM. SIGCONT comes first: later it would undo the stop by which
+        # LeakSanitizer examines an ending process, which would then wait forever.
         record.send_signal(signal.SIGCONT)
         record.send_signal(signal.SIGTERM)
-    _await_end(lambda: {str(record.pid): record.pid for record in asked if record.alive}, grace_s)
-    remaining = [record for record in asked if record.alive]
+    _await_end(lambda: {str(record.pid): record.pid for record in targets if record.alive}, grace_s)
+    remaining = [record for record in targets if record.alive]
     for record in remaining:
         record.send_signal(signal.SIGKILL)
     _await_end(lambda: {str(record.pid): record.pid for record in remaining if record.alive}, 2.0)
@@ -430,31 +423,33 @@ def end_processes(records: Iterable[ProcessRecord], grace_s: float = GRACE_S) ->
 
 
 def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
-    """Waits until none of them (pids by name) lives. The grace period restarts while one is busy, up to
+    """Wait for the end of all processes (pids by name). The grace period restarts while any is busy, up to
     ``MOST_GRACE_S``.
     """
-    began_s = progress_s = look_s = time.monotonic()
+    started_s = progress_s = look_s = time.monotonic()
     demand, every_s = Demand(living()), min(_END_LOOK_S, grace_s / 2)
-    while left := living():
+    while remaining := living():
         now_s = time.monotonic()
         if now_s > look_s + every_s:
             look_s = now_s
-            progress_s = now_s if demand.busy() & left.keys() else progress_s
-        # A host in overload sees its signal late: as long as it runs or waits for a processor it is not hung.
-        if now_s > min(progress_s + grace_s, began_s + MOST_GRACE_S):
+            progress_s = now_s if demand.busy() & remaining.keys() else progress_s
+        # An overloaded host handles the signal late: while it runs or waits for a processor it is not hung.
+        if now_s > min(progress_s + grace_s, started_s + MOST_GRACE_S):
             return
         time.sleep(_END_POLL_S)
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """As ``end_processes``, for our own children; reaps them."""
+    """End and reap our own children, like ``end_processes``."""
     started = list(children)
     for child in started:
         child.line.close()
         if child.process.poll() is None:
-            child.process.send_signal(signal.SIGCONT)  # as there
+            child.process.send_signal(signal.SIGCONT)  # see ``end_processes``
             child.process.terminate()
-    _await_end(lambda: {one.host.name: one.process.pid for one in started if one.process.poll() is None}, grace_s)
+    _await_end(
+        lambda: {child.host.name: child.process.pid for child in started if child.process.poll() is None}, grace_s
+    )
     for child in started:
         if child.process.poll() is None:
             child.process.kill()

@@ -1,8 +1,8 @@
-"""Link delays in user space: packets wait here while their signal would travel at the speed of light.
+"""Link delays in user space: packets wait here for as long as their signal would travel at the speed of light.
 
-One heap and one absolute timer serve all links of a process. No packet is released early; how late each was is
-recorded, for a delay without its error is no measurement. ``groups`` cuts batches into what a link with a rate delivers
-together.
+One heap and one absolute timer serve all links of a process. No packet is released early; the lateness of each release
+is recorded, because a delay without its error is no measurement. ``groups`` cuts batches into what a link with a rate
+delivers together.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 Item = TypeVar("Item")
 
 GRAIN_S = 0.010
-"""Packets of a run that come to their end within this time are handed over together, at the time of the last."""
+"""Seconds within which packets of a run are delivered together, at the time of the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
-"""What a satellite that hands over may have on its way."""
 _ERRORS_KEPT = 8_192
 RECENT_S = 60.0
-"""Percentiles are over the latest releases within this time, maximum and number over all."""
+"""Age of releases that percentiles cover; maximum and number cover all."""
 
 
 class DelayLine(Generic[Item]):
-    """Delays items of many links. There is a timer only if ``clock_s`` is ``time.monotonic``."""
+    """Delay of items of many links. There is a timer only if ``clock_s`` is ``time.monotonic``."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -52,13 +51,13 @@ class DelayLine(Generic[Item]):
         return len(self._heap)
 
     def fileno(self) -> int:
-        """Readable when an item is due: then call ``pop_due``."""
+        """Return a descriptor that is readable when an item is due: then call ``pop_due``."""
         if self._timer is None:
             raise ValueError("a delay line on a simulated clock has no timer")
         return self._timer.fileno()
 
     def push(self, delay_s: float, item: Item) -> float:
-        """Hold ``item`` from now on; returns when it is due, in seconds of the clock."""
+        """Hold ``item`` from now on. Return when it is due, by the clock."""
         due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
@@ -66,11 +65,11 @@ class DelayLine(Generic[Item]):
         return due_s
 
     def late_s(self) -> float:
-        """How long the first item has been due; negative if it is not, or there is none."""
+        """Return how long the first item has been due; negative if it is not, or there is none."""
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
-        """Due items, earliest first; also those that become due while the caller handles the others."""
+        """Yield due items, earliest first; also those that become due while the caller handles the others."""
         self._releasing = True
         try:
             while self._heap:
@@ -92,8 +91,8 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """How late packets were released: number, median and 99th percentile of the last minute, maximum of all, in
-        seconds (never early).
+        """Return the lateness of releases in seconds: number, median and 99th percentile of the last minute, maximum of
+        all.
         """
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
@@ -105,15 +104,14 @@ class DelayLine(Generic[Item]):
         }
 
     def close(self) -> None:
-        """Drop all items."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.close()
 
 
-# Linux's timerfd is exact to some tens of microseconds. Event loops round their timers: asyncio's come some 0.3 ms
+# Linux's timerfd is exact to some tens of microseconds. Event loops round their timers: asyncio's fire some 0.3 ms
 # late, uvloop's up to 0.9 ms early, which no signal at the speed of light can. ``os.timerfd_create`` exists from Python
-# 3.13; before, the C library is called.
+# 3.13; with earlier versions, the C library is called.
 
 _CLOCK_MONOTONIC = 1
 _ABSOLUTE = 1
@@ -131,7 +129,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """One absolute timer on the clock of ``time.monotonic``; ``fileno`` is readable once it has fired.
+    """Absolute timer on the clock of ``time.monotonic``; ``fileno`` is readable once it has fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.
@@ -171,8 +169,8 @@ class TimerFd:
 
 
 def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
-    """Whether it goes before all that waits on its link: LINKS between satellites, as packets of routing protocols do.
-    Else a full queue would make a neighbour look dead.
+    """Return True for LINKS between satellites, which precede all that waits on their link, as packets of routing
+    protocols do: a full queue would otherwise make a neighbour look dead.
     """
     if not (isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId)):
         return False
@@ -181,15 +179,16 @@ def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
 
 
 def handover_timeout_s(timeout_s: float, links: Links) -> float:
-    """For a handover to be acknowledged, with what may wait before it on one link."""
+    """Return a handover's timeout, including what may wait before it on a link."""
     return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
 
 
 def groups(
     queue: LinkQueue, datagrams: list[bytes], now_s: float, urgent: bool = False
 ) -> Iterator[tuple[float, SegmentBatch]]:
-    """What a link makes of datagrams that come to it now: each group with the seconds until its last bit is sent. What
-    the link loses is left out.
+    """Yield datagrams that come to a link now in groups, each with the seconds until its last bit is sent.
+
+    Lost datagrams are left out.
     """
     group: list[bytes] = []
     first_s = last_s = 0.0

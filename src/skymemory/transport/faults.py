@@ -11,7 +11,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 
 DEFAULT_REORDER_DELAY_S = 0.002
-"""The longest extra delay of a reordered datagram: many sent after it arrive before it."""
+"""Longest extra delay of a reordered datagram: many datagrams sent after it arrive before it."""
 
 _MOST_BITS = 8
 
@@ -19,8 +19,8 @@ _MOST_BITS = 8
 class FaultInjector:
     """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
 
-    Damage is 1 to 8 flipped bits, or in one case of four a truncation. ``lost``, ``duplicated``, ``reordered`` and
-    ``corrupted`` count the faults, ``datagrams`` all datagrams.
+    Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation. ``lost``, ``duplicated``, ``reordered``
+    and ``corrupted`` count the faults, ``datagrams`` all datagrams.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class FaultInjector:
 
     @property
     def injected(self) -> int:
-        """Faults so far, of all kinds."""
         return self.lost + self.duplicated + self.reordered + self.corrupted
 
     def apply(self, data: bytes) -> list[tuple[bytes, float]]:
-        """The copies of one datagram that arrive, none to two: ``(bytes, extra seconds)``."""
+        """Return the copies of a datagram that arrive, none to two: ``(bytes, extra seconds)``."""
         self.datagrams += 1
         if self._loss > 0 and self._draw() < self._loss:
             self.lost += 1
@@ -86,7 +85,7 @@ class FaultInjector:
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """At ``time_s`` these satellites die, or this link is cut; ``over``: they come back, empty."""
+    """Fault at ``time_s``: satellites die, or a link is cut; with ``over``, they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()
@@ -96,8 +95,8 @@ class FaultEvent:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Mean time between faults of each kind in the whole constellation (0: never), and how long each lasts: drawn
-    evenly from half to one and a half of ``lasts_s``.
+    """Mean time between faults of each kind in the constellation (0: never), and their duration: uniform from half to
+    one and a half of ``lasts_s``.
     """
 
     satellite_every_s: float = 0.0
@@ -112,7 +111,7 @@ class FaultRates:
 
 
 def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, begin_s: float = 0.0) -> list[FaultEvent]:
-    """Faults from ``begin_s`` to ``until_s`` in the order of time: the same for the same seed.
+    """Return faults from ``begin_s`` to ``until_s`` in the order of time: the same for the same seed.
 
     What has failed does not fail again before it is back; everything comes back (maybe after ``until_s``).
     """
@@ -130,7 +129,7 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
         events.append(FaultEvent(end_s, satellites, link, over=True))
 
     everyone = torus.satellites()
-    begun: list[tuple[float, str]] = []
+    starts: list[tuple[float, str]] = []
     for kind, every_s in (
         ("satellite", rates.satellite_every_s),
         ("plane", rates.plane_every_s),
@@ -138,13 +137,13 @@ def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, be
     ):
         time_s = begin_s
         while every_s and (time_s := time_s + random.expovariate(1 / every_s)) < until_s:
-            begun.append((time_s, kind))
-    for time_s, kind in sorted(begun):
-        here = random.choice(everyone)
+            starts.append((time_s, kind))
+    for time_s, kind in sorted(starts):
+        satellite = random.choice(everyone)
         if kind == "plane":
-            fail(time_s, tuple(SatelliteId(here.plane, slot) for slot in range(torus.slots_per_plane)), None)
+            fail(time_s, tuple(SatelliteId(satellite.plane, slot) for slot in range(torus.slots_per_plane)), None)
         elif kind == "satellite":
-            fail(time_s, (here,), None)
+            fail(time_s, (satellite,), None)
         else:
-            fail(time_s, (), (here, random.choice((torus.east(here), torus.south(here)))))
+            fail(time_s, (), (satellite, random.choice((torus.east(satellite), torus.south(satellite)))))
     return sorted(events, key=lambda event: event.time_s)

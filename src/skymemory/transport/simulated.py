@@ -1,16 +1,16 @@
-"""A constellation over virtual time, in one object: exact to the event, and the same for a seed.
+"""Simulated constellation over virtual time, in one object: exact to the event, and reproducible from a seed.
 
 Every link has its one-way delay; faults are drawn per datagram from a seeded injector. Satellites and clients are the
-same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: then satellites share
-the processors of their hosts (``simulated_host``).
+same state machines that the UDP transport drives. Work takes no time, unless hosts have limits: satellites then share
+their hosts' processors (``simulated_host``).
 
-What a satellite sends to a neighbour behind the Earth is lost, and counted as ``packets_blocked``. Satellites find out
-as of a neighbour that is dead, and route around it.
+Packets to a neighbour hidden by the Earth are lost, and counted as ``packets_blocked``. Satellites detect this as a
+dead neighbour, and route around it.
 
-Where links have rates (``constellation.links``), every packet is sent when its link is free, and forwarded when its
-last bit has come. A run of packets is shown to the machine of a satellite that forwards it once, when the first of them
-comes; each follows on the next link at its own time. At their end packets of a run that come within ``GRAIN_S`` are
-handed over together, at the time of the last, as receive offload does.
+If links have rates (``constellation.links``), a packet is sent when its link is free, and forwarded when its last bit
+has arrived. The machine of a forwarding satellite sees a run of packets once, when the first arrives; each packet
+follows on the next link at its own time. At their destination, packets of a run that arrive within ``GRAIN_S`` are
+delivered together, at the time of the last, as by receive offload.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from skymemory.transport.udp_host import PATIENCE_S
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
-"""One-way seconds from one end of a link to the other."""
+"""One-way delay in seconds from one end of a link to the other."""
 Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
-"""Makes a satellite, of its own configuration, or one with the same interface (the satellite in C)."""
+"""Factory of a satellite, or of an object with the same interface (the satellite in C)."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
-"""The most that a header can offer: then only links bound what is in flight."""
+"""Maximum of a header's credit: then only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -61,7 +61,7 @@ def no_delay(sender: Node, receiver: Node) -> float:
 
 
 class _Arrival(NamedTuple):
-    """``order`` is the order at one time; ``data`` is datagrams of ``segment_bytes``, the last maybe shorter."""
+    """Datagrams of ``segment_bytes`` (the last maybe shorter). ``order`` breaks ties in time."""
 
     time_s: float
     order: int
@@ -72,8 +72,10 @@ class _Arrival(NamedTuple):
 
 
 class _Train:
-    """Packets of one batch on one link with a rate, end to end in ``data``: ``size`` bytes each, the last maybe fewer.
-    ``due_s``: when each comes; ``LOST``, or infinite while it has not left yet.
+    """Packets of one batch on one link with a rate, concatenated in ``data``: ``size`` bytes each, the last maybe
+    fewer.
+
+    ``due_s`` are their arrival times; ``LOST``, or infinite before departure.
     """
 
     __slots__ = (
@@ -108,21 +110,21 @@ class _Train:
         self.urgent = urgent
         self.due_s = [math.inf] * self.count
         self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
-        """Whether they are handed over there, not forwarded as a run."""
+        """True if they are delivered there, not forwarded as a run."""
         self.onward: _Train | None = None
         self.machine: object = None
-        """Which has forwarded them: it may be dead, and another in its place, when the last of them come."""
+        """Machine that forwarded them; it may be dead and replaced when the last arrive."""
         self.first = -1
-        """The first packet that has come and is not handed over yet; only where they end."""
+        """First packet arrived and not yet delivered, if the train ends."""
         self.orders: list[int] = [0] * self.count if self.ends else []
         self.left = -1
-        """The last that has left; only where they end."""
+        """Last packet that has left, if the train ends."""
         self.scheduled = False
-        """Whether an event is to come that hands packets over; only where they end."""
+        """True if a delivery event is scheduled, if the train ends."""
 
 
 class SimulatedConstellation:
-    """All satellites of a torus, and any number of ground hosts, over virtual time that starts at 0."""
+    """Satellites of a torus, and any number of ground hosts, over virtual time from 0."""
 
     def __init__(
         self,
@@ -142,11 +144,16 @@ class SimulatedConstellation:
         buffer_bytes: int = AMPLE_BYTES,
         machine: Machine | None = None,
     ) -> None:
-        """``offload`` False delivers every datagram by itself, as a kernel without receive offload does. ``clocks``:
-        the wrong clocks of some satellites. ``authority`` is the satellites'; a client's is in its config. ``limits``
-        None: work takes no time, and no buffer overflows. ``queues``: what links carry; None: all, at once.
-        ``buffer_bytes``: what each receiver offers to those that send to it, where there are no ``limits``. ``machine``
-        makes the satellites; None: ``SatelliteMachine``.
+        """Create the constellation.
+
+        Args:
+            offload: False delivers every datagram individually, as without receive offload.
+            clocks: the wrong clocks of some satellites.
+            authority: the satellites' authority; a client's is in its config.
+            limits: limits of the hosts; None: work takes no time, and no buffer overflows.
+            queues: link rates; None: unlimited.
+            buffer_bytes: credit that each receiver offers to its senders, without ``limits``.
+            machine: factory of the satellites; None: ``SatelliteMachine``.
 
         Raises:
             InvalidInput: both ``limits`` and ``queues``.
@@ -178,23 +185,21 @@ class SimulatedConstellation:
         self._lateness: dict[SatelliteId, Lateness] = {}
         for names in limits.hosts if limits is not None else ():
             self._lateness.update(dict.fromkeys(names, Lateness()))
-        self.satellites = {here: self._new_satellite(here) for here in sky.torus.satellites()}
+        self.satellites = {satellite: self._new_satellite(satellite) for satellite in sky.torus.satellites()}
         self._dead: set[SatelliteId] = set()
         self._revived_s: dict[Node, float] = {}
-        """When each was last revived, if it ever was."""
         self._cut: set[frozenset[Node]] = set()
         self._link_faults: dict[frozenset[Node], FaultInjector] = {}
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._asked: dict[Node, int] = {}
-        """Revision of each client when it was last asked for packets; only where links have rates."""
+        """Revision of each client when last asked for packets, if links have rates."""
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
-        """In order, so that a seed gives the same run in every process."""
+        """Nodes with events, ordered so that a seed gives the same run in every process."""
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
-        """A heap of what ``_timers`` held, valid where it still does."""
+        """Heap of values of ``_timers``; an entry is valid if ``_timers`` still has it."""
         self.hosts: list[SimulatedHost] = []
-        """The hosts, if there are limits."""
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
             machines = {name: self.satellites[name] for name in names}
@@ -224,7 +229,7 @@ class SimulatedConstellation:
         return self._new_machine(config, self.sky, clock, self.now_s, lateness)
 
     def kill(self, satellite: SatelliteId) -> None:
-        """From now on it neither receives nor sends; its memory is lost. Packets sent already arrive."""
+        """Stop a satellite and lose its memory. Packets already sent arrive."""
         self.flush()
         self._dead.add(satellite)
         self._timers.pop(satellite, None)
@@ -232,7 +237,7 @@ class SimulatedConstellation:
             self._host_of[satellite].forget(satellite)
 
     def revive(self, satellite: SatelliteId) -> None:
-        """It is back, empty; its ledger continues, with what it held as lost."""
+        """Restart a satellite, empty; its ledger continues, with its former content as lost."""
         self._dead.discard(satellite)
         self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
@@ -249,25 +254,23 @@ class SimulatedConstellation:
         return frozenset(self._dead)
 
     def kill_plane(self, plane: int) -> None:
-        for satellite in [each for each in self.satellites if each.plane == plane]:
+        for satellite in [candidate for candidate in self.satellites if candidate.plane == plane]:
             self.kill(satellite)
 
     def revive_plane(self, plane: int) -> None:
-        """All its satellites are back, empty."""
-        for satellite in [each for each in self.satellites if each.plane == plane]:
+        for satellite in [candidate for candidate in self.satellites if candidate.plane == plane]:
             self.revive(satellite)
 
     def cut(self, one: Node, other: Node) -> None:
-        """No packet passes between these two any more, either way. Packets in flight arrive."""
+        """Cut the link between two nodes in both directions. Packets in flight arrive."""
         self.flush()
         self._cut.add(frozenset((one, other)))
 
     def mend(self, one: Node, other: Node) -> None:
-        """The link works again."""
         self._cut.discard(frozenset((one, other)))
 
     def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
-        """Inject faults on this link beside those of all links; None: no more."""
+        """Inject faults on this link in addition to those of all links; None ends them."""
         link = frozenset((one, other))
         if faults is None:
             self._link_faults.pop(link, None)
@@ -285,7 +288,7 @@ class SimulatedConstellation:
             (self.mend if event.over else self.cut)(*event.link)
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
-        """Add a ground host. ``sky``: as it is seen from another place."""
+        """Add a ground host. ``sky`` is the sky as seen from another place."""
         if self._limits is None:
             config = config.taking(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
@@ -294,7 +297,7 @@ class SimulatedConstellation:
         return SimulatedClient(self, machine)
 
     def disconnect(self, config: ClientConfig) -> None:
-        """Remove a ground host: packets still sent to it are lost."""
+        """Remove a ground host: packets still on their way to it are lost."""
         token = ("ground", config.ground)
         self._clients.pop(token, None)
         self._touched.pop(token, None)
@@ -304,13 +307,13 @@ class SimulatedConstellation:
             self.queues.forget(token)
 
     def step(self, limit_s: float) -> bool:
-        """Run the next event, not later than ``limit_s``; False (and time at the limit) if there is none."""
+        """Run the next event, up to ``limit_s``. Return False (with the time at the limit) if there is none."""
         self.flush()
         return self.step_flushed(limit_s)
 
     def step_flushed(self, limit_s: float) -> bool:
-        """``step`` right after ``flush``."""
-        # Whatever comes first: hosts' work, a fault, a packet's arrival, a timer.
+        """Do ``step`` right after ``flush``."""
+        # Earliest event: hosts' work, a fault, a packet's arrival, or a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         if self.hosts and self._run_hosts(timer_s, limit_s):
@@ -341,7 +344,7 @@ class SimulatedConstellation:
         return True
 
     def _run_hosts(self, timer_s: float, limit_s: float) -> bool:
-        """Run hosts for as long as their events come next; returns whether one ran."""
+        """Run hosts while their events come next. Return True if any ran."""
         worked = False
         until_s = min(timer_s, self._events[0].time_s if self._events else math.inf)
         while True:
@@ -363,7 +366,6 @@ class SimulatedConstellation:
         return math.inf
 
     def settle(self, limit_s: float) -> None:
-        """Run until no event is left, or until ``limit_s``."""
         while self.step(limit_s):
             pass
 
@@ -371,9 +373,9 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send the packets of machines that have had events, and note their timers."""
+        """Send the packets of machines with events, and record their timers."""
         for token, client in self._clients.items():
-            # A client whose windows are full need not be asked again before something has come to it.
+            # A client whose windows are full need not be asked again before it has received something.
             if client.wants_to_send and self._asked.get(token) != client.revision:
                 self._touched[token] = None
         now_s, dead = self.now_s, self._dead
@@ -396,12 +398,11 @@ class SimulatedConstellation:
         self._touched.clear()
 
     def _depart(self, batch: SegmentBatch, sender: SatelliteId, receiver: LinkEnd) -> None:
-        """A host sends a batch after the link's delay."""
         if sender not in self._dead:
             self._send(batch, sender, cast(Node, receiver))
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Datagrams of one batch without faults arrive together, as receive offload delivers them."""
+        """Send a batch. Datagrams without faults arrive together, as by receive offload."""
         if self._any_blocked and self._blocked(sender, receiver):
             self.satellites[cast(SatelliteId, sender)].counters.add("packets_blocked", batch.count)
             return
@@ -428,7 +429,7 @@ class SimulatedConstellation:
             self._arrive(run, link_s, sender, receiver)
 
     def _blocked(self, sender: Node, receiver: Node) -> bool:
-        """Whether the Earth is between two satellites: what they send each other is lost."""
+        """Return True if the Earth is between two satellites."""
         sight = self.sky.sight
         if sight is None or not isinstance(sender, SatelliteId) or not isinstance(receiver, SatelliteId):
             return False
@@ -446,7 +447,6 @@ class SimulatedConstellation:
     # --- Links with rates ---
 
     def _send_by_rate(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Put a batch on its link now."""
         assert self.queues is not None
         link = frozenset((sender, receiver)) if self._cut or self._link_faults else frozenset()
         if link in self._cut:
@@ -454,7 +454,7 @@ class SimulatedConstellation:
         queue, delay_s, now_s = self.queues.of(sender, receiver), self._delay_s(sender, receiver), self.now_s
         own_faults, urgent = self._link_faults.get(link), is_urgent(batch, sender, receiver)
         if own_faults is not None or self._faults is not None:
-            for data in batch.datagrams():  # each by itself: any of them may be lost, or late
+            for data in batch.datagrams():  # each individually: any of them may be lost, or late
                 self._count(data)
                 leaves_s = queue.leaves_s(len(data), now_s, urgent)
                 for copy, extra_s in _flights(data, own_faults, self._faults) if leaves_s >= 0.0 else ():
@@ -471,8 +471,8 @@ class SimulatedConstellation:
             self.bytes_sent += len(packets)
             sizes = [size] * count
             sizes[-1] = len(packets) - (count - 1) * size
-            leave_s = [queue.leaves_s(its, now_s, urgent) for its in sizes]
-            train.due_s = [LOST if each_s < 0.0 else each_s + delay_s for each_s in leave_s]
+            leave_s = [queue.leaves_s(size_bytes, now_s, urgent) for size_bytes in sizes]
+            train.due_s = [LOST if leaves_at_s < 0.0 else leaves_at_s + delay_s for leaves_at_s in leave_s]
             train.orders, train.left = list(islice(self._order, count)), count - 1
             self._schedule(train, 0)
 
@@ -481,7 +481,6 @@ class SimulatedConstellation:
         self.bytes_sent += len(data)
 
     def _leave(self, train: _Train, at: int) -> None:
-        """A packet comes to the link of ``train`` now."""
         size = train.size if at + 1 < train.count else len(train.data) - at * train.size
         self.datagrams_sent += 1
         self.bytes_sent += size
@@ -496,27 +495,28 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s, next(self._order), train, at))
 
     def _go_on(self, train: _Train, at: int) -> None:
-        """A packet that was forwarded comes to the link of ``train`` now."""
         self._leave(train, at)
         if train.ends and not train.scheduled:
             self._schedule(train, at)
 
     def _schedule(self, train: _Train, at: int) -> None:
-        """The next event of packets that are handed over at their end, from ``at`` on: when the last of those comes
-        that, as far as is known now, are handed over together. So most packets need no event of their own.
+        """Schedule the next delivery of packets at their destination, from ``at`` on.
+
+        The event is the arrival of the last packet that, as far as is known, is delivered together with the first. So
+        most packets need no own event.
         """
-        due_s, left = train.due_s, train.left
-        while at <= left and not 0.0 <= due_s[at] < math.inf:
+        due_s, last_left = train.due_s, train.left
+        while at <= last_left and not 0.0 <= due_s[at] < math.inf:
             at += 1
-        train.scheduled = at <= left
+        train.scheduled = at <= last_left
         if train.scheduled:
             train.first = at
-            if at < left:
+            if at < last_left:
                 at = self._last_together(train, at, at)
             heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
 
     def _last_together(self, train: _Train, first: int, last: int) -> int:
-        """The last packet that is handed over with ``first``, from ``last`` on, which is."""
+        """Return the last packet that is delivered with ``first``; ``last`` is already known to be."""
         if not self._offload:
             return last
         due_s, first_s = train.due_s, train.due_s[first]
@@ -526,9 +526,11 @@ class SimulatedConstellation:
         return last
 
     def _come(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Packets come to the ends of their links: as many as only pass or wait for the next, and those before them."""
-        # Most packets of a run pass a satellite that has forwarded the run, or are handed over with the next: these
-        # cost no look at timers and machines.
+        """Process packets at the ends of their links, until a machine has received something or time reaches
+        ``until_s``.
+        """
+        # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
+        # these need no check of timers and machines.
         arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
         while True:
             _, _, train, at = arrival
@@ -549,36 +551,36 @@ class SimulatedConstellation:
                 self.now_s = arrival[0]
 
     def _passes(self, train: _Train, at: int) -> bool:
-        """A packet that was to be forwarded is at the end of a link; returns whether a machine has got something."""
+        """Process a packet to be forwarded. Return True if a machine has received something."""
         if train.receiver in self._dead:
             return False
         if train.machine is None:
             self._forward(train, at)
             return True
         if train.machine is self.satellites[train.receiver]:  # type: ignore[index]
-            return False  # which could not forward the run, and has said so
+            return False  # it could not forward the run, and has answered so
         # Another machine is there now, which knows nothing of the run.
         if train.first < 0:
             train.first = at
         first = train.first
         if self._last_together(train, first, at) > at:
-            return False  # handed over with the next
+            return False  # delivered with the next packet
         train.first = -1
         self._give(train, first, at)
         return True
 
     def _hand_over(self, train: _Train, at: int) -> bool:
-        """Packets are at the end of their way; returns whether a machine has got something."""
+        """Deliver packets at their destination. Return True if a machine has received something."""
         first = train.first
         last = at if at == train.left else self._last_together(train, first, at)
-        if last > at:  # more have left meanwhile, to be handed over with them
+        if last > at:  # more have left meanwhile, to be delivered with them
             heapq.heappush(self._arrivals, (train.due_s[last], train.orders[last], train, last))
             return False
         self._schedule(train, at + 1)
         receiver = train.receiver
         if receiver in self._dead:
             return False
-        if self._revived_s:  # what came before was lost with its memory
+        if self._revived_s:  # packets that arrived before were lost with its memory
             since_s = self._revived_s.get(receiver, -math.inf)
             while first <= at and train.due_s[first] < since_s:
                 first += 1
@@ -588,14 +590,13 @@ class SimulatedConstellation:
         return True
 
     def _give(self, train: _Train, first: int, last: int) -> None:
-        """To the machine at the end of the link."""
         receiver, size = train.receiver, train.size
         begin, end = first * size, min((last + 1) * size, len(train.data))
         if isinstance(receiver, SatelliteId):
-            kept, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
+            unserved, outgoing = self._serve(receiver, train.data, (begin, end - begin, size), train.sender)
             for batch, to in outgoing:
                 self._send(batch, receiver, to)
-            if kept:
+            if unserved:
                 self._touched[receiver] = None
                 view = memoryview(train.data)[begin:end]
                 self.satellites[receiver].receive_batch(view, size, train.sender, self.now_s)
@@ -606,8 +607,9 @@ class SimulatedConstellation:
     def _serve(
         self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
     ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
-        """Have a satellite serve plain requests, and pass on what only passes, without a look at each, as a host
-        process does: whether the machine must see the run, and what leaves now. Hops are counted in ``data``.
+        """Let a satellite serve plain requests and pass on packets in transit, as a host process does.
+
+        Return True if the machine must see the run, and the packets that leave now. Hops are counted in ``data``.
         """
         machine, now_s = self.satellites[here], self.now_s
         requests = None if self._authority is not None else machine.plain_requests(now_s)
@@ -615,45 +617,45 @@ class SimulatedConstellation:
             return True, []
         routes = machine.routes(now_s)
         transit = None if routes is None else (*routes, _NO_SOCKETS)
-        kept, served, _, passed = native.serve_runs(-1, data, [run], source, *requests, transit)
+        unserved, served, _, forwarded = native.serve_runs(-1, data, [run], source, *requests, transit)
         outgoing: list[tuple[SegmentBatch, Node]] = []
-        if passed:
-            machine.passed(passed, now_s)
-            for _, _, link, _, left in passed:
-                for at, size, segment_bytes in left:
-                    whole = data if size == len(data) else data[at : at + size]
-                    outgoing.append((SegmentBatch(whole, segment_bytes), link))
+        if forwarded:
+            machine.passed(forwarded, now_s)
+            for _, _, link, _, remainder in forwarded:
+                for at, size, segment_bytes in remainder:
+                    packets = data if size == len(data) else data[at : at + size]
+                    outgoing.append((SegmentBatch(packets, segment_bytes), link))
         if served:
             machine.served(served, now_s)
-            for *_, link, _, _, _, _, rest in served:
-                headers, payloads = cast(tuple[bytearray, list[bytes] | None], rest)
+            for *_, link, _, _, _, _, answer in served:
+                headers, payloads = cast(tuple[bytearray, list[bytes] | None], answer)
                 width = len(headers) // (len(payloads) if payloads else 1)
                 outgoing.append((SegmentBatch(headers, width, payloads), link))
         if machine.wants_to_send:
             self._touched[here] = None
-        return bool(kept), outgoing
+        return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
-        """The first packet of a run comes to a satellite that forwards it: its machine chooses the way for all."""
-        here = train.receiver
-        assert isinstance(here, SatelliteId) and self.queues is not None
-        machine = train.machine = self.satellites[here]
-        kept, outgoing = self._serve(here, train.data, (0, len(train.data), train.size), train.sender)
-        if kept:
+        """Forward a run when its first packet arrives: the satellite's machine chooses the route for all."""
+        forwarder = train.receiver
+        assert isinstance(forwarder, SatelliteId) and self.queues is not None
+        machine = train.machine = self.satellites[forwarder]
+        unserved, outgoing = self._serve(forwarder, train.data, (0, len(train.data), train.size), train.sender)
+        if unserved:
             machine.receive_batch(train.data, train.size, train.sender, self.now_s)
-            self._touched[here] = None
-        if kept or machine.wants_to_send:
+            self._touched[forwarder] = None
+        if unserved or machine.wants_to_send:
             outgoing += cast(list[tuple[SegmentBatch, Node]], machine.datagrams_to_send(self.now_s))
         for batch, receiver in outgoing:
-            link = frozenset((here, receiver))
-            plain = train.onward is None and batch.payloads is None and batch.count == train.count
-            blocked = self._any_blocked and self._blocked(here, receiver)
-            if not plain or blocked or link in self._link_faults or link in self._cut:
-                self._send(batch, here, receiver)
+            link = frozenset((forwarder, receiver))
+            is_same_run = train.onward is None and batch.payloads is None and batch.count == train.count
+            blocked = self._any_blocked and self._blocked(forwarder, receiver)
+            if not is_same_run or blocked or link in self._link_faults or link in self._cut:
+                self._send(batch, forwarder, receiver)
                 continue
-            queue, delay_s = self.queues.of(here, receiver), self._delay_s(here, receiver)
+            queue, delay_s = self.queues.of(forwarder, receiver), self._delay_s(forwarder, receiver)
             data = batch.headers if isinstance(batch.headers, bytearray) else bytearray(batch.headers)
-            train.onward = _Train(data, batch.header_bytes, here, receiver, queue, delay_s, urgent=False)
+            train.onward = _Train(data, batch.header_bytes, forwarder, receiver, queue, delay_s, urgent=False)
         if train.onward is not None:
             self._go_on(train.onward, at)
 
@@ -674,7 +676,7 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-    """The copies of a datagram after the faults of its link, then those of all links, with their extra delays."""
+    """Return the copies of a datagram after the faults of its link and of all links, with their extra delays."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -684,7 +686,7 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
 
 
 def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
-    """Its packets end to end, in runs of one size (the last maybe shorter)."""
+    """Return a batch's packets concatenated, in runs of one size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
@@ -699,7 +701,7 @@ def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
-    """Whether receive offload would deliver ``data`` with the run: equally long, or shorter and the last."""
+    """Return True if receive offload would deliver ``data`` with the run."""
     segment_bytes = len(run[0])
     if len(run[-1]) != segment_bytes or not 0 < len(data) <= segment_bytes:
         return False
@@ -707,7 +709,7 @@ def _joins(run: list[bytes], data: bytes) -> bool:
 
 
 class SimulatedClient:
-    """A ground host of a simulated constellation, with the interface of ``UdpClient``."""
+    """Ground host of a simulated constellation, with the interface of ``UdpClient``."""
 
     def __init__(self, constellation: SimulatedConstellation, machine: ClientMachine) -> None:
         self._constellation = constellation
@@ -719,7 +721,6 @@ class SimulatedClient:
         return self._constellation.now_s
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Begin a ``get`` and ``run`` it."""
         with self.lock:
             number = self.machine.get(info, out, self.now_s(), replicas)
         return self.run([number])[number]
@@ -734,7 +735,6 @@ class SimulatedClient:
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` and ``run`` it."""
         with self.lock:
             how = chunk_bytes, strategy, servers, self.now_s()
             number, info = self.machine.put(key, value, *how, replicas=replicas)
@@ -761,6 +761,6 @@ class SimulatedClient:
                 raise RuntimeError(f"operations {sorted(waiting)} can never end: a bug in the client machine")
 
     def close(self) -> None:
-        """Packets sent already (hints without an answer) arrive; later ones to it are lost."""
+        """Disconnect. Packets already sent arrive; packets still on their way to the client are lost."""
         self._constellation.flush()
         self._constellation.disconnect(self.machine.config)

@@ -1,9 +1,9 @@
-"""A host process over virtual time: several satellites, one event loop, one processor whose work takes time.
+"""Host process over virtual time: several satellites, one event loop, one processor whose work takes time.
 
-In each turn the loop does what that of ``udp_host`` does: due timers, a slice of background work, packets whose link
+In each turn, the loop does the same as in ``udp_host``: due timers, a slice of background work, packets whose link
 delay is over, and a bounded number of runs of each socket. It measures its lateness in the same way. Each step costs
-processor seconds by what was done in it (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's buffer,
-and are lost when that is full. What a step sends leaves when the step is over.
+processor seconds (``WorkCosts``). Datagrams that arrive meanwhile wait in their socket's buffer, and are lost if it is
+full. A step's packets leave when it is over.
 
 The costs are constants, so a seed gives the same run on every computer.
 """
@@ -29,77 +29,77 @@ from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, 
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
-"""Puts a batch of a satellite on the wire to a neighbour or a ground host, now."""
+"""Callback that puts a satellite's batch on the wire now."""
 
 _KERNEL_BYTES = 768
-"""Linux charges this to a socket's buffer for each run of datagrams beside its data: the header of its own buffer."""
+"""Bytes that Linux charges to a socket's buffer per run of datagrams, for its own buffer header."""
 _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""A clock further behind than this is corrected (as ``UnixClock`` is)."""
+"""Lag in seconds above which a clock is corrected (as ``UnixClock`` is)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
-    """Processor seconds of the satellites' code, by kind of work: measured by ``benchmarks/satellite_work.py`` with the
-    compiled helper on a core of a Xeon of 2021; costs measured together are divided as described here. Declarations and
-    searches have become cheaper since.
+    """Processor seconds of the satellites' code, by kind of work.
+
+    Measured by ``benchmarks/satellite_work.py`` with the compiled helper on a core of a Xeon of 2021; costs measured
+    together are divided as described here. Declarations and searches have become cheaper since.
     """
 
     wake_s: float = 12e-6
-    """The event loop handles one socket, or one delayed batch: half of what a busy host needs for a question and its
-    answer beside all other costs here.
+    """Handling of a socket or a delayed batch by the event loop: half of what a busy host needs for a question and its
+    answer, without all other costs here.
     """
     run_s: float = 2.2e-6
-    """One run of datagrams is received."""
+    """Receipt of a run of datagrams."""
     faulty_s: float = 0.7e-6
-    """Faults are drawn for a datagram."""
+    """Drawing of faults for a datagram."""
     control_s: float = 16e-6
-    """A control packet is verified, parsed and executed."""
+    """Verification, parsing and execution of a control packet."""
     links_s: float = 14e-6
-    """A LINKS, without its declarations."""
+    """Processing of a LINKS, without its declarations."""
     declaration_s: float = 2.2e-6
-    """One declaration of a LINKS, received or sent."""
+    """Receipt or transmission of a declaration of a LINKS."""
     chunk_s: float = 26e-6
-    """A chunk that came as a single datagram is stored."""
+    """Storage of a chunk that came as a single datagram."""
     run_chunk_s: float = 4e-6
-    """A chunk that came in a run is stored."""
+    """Storage of a chunk that came in a run."""
     forward_s: float = 11e-6
-    """A packet, or a run, is forwarded to a neighbour."""
+    """Forwarding of a packet, or a run, to a neighbour."""
     alarm_s: float = 6e-6
-    """A satellite's timer fires, and is set again."""
+    """Expiry and setting of a satellite's timer."""
     searched_s: float = 2.5e-6
-    """One satellite in a search for routes."""
+    """Visit of a satellite in a search for routes."""
     planned_s: float = 0.9e-6
-    """One chunk is checked for migration."""
+    """Check of a chunk for migration."""
     postponed_s: float = 3e-6
-    """A packet is postponed: copied, and not processed."""
+    """Postponement of a packet: copied, and not processed."""
     packed_s: float = 17e-6
-    """A batch of the satellite's own is packed."""
+    """Packing of a batch of the satellite's own."""
     batch_s: float = 2e-6
-    """A batch is handed to the kernel."""
+    """Transfer of a batch to the kernel."""
     packet_s: float = 0.6e-6
-    """Each packet of a batch that is forwarded or sent."""
+    """Cost of each packet of a forwarded or sent batch."""
 
     def times(self, factor: float) -> WorkCosts:
-        """The costs of a processor that is ``factor`` times slower."""
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """The hosts' satellites and limits. ``share`` is of one core (``set_share`` changes it)."""
+    """Satellites and limits of the hosts. ``share`` is the share of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
     costs: WorkCosts = WorkCosts()
     buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
-    """Of each satellite's socket, as Linux grants it (twice the request)."""
+    """Buffer of each socket, as Linux grants it (twice the request)."""
 
 
 class _Held(NamedTuple):
-    """A batch delayed by its link, or a datagram delayed by a fault."""
+    """Batch delayed by its link, or datagram delayed by a fault."""
 
     due_s: float
     order: int
@@ -109,19 +109,16 @@ class _Held(NamedTuple):
 
 
 class _Inbox:
-    """A socket's receive buffer."""
-
     __slots__ = ("bytes", "full_since_s", "runs")
 
     def __init__(self) -> None:
         self.bytes = 0
         self.runs: deque[tuple[bytes, int, LinkEnd]] = deque()
         self.full_since_s = math.inf
-        """Since when it always had more than one batch."""
 
 
 class SimulatedHost:
-    """``machines`` are its satellites; ``forget`` removes a dead one, ``adopt`` brings it back."""
+    """Simulated host of the satellites ``machines``."""
 
     def __init__(
         self,
@@ -132,17 +129,14 @@ class SimulatedHost:
         depart: Depart,
         faults: FaultInjector | None,
     ) -> None:
-        """``lateness`` is shared with the machines; ``hold_s`` gives the one-way time of a link; ``faults`` are
-        injected into what its sockets receive.
+        """Create the host. ``lateness`` is shared with the machines; ``hold_s`` returns a link's one-way time;
+        ``faults`` apply to what its sockets receive.
         """
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
-        """Count of each kind of work."""
         self.lost_bytes = 0
-        """Bytes of datagrams that a full buffer dropped."""
         self.busy_s = 0.0
-        """Processor seconds used so far."""
         self._limits = limits
         self._costs = {field.name: getattr(limits.costs, field.name) for field in fields(limits.costs)}
         self._hold_s = hold_s
@@ -151,24 +145,20 @@ class SimulatedHost:
         self._share = limits.share
         self._now_s = 0.0
         self._behind_s = 0.0
-        """How far its clock is behind."""
+        """Lag of its clock in seconds."""
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
-        """Satellites with background work to do."""
         self._rested_s = 0.0
-        """When the last slice of it ended."""
         self.wake_s = 0.0
-        """When it next has work; infinite: only after an event from outside."""
+        """Time of its next work; infinite: only after an event from outside."""
         self._left_s = 0.0
-        """Processor seconds left of the current step."""
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
         self._filled: dict[SatelliteId, None] = {}
-        """Sockets with datagrams, in the order of arrival."""
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
-        """The timer that a machine asked for, and when it is due."""
+        """Timer that a machine asked for, and when it is due."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
@@ -179,7 +169,7 @@ class SimulatedHost:
     # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """A run of datagrams reaches a satellite's socket; a full buffer drops it."""
+        """Put a run of datagrams into a satellite's socket; a full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return
@@ -193,14 +183,14 @@ class SimulatedHost:
         self._wake(now_s)
 
     def nudge(self, satellite: SatelliteId, now_s: float) -> None:
-        """The machine was called from outside: it may have packets to send, and another timer."""
+        """Record a call of the machine from outside: it may have packets to send, and another timer."""
         if satellite in self.machines:
             self._nudged[satellite] = None
             self._wake(now_s)
 
     def forget(self, satellite: SatelliteId) -> None:
-        """It is dead: its unsent and unprocessed packets are lost."""
-        gone: tuple[dict[SatelliteId, Any], ...] = (
+        """Remove a dead satellite: its unsent and unprocessed packets are lost."""
+        tables: tuple[dict[SatelliteId, Any], ...] = (
             self.machines,
             self._inboxes,
             self._filled,
@@ -209,23 +199,22 @@ class SimulatedHost:
             self._hidden,
             self._waiting,
         )
-        for known in gone:
-            known.pop(satellite, None)
-        self._line = [held for held in self._line if held.satellite != satellite]
-        self._late = [held for held in self._late if held.satellite != satellite]
+        for table in tables:
+            table.pop(satellite, None)
+        self._line = [item for item in self._line if item.satellite != satellite]
+        self._late = [item for item in self._late if item.satellite != satellite]
         heapq.heapify(self._line)
         heapq.heapify(self._late)
-        self._sending = [sent for sent in self._sending if sent[1] != satellite]
+        self._sending = [entry for entry in self._sending if entry[1] != satellite]
 
     def adopt(self, satellite: SatelliteId, machine: SatelliteMachine, now_s: float) -> None:
-        """A satellite is back."""
         self.machines[satellite] = machine
         self._inboxes[satellite] = _Inbox()
         self._hidden[satellite] = 0, 0, 0
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """From now on it has this share of a core; 0: it is paused in its current step."""
+        """Set its share of a core; 0 pauses it in its current step."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:
@@ -234,7 +223,7 @@ class SimulatedHost:
         self.wake_s = self._next_s(now_s)
 
     def fall_behind(self, seconds: float) -> None:
-        """Its clock stood still for ``seconds`` (a virtual machine was paused), which it does not notice at once."""
+        """Stop its clock for ``seconds`` (a paused virtual machine), unnoticed at first."""
         self._behind_s += seconds
         self.wake_s = self._next_s(self._now_s)
 
@@ -242,15 +231,13 @@ class SimulatedHost:
 
     @property
     def _its_now_s(self) -> float:
-        """The time by its own clock."""
         return self._now_s - self._behind_s
 
     def _is_due(self, its_s: float) -> bool:
-        """Whether a time by its own clock has come, with the same rounding as ``wake_s``."""
+        """Return True if a time by its own clock has come, with the same rounding as ``wake_s``."""
         return its_s + self._behind_s <= self._now_s
 
     def _wake(self, now_s: float) -> None:
-        """There is work."""
         if self._share and not self._working:
             self.wake_s = min(self.wake_s, now_s)
 
@@ -261,17 +248,17 @@ class SimulatedHost:
             return self._now_s + self._left_s / self._share
         if self._turn or self._filled or self._nudged or self._waiting:
             return now_s
-        due_s = self._beat_s
+        next_due_s = self._beat_s
         if self._alarms:
-            due_s = min(due_s, self._alarms[0][0])
+            next_due_s = min(next_due_s, self._alarms[0][0])
         if self._line:
-            due_s = min(due_s, self._line[0].due_s)
+            next_due_s = min(next_due_s, self._line[0].due_s)
         if self._late:
-            due_s = min(due_s, self._late[0].due_s)
-        return max(now_s, due_s + self._behind_s)
+            next_due_s = min(next_due_s, self._late[0].due_s)
+        return max(now_s, next_due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
-        """End the current step: send its packets, and begin the next step."""
+        """End the current step, send its packets, and begin the next."""
         if self._working:
             self._working = False
             self._now_s = now_s
@@ -292,16 +279,16 @@ class SimulatedHost:
     def _send_off(self, now_s: float) -> None:
         self._left_s = 0.0
         sending, self._sending = self._sending, []
-        for batch, satellite, to, hold_s in sending:
+        for batch, satellite, link, hold_s in sending:
             if hold_s > 0:
-                heapq.heappush(self._line, _Held(now_s + hold_s, next(self._order), satellite, batch, to))
+                heapq.heappush(self._line, _Held(now_s + hold_s, next(self._order), satellite, batch, link))
             else:
-                self._depart(batch, satellite, to)
+                self._depart(batch, satellite, link)
 
     # --- a turn of its loop ---
 
     def _next_turn(self) -> None:
-        """Queue the steps of a turn: timers that are due by now first, then the sockets."""
+        """Queue the steps of a turn: due timers first, then the sockets."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
@@ -323,7 +310,7 @@ class SimulatedHost:
         self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
     def _measure_lateness(self) -> None:
-        """The regular beat; it notices a clock that stood still, too."""
+        """Measure lateness at a regular interval, and notice a clock that stood still."""
         self._spend("wake_s")
         if self._behind_s > _STEP_S:
             self._behind_s = 0.0
@@ -332,7 +319,7 @@ class SimulatedHost:
         self._beat_s = now_s + BEAT_S
 
     def _late_by(self, late_s: float) -> None:
-        """Report lateness only: that the loop is on time is reported by its regular beat."""
+        """Report lateness only: the regular measurement reports that the loop is on time."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, self._its_now_s)
 
@@ -350,13 +337,13 @@ class SimulatedHost:
     # --- background ---
 
     def _begin_slice(self) -> None:
-        """A slice of background work: its share of the time since the last one."""
+        """Begin a slice of background work: its share of the time since the last slice."""
         now_s = self._now_s
         owed_s = (now_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
         self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)))
 
     def _work(self, end_s: float) -> None:
-        """One piece of it; then the next, if there is time left."""
+        """Do one piece of background work; then the next, if there is time left."""
         self._rested_s = self._now_s
         if not self._waiting or self._now_s >= end_s:
             return
@@ -364,8 +351,8 @@ class SimulatedHost:
         del self._waiting[satellite]
         machine = self.machines[satellite]
         self._turn.appendleft(partial(self._work, end_s))
-        if (taken := machine.work(self._its_now_s)) is not None:
-            self._count(satellite, bytes(taken[0]), taken[1])
+        if (processed := machine.work(self._its_now_s)) is not None:
+            self._count(satellite, bytes(processed[0]), processed[1])
         else:
             self._spend("alarm_s")
         self._after(satellite)
@@ -377,10 +364,9 @@ class SimulatedHost:
         self._release()
 
     def _release(self) -> None:
-        """Send one delayed batch; then the next."""
-        held = heapq.heappop(self._line)
+        item = heapq.heappop(self._line)
         self._spend("wake_s")
-        self._sending.append((held.batch, held.satellite, held.other, 0.0))
+        self._sending.append((item.batch, item.satellite, item.other, 0.0))
         if self._line and self._is_due(self._line[0].due_s):
             self._turn.appendleft(self._release)
 
@@ -438,12 +424,11 @@ class SimulatedHost:
     # --- out ---
 
     def _after(self, satellite: SatelliteId) -> None:
-        """Pack the machine's packets, and set its timer."""
         machine = self.machines.get(satellite)
         if machine is None:
             return
         now_s = self._its_now_s
-        for batch, to in machine.datagrams_to_send(now_s):
+        for batch, link in machine.datagrams_to_send(now_s):
             op_at = _op_at(batch.headers)
             self._spend("batch_s")
             self._spend("packet_s", batch.count)
@@ -451,7 +436,7 @@ class SimulatedHost:
                 self._spend("packed_s")
                 if batch.headers[op_at] == Op.LINKS:
                     self._spend("declaration_s", _declarations(len(batch.headers), op_at))
-            self._sending.append((batch, satellite, to, self._hold_s(satellite, to)))
+            self._sending.append((batch, satellite, link, self._hold_s(satellite, link)))
         self._count_hidden(satellite, machine)
         due_s = machine.next_timer_s()
         if due_s is None:
@@ -485,13 +470,13 @@ class SimulatedHost:
             self._spend("control_s", packets)
 
     def _count_hidden(self, satellite: SatelliteId, machine: SatelliteMachine) -> int:
-        """Charge work that no packet shows; returns how many packets were postponed."""
+        """Charge work that no packet shows. Return the number of postponed packets."""
         now = machine.hidden_work
         before = self._hidden[satellite]
         if now == before:
             return 0
         self._hidden[satellite] = now
-        searched, planned, postponed = (its - was for its, was in zip(now, before, strict=True))
+        searched, planned, postponed = (total - previous for total, previous in zip(now, before, strict=True))
         self._spend("searched_s", searched)
         self._spend("planned_s", planned)
         self._spend("postponed_s", postponed)
@@ -515,7 +500,7 @@ def _packed(satellite: SatelliteId) -> bytes:
 
 
 def is_for(satellite: SatelliteId, packet: bytes | bytearray) -> bool:
-    """Whether a packet ends at this satellite; also one that is too short to say."""
+    """Return True if a packet ends at this satellite, or is too short to decide."""
     at = _op_at(packet)
     return len(packet) < at - 1 + SKY_BYTES or packet[at + 3 : at + 7] == _packed(satellite)
 

@@ -1,9 +1,9 @@
-"""A ground host over one UDP socket: drives the client's state machine in the callers' own threads.
+"""Ground host over one UDP socket: drives the client's state machine in the callers' own threads.
 
-There is no thread and no event loop while all satellites answer: a read is a function call that returns when its bytes
-are there. Of several that wait at the same time, one serves the socket for all. Beams of different satellites share the
-socket; satellites delay what they send by the length of the beam.
-While satellites are silent, a thread serves the machine's timers between calls (``ProbeThread``).
+While all satellites answer, there is no thread and no event loop: a read is a function call that returns when its bytes
+have arrived. If several threads wait, one of them serves the socket for all. Beams share the socket; satellites delay
+their packets by the length of the beam. While satellites are silent, a thread serves the machine's timers between calls
+(``ProbeThread``).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
-"""How long to poll an empty socket before sleeping: the next datagrams of an answer come sooner than a thread wakes."""
+"""Time to poll an empty socket before sleeping: the next datagrams of an answer arrive sooner than a thread wakes."""
 _PLAIN_SPIN_US = 300
-"""The same for the answer of a satellite on this computer or beside it, which must be woken first."""
+"""Same for an answer from this or a neighbouring computer, whose process must first be woken."""
 _MAX_RECEIVES = 64
-"""Receive calls before the machine processes what came, unless it has something to send: then one."""
+"""Receive calls before the machine processes what arrived; one call if it has something to send."""
 _ANNOUNCE_EVERY_S = 1.0
-"""A host that was started again has forgotten it."""
+"""Interval of place announcements: a restarted host has forgotten the place."""
 DRAIN_BYTES_PER_S = 400e6
-"""What this side can certainly receive per second: beside what its receive buffer holds, this much may be in flight on
-long beams. A computer that cannot keep up loses datagrams and halves its window.
+"""Rate that this side can certainly receive: on long beams, this much may be in flight in addition to the receive
+buffer. A computer that cannot keep up loses datagrams and halves its window.
 """
 
 
 class FairLock:
-    """An ``OwnLock`` that threads get in turn: one that takes it again and again would else keep all others out."""
+    """``OwnLock`` that threads get in turn: a thread that retakes it repeatedly would otherwise keep all others out."""
 
     __slots__ = ("_gate", "_lock")
 
@@ -60,7 +60,7 @@ class FairLock:
         if lock.owner.elsewhere or lock._is_owned():
             lock.__enter__()
             return
-        with self._gate:  # who holds it is next
+        with self._gate:  # the thread that holds it is next
             lock.__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +68,7 @@ class FairLock:
 
 
 class _Call:
-    """A thread that waits for operations: for all, or for ``any_of_them`` at most until ``until_s``."""
+    """Thread that waits for operations: for all, or for ``any_of_them`` at most until ``until_s``."""
 
     __slots__ = ("_wakes", "any_of_them", "finished", "until_s", "waiting")
 
@@ -81,7 +81,7 @@ class _Call:
         self._wakes.acquire()
 
     def take(self, event: Finished) -> bool:
-        """One has ended; whether that ends the call."""
+        """Record the end of an operation. Return True if that ends the call."""
         self.finished[event.number] = event
         self.waiting.discard(event.number)
         return self.any_of_them or not self.waiting
@@ -90,19 +90,18 @@ class _Call:
         return not self.waiting or (self.any_of_them and (bool(self.finished) or now_s() >= self.until_s))
 
     def sleep(self, seconds: float) -> None:
-        """Until ``wake``, or for so long."""
         self._wakes.acquire(timeout=max(0.0, seconds) if seconds < threading.TIMEOUT_MAX else -1)
 
     def wake(self) -> None:
-        """With the client's lock held."""
+        """Wake the thread. Call with the client's lock held."""
         if self._wakes.locked():
             self._wakes.release()
 
 
 class UdpClient:
-    """Drives a ``ClientMachine`` over UDP. Thread-safe: operations of several threads run together.
+    """Driver of a ``ClientMachine`` over UDP. Thread-safe: operations of several threads run together.
 
-    The config's ``window_bytes`` is replaced by what the socket's receive buffer and the round trip allow.
+    The config's ``window_bytes`` is replaced by what the receive buffer and the round trip allow.
     """
 
     def __init__(
@@ -117,10 +116,13 @@ class UdpClient:
         hosts: Iterable[Endpoint] = (),
         unix_at_boot_s: float | None = None,
     ) -> None:
-        """``refresh`` may replace the keys of the config's authority. It is called before operations run, and returns
-        before what time (``time.monotonic``) it need not be called again. ``place``: where this host is, if it is not
-        where the plan's is: announced to ``hosts``, which delay beams, each second in which operations begin.
-        ``unix_at_boot_s``: where the clock counts from (``UnixClock.count_from``).
+        """Open the socket.
+
+        Args:
+            refresh: may replace the keys of the config's authority. It is called before operations run, and returns the
+                time (``time.monotonic``) until which it need not be called again.
+            place: location of this host, if not the plan's. It is announced to ``hosts``, which delay beams.
+            unix_at_boot_s: time from which the clock counts (``UnixClock.count_from``).
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
         self._hosts = tuple(hosts)
@@ -131,7 +133,7 @@ class UdpClient:
         window_bytes = self._sock.receive_buffer_bytes // 2 + int(config.expected_rtt_s * DRAIN_BYTES_PER_S)
         first_request_id = 1 + secrets.randbelow(
             0xFFFFFFFF
-        )  # no stranger guesses it, nor answers with what it recorded
+        )  # no stranger can guess it, or answer with recorded packets
         self.machine = ClientMachine(replace(config, window_bytes=window_bytes), sky, clock, first_request_id)
         self._satellites = dict(satellites)
         self._clock = UnixClock()
@@ -147,11 +149,9 @@ class UdpClient:
         self._own = OwnLock("the connection to the constellation", self._close_in_child)
         self._lock = FairLock(self._own)
         self._calls: dict[_Call, None] = {}
-        """Under way, the oldest first."""
         self._waiting: dict[int, _Call] = {}
-        """By the number of an operation."""
         self._unclaimed: dict[int, Finished] = {}
-        """Operations that ended while no call waited for them."""
+        """Operations that ended before a call waited for them."""
         self._leader: _Call | None = None
         self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
@@ -162,50 +162,53 @@ class UdpClient:
 
     @property
     def lock(self) -> FairLock:
-        """Held while operations are begun, not while they run. Raises WrongProcess in a forked child: two processes on
-        one socket would take each other's answers.
+        """Return the lock, held while operations are begun, not while they run.
+
+        In a forked child it raises WrongProcess: two processes on one socket would take each other's answers.
         """
         return self._lock
 
     @property
     def address(self) -> Endpoint:
-        """Where it receives."""
         return self._sock.address
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Send and receive until all these operations have ended; returns the end of each, by its number.
+        """Send and receive until all these operations have ended. Return each end by number.
 
-        An interruption (Ctrl-C) cancels them: nothing is received into their buffers any more.
+        An interruption (Ctrl-C) cancels them: nothing more is received into their buffers.
         """
         return self._run(_Call(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
-        """Send and receive until one of these operations has ended, at most until ``until_s`` (of ``now_s``); returns
-        those that have. The caller runs the others again, or cancels them; an interruption cancels them all.
+        """Send and receive until any of these operations has ended, at most until ``until_s`` (of ``now_s``).
+
+        Return those that have ended; the caller runs or cancels the others. An interruption cancels all.
         """
         return self._run(_Call(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Begin a ``get`` and ``run`` it. A small value on a near satellite, with nothing else under way, takes one
-        call to send and one or two to receive, and no operation.
+        """Begin a ``get`` and ``run`` it.
+
+        A small value on a near satellite, with nothing else under way, takes one call to send, one or two to receive,
+        and no operation.
         """
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
             now_s = self.now_s()
-            plain = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
-            if plain is None:
+            plain_read = machine.plain_get(info, out, now_s) if replicas == 1 and self._is_idle() else None
+            if plain_read is None:
                 number = machine.get(info, out, now_s, replicas)
             else:
-                self._sock.send_each([(plain.packet, *self._satellites[plain.satellite])])
-                tallies, runs = self._receive_plain({plain.request_id: plain.landing})
+                self._sock.send_each([(plain_read.packet, *self._satellites[plain_read.satellite])])
+                tallies, runs = self._receive_plain({plain_read.request_id: plain_read.landing})
                 now_s = self.now_s()
-                ended = machine.end_plain_get(plain, tallies, now_s)
+                outcome = machine.end_plain_get(plain_read, tallies, now_s)
                 if runs:
                     machine.receive_runs(runs, now_s)
-                if isinstance(ended, Finished):
-                    return ended
-                number = ended
+                if isinstance(outcome, Finished):
+                    return outcome
+                number = outcome
         return self.run([number])[number]
 
     def write(
@@ -218,30 +221,31 @@ class UdpClient:
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` and ``run`` it; a small value as in ``read``. ``meanwhile`` runs while the first packets of a
-        small value are under way.
+        """Begin a ``put`` and ``run`` it; a small value as in ``read``.
+
+        ``meanwhile`` runs while the first packets of a small value are under way.
         """
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
             how = key, value, chunk_bytes, strategy, servers, self.now_s()
-            plain = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
-            if plain is None:
+            plain_write = machine.plain_put(*how) if replicas == 1 and self._is_idle() else None
+            if plain_write is None:
                 number, info = machine.put(*how, replicas=replicas)
                 meanwhile(info)
             else:
-                endpoint = self._satellites[plain.satellite]
-                rest = self._sock.send(plain.batch, endpoint)
-                if rest is not None:
-                    self._backlog.append((endpoint, rest))
-                meanwhile(plain.transfer.info)
-                ended = None
-                while ended is None:
+                endpoint = self._satellites[plain_write.satellite]
+                unsent = self._sock.send(plain_write.batch, endpoint)
+                if unsent is not None:
+                    self._backlog.append((endpoint, unsent))
+                meanwhile(plain_write.transfer.info)
+                outcome = None
+                while outcome is None:
                     _, runs = self._receive_plain({})
-                    ended = machine.end_plain_put(plain, runs, self.now_s())
-                if isinstance(ended, Finished):
-                    return ended
-                number = ended
+                    outcome = machine.end_plain_put(plain_write, runs, self.now_s())
+                if isinstance(outcome, Finished):
+                    return outcome
+                number = outcome
         return self.run([number])[number]
 
     def _is_idle(self) -> bool:
@@ -251,15 +255,18 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """With the lock held. The clock is not set while operations are under way: their deadlines would pass."""
+        """Read the wall clock, with the lock held.
+
+        The clock is not set during operations, because their deadlines would pass.
+        """
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
         elif self.machine.idle:
             self._clock.follow_wall()
 
     # Several threads may wait for operations at the same time. One of them, the leader, sends, receives and serves the
-    # timers for all; a call that has got what it waits for returns, and a leader then hands over to another. So one
-    # that waits for a dead satellite holds up no other, and a single caller needs no second thread. No thread sleeps
+    # timers for all. A call whose operations have ended returns; a leader then hands over to another thread. So a call
+    # that waits for a dead satellite blocks no other call, and a single caller needs no second thread. No thread sleeps
     # with the lock held.
 
     def _run(self, call: _Call) -> dict[int, Finished]:
@@ -286,7 +293,7 @@ class UdpClient:
                 self._end(call)
 
     def _begin(self, call: _Call) -> None:
-        """Its operations go out; it leads unless another does."""
+        """Send the call's operations. The call leads unless another does."""
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
         if self._place and time.monotonic() >= self._announce_s:
@@ -321,7 +328,6 @@ class UdpClient:
             self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
 
     def _lead(self, call: _Call) -> None:
-        """Until the call has ended."""
         while True:
             with self._lock:
                 self._send_and_deliver()
@@ -337,7 +343,7 @@ class UdpClient:
                 self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
 
     def _send_and_deliver(self) -> None:
-        """Send what there is, and give what has ended to the calls that wait for it."""
+        """Send what is queued, and give ended operations to the calls that wait for them."""
         machine = self.machine
         if machine.wants_to_send or self._backlog:
             self._send()
@@ -354,7 +360,7 @@ class UdpClient:
                     self._wake_leader()
 
     def _receive(self) -> bool:
-        """Process what has come; whether anything has."""
+        """Process what has arrived. Return False if nothing has."""
         machine = self.machine
         # With something to send, each answer may open a window: process it at once.
         calls = 1 if machine.wants_to_send or self._backlog else _MAX_RECEIVES
@@ -365,7 +371,9 @@ class UdpClient:
         return True
 
     def _serve_timers(self) -> float | None:
-        """A step of the probe thread; returns the seconds until the next, None when all satellites answer again."""
+        """Do a step of the probe thread. Return the seconds until the next, or None when all satellites answer
+        again.
+        """
         with self._lock:
             if self._closed:
                 return None
@@ -381,7 +389,7 @@ class UdpClient:
             return max(due_s - self.now_s(), 0.001)
 
     def close(self) -> None:
-        """Calls of other threads that are under way end as they would; the last one closes the socket."""
+        """Close the client. Calls under way in other threads end normally; the last closes the socket."""
         if self._own.owner.elsewhere:
             return
         with self._lock:
@@ -397,30 +405,31 @@ class UdpClient:
             end.close()
 
     def _close_in_child(self) -> None:
-        """In a forked child: the probe thread and its socket pair are the parent's."""
+        """Close the sockets in a forked child: the probe thread and its socket pair are the parent's."""
         self._probe_thread, self._closed = None, True
         self._close_sockets()
 
     def _send(self) -> None:
         for batches in self.machine.bursts_to_send(self.now_s()):
-            # Single packets (GETs) go out in one call for all satellites; a burst of SETs has a call of its own.
+            # Single packets (GETs) go out in one call for all satellites; each burst of SETs has its own call.
             first = 0
             if len(batches) > 1 and not self._backlog and all(batch.is_one_packet for batch, _ in batches):
-                first = self._sock.send_each([(one.headers, *self._satellites[to]) for one, to in batches])
+                first = self._sock.send_each(
+                    [(packet.headers, *self._satellites[destination]) for packet, destination in batches]
+                )
             for batch, satellite in batches[first:]:
                 endpoint = self._satellites[satellite]
-                rest = batch if self._backlog else self._sock.send(batch, endpoint)
-                if rest is not None:
-                    self._backlog.append((endpoint, rest))
+                unsent = batch if self._backlog else self._sock.send(batch, endpoint)
+                if unsent is not None:
+                    self._backlog.append((endpoint, unsent))
         while self._backlog:
             endpoint, batch = self._backlog.popleft()
-            rest = self._sock.send(batch, endpoint)
-            if rest is not None:
-                self._backlog.appendleft((endpoint, rest))
+            unsent = self._sock.send(batch, endpoint)
+            if unsent is not None:
+                self._backlog.appendleft((endpoint, unsent))
                 return
 
     def _process(self, tallies: Sequence[Tally], runs: list[Run]) -> None:
-        """Give the machine what has come, and serve its timer."""
         machine, now_s = self.machine, self.now_s()
         if tallies:
             machine.receive_placed(tallies, now_s)
@@ -431,13 +440,12 @@ class UdpClient:
             machine.handle_timer(now_s)
 
     def _wait_s(self, until_s: float) -> float:
-        """Until a timer is due, or until ``until_s``."""
         due_s, now_s = self.machine.next_timer_s(), self.now_s()
         wait_s = max(0.0, due_s - now_s) if due_s is not None else 1.0
         return max(0.0, min(wait_s, until_s - now_s))
 
     def _sleep(self, wait_s: float, events: int) -> None:
-        """Until something comes, can be sent, another thread calls, or for ``wait_s``."""
+        """Sleep until data arrives or can be sent, another thread calls, or ``wait_s`` has passed."""
         self._poll.modify(self._sock.fileno(), events)
         if any(fd == self._woken.fileno() for fd, _ in self._poll.poll(wait_s * 1e3)):
             with suppress(BlockingIOError):
@@ -449,9 +457,10 @@ class UdpClient:
 
 
 class ProbeThread:
-    """Serves a client's timers between calls while satellites are silent; ends when all answer again.
+    """Thread that serves a client's timers between calls until all satellites answer again.
 
-    Calls ``step`` when the descriptor ``readable`` is, or after the seconds that the last step returned; None ends it.
+    It calls ``step`` when the descriptor ``readable`` is readable, or after the seconds that the last step returned;
+    None ends it.
     """
 
     def __init__(self, step: Callable[[], float | None], readable: int) -> None:
@@ -464,7 +473,6 @@ class ProbeThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it, and join it."""
         with suppress(OSError):  # it has ended
             self._stopper.send(b".")
         if self._thread is not threading.current_thread():

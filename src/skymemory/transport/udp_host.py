@@ -1,12 +1,11 @@
-"""One host's satellites over UDP: a socket each, one event loop, links with the delay of light.
+"""Satellites of one host over UDP: a socket each, one event loop, links with the delay of light.
 
-The state machines decide everything (``protocol.satellite.machine``); this file moves datagrams between them and the
-sockets, delays them by their link, and injects the configured faults. Beams are delayed here in both directions, so
-that a client needs no geometry. So are rates (``constellation.links``): what a client sends waits here for its turn on
-its beam upwards.
+The state machines decide everything (``protocol.satellite.machine``). This module moves datagrams between them and the
+sockets, delays them by their link, and injects the configured faults. Beams are delayed and limited
+(``constellation.links``) here in both directions, so that a client needs no geometry.
 
-How late the loop is is measured by its timers and by how long a socket was never found empty, and shared with the
-machines (``Lateness``). Work that they postpone runs when the loop is idle, and for a fifth of the time at least.
+The loop's lateness is measured by its timers and by how long a socket was never found empty, and is shared with the
+machines (``Lateness``). Work that they postpone runs when the loop is idle, and for at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -48,28 +47,28 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _BACKLOGS = 4
-"""Beyond its ``max_backlog_bytes`` a satellite answers no GET; at this many times as much it forwards nothing."""
+"""Factor of ``max_backlog_bytes`` beyond which a satellite forwards nothing; beyond the limit itself, it answers no
+GET.
+"""
 _FIGURES_KEPT_S = 0.5
-"""Percentiles over many delays are not computed again for each of a host's satellites."""
+"""Seconds for which the host's satellites share computed percentiles."""
 PATIENCE_S = 0.05
-"""Beside the round trip: how long a neighbour may be busy before its silence counts."""
+"""Seconds beyond the round trip that a neighbour may be busy before its silence counts."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from one socket before the others get their turn; one if the loop is late."""
+"""Batches taken from a socket before the others get their turn; one if the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
-"""How often the loop's lateness is measured."""
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
-"""Background work at a time: a request that comes meanwhile waits this long."""
+"""Length of a slice of background work, for which a request may have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """Configuration of one host process: its satellites, all others' addresses, delays and faults of the links.
+    """Configuration of one host process: its satellites, all addresses, delays and faults of the links.
 
-    ``mine`` are its own satellites, ``everyone`` all of the constellation. ``delay_scale`` 0 means no delay; 1 the
-    delay of light along the links of ``shell``. ``onboard`` is the satellite that the client's host is part of: its
-    beam has no length.
+    ``mine`` are its own satellites, ``everyone`` all. ``delay_scale`` 0 means no delay, 1 the delay of light along the
+    links of ``shell``. ``onboard`` is the satellite that carries the client's host: its beam has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -85,42 +84,40 @@ class HostSpec:
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     onboard: SatelliteId | None = None
     authority: Authority | None = None
-    """Authenticates commands; None: any client's are obeyed."""
+    """Authentication of commands; None: any client's are obeyed."""
     links: Links | None = None
-    """What links carry; None: everything."""
+    """Link rates; None: unlimited."""
     sight_at: Callable[[GroundHost], Sight] | None = None
-    """What a client with a place of its own sees; None: all are where the plan's host is."""
+    """Sight of a client with its own place; None: all clients are at the plan's place."""
     unix_at_boot_s: float | None = None
-    """Where the clock of this computer's processes counts from (``UnixClock.count_from``); None: the wall clock."""
+    """Time from which this computer's processes count (``UnixClock.count_from``); None: the wall clock."""
 
 
 class UdpSatellite:
-    """A machine, its socket, and the packets that the kernel has not taken yet."""
+    """Machine, its socket, and the packets that the kernel has not yet taken."""
 
     def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.machine = machine
         self.sock = sock
         self.timer: asyncio.TimerHandle | None = None
         self.timer_s = self.alarm_s = 0.0
-        """The timer that the machine asked for, and when it is due."""
+        """Timer that the machine asked for, and when it is due."""
         self.full_since_s = math.inf
-        """Since when its socket always had more than one batch."""
+        """Time since which its socket always had more than one batch."""
         self.waits = False
-        """Whether it waits for a slice of background work."""
         self.closed = False
         self._loop = loop
         self._backlog: deque[tuple[Endpoint, SegmentBatch]] = deque()
 
     def transmit(self, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send, after the backlog."""
         if self.closed:
             return
-        rest = batch if self._backlog else self.sock.send(batch, endpoint)
-        if rest is not None:
-            self.wait_to_send(rest, endpoint)
+        unsent = batch if self._backlog else self.sock.send(batch, endpoint)
+        if unsent is not None:
+            self.wait_to_send(unsent, endpoint)
 
     def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link, and retransmitted."""
+        """Queue what the kernel did not take. Beyond a bound it is dropped, as on any full link."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
             self.machine.counters.add("packets_dropped", rest.count)
             return
@@ -132,11 +129,11 @@ class UdpSatellite:
     def _writable(self) -> None:
         while self._backlog:
             endpoint, batch = self._backlog.popleft()
-            rest = self.sock.send(batch, endpoint)
+            unsent = self.sock.send(batch, endpoint)
             self.machine.backlog_bytes -= batch.total_bytes
-            if rest is not None:
-                self._backlog.appendleft((endpoint, rest))
-                self.machine.backlog_bytes += rest.total_bytes
+            if unsent is not None:
+                self._backlog.appendleft((endpoint, unsent))
+                self.machine.backlog_bytes += unsent.total_bytes
                 return
         self._loop.remove_writer(self.sock.fileno())
 
@@ -152,7 +149,7 @@ class UdpSatellite:
 
 
 class UdpHost:
-    """Runs the satellites of one host until closed. Construct it inside a running event loop."""
+    """Runner of one host's satellites until closed. Construct it inside a running event loop."""
 
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -166,23 +163,21 @@ class UdpHost:
         """Satellites with background work, each once."""
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
-        """When the last slice of background work ended."""
         self._beat_s = self.now_s() + BEAT_S
         self._slept_s = self.now_s() - time.monotonic()
         self._beat = loop.call_later(BEAT_S, self._measure_lateness)
-        held = spec.delay_scale > 0 or spec.links is not None
-        self._delays: DelayLine[Callable[[], None]] | None = DelayLine() if held else None
+        is_delayed = spec.delay_scale > 0 or spec.links is not None
+        self._delays: DelayLine[Callable[[], None]] | None = DelayLine() if is_delayed else None
         self._queues: LinkQueues | None = None
         if spec.links is not None:
             self._queues = LinkQueues(spec.links, spec.clock.epoch_s, self._elevation_deg, self._place, spec.onboard)
         sight = spec.sky.sight
         self._blocks = sight if sight is not None and sight.any_blocked else None
         self._direct = self._delays is None and spec.faults is None and self._blocks is None
-        """No datagram is delayed or damaged: the native helper may answer plain requests at once."""
+        """True if no datagram is delayed or damaged: the native helper may answer plain requests at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
         self._places: dict[object, tuple[str, Sight]] = {}
-        """Of clients with a place of their own, by endpoint."""
         axes: tuple[Axis, Axis] = ("slot", "plane")
         self._link_s = {axis: spec.shell.isl_one_way_s(axis) * spec.delay_scale for axis in axes}
         self._over_gaps = bool(spec.sky.torus.gaps)
@@ -193,8 +188,8 @@ class UdpHost:
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
-        """When (Unix ms) operators last pushed the box, and how far, as satellites that died here knew it: with all
-        dead there is no neighbour left to learn it from.
+        """Unix ms and moves of the operators' last push, as known to satellites that died here: if all are dead, no
+        neighbour knows.
         """
         try:
             for name, endpoint in spec.mine.items():
@@ -203,7 +198,7 @@ class UdpHost:
             self.close()
             raise
         self.shortfall = next((satellite.sock.shortfall for satellite in self._satellites.values()), "")
-        """A message if the kernel did not grant the socket buffers; else empty."""
+        """Message if the kernel did not grant the socket buffers; otherwise empty."""
         if self._delays is not None:
             loop.add_reader(self._delays.fileno(), self._release_due)
         for satellite in self._satellites.values():
@@ -236,15 +231,16 @@ class UdpHost:
         return satellite
 
     def now_s(self) -> float:
-        """Unix time: what the clock of the moves counts in."""
+        """Return Unix time, in which the clock of the moves counts."""
         return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
-        """From now on exactly these of our satellites are dead: they neither answer nor forward. Others that were dead
-        come back, empty; their ledgers continue, with what they held as lost.
+        """Make exactly these of the host's satellites dead: they neither answer nor forward.
+
+        Others that were dead come back, empty; their ledgers continue, with their former content as lost.
 
         Raises:
-            OSError: the port of one that should come back is in use.
+            OSError: the port of a satellite that should come back is in use.
         """
         for name in self._satellites.keys() & dead:
             satellite = self._satellites.pop(name)
@@ -274,13 +270,13 @@ class UdpHost:
     def _readable(self, satellite: UdpSatellite) -> None:
         quiet, now_s = True, self.now_s()
         for _ in range(1 if self.lateness.is_late(now_s) else RECEIVE_ROUNDS):
-            arrivals, served, passed = self._receive(satellite)
+            arrivals, served, forwarded = self._receive(satellite)
             quiet &= not satellite.machine.wants_to_send
             for endpoint, group in groupby(arrivals, key=itemgetter(2)):
                 quiet = False
                 self._arrive(satellite, [(view, size) for view, size, _ in group], endpoint)
-            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (passed and passed[0][3] > 1)
-            if len(arrivals) + len(served) + len(passed) <= 1 and not stream:
+            stream = (arrivals and len(arrivals[0][0]) > arrivals[0][1]) or (forwarded and forwarded[0][3] > 1)
+            if len(arrivals) + len(served) + len(forwarded) <= 1 and not stream:
                 satellite.full_since_s = math.inf
                 break  # nothing, or a single datagram and no stream: answer at once
         else:
@@ -290,18 +286,18 @@ class UdpHost:
             self._after(satellite)
 
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """What has arrived; and, if links are direct, what the native helper has served, and sent on."""
+        """Return what has arrived and, if links are direct, what the native helper has served and sent on."""
         # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
         now_s = self.now_s()
         terms = self._terms(satellite, now_s) if self._direct else None
         if terms is None:
             return satellite.sock.receive(), [], []
-        arrivals, served, passed = satellite.sock.serve(self._names, *terms)
-        self._carried(satellite, served, passed, now_s)
-        return arrivals, served, passed
+        arrivals, served, forwarded = satellite.sock.serve(self._names, *terms)
+        self._carried(satellite, served, forwarded, now_s)
+        return arrivals, served, forwarded
 
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
-        """What the native helper needs; None if the machine must see every packet now."""
+        """Return what the native helper needs; None if the machine must see every packet now."""
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None
@@ -311,37 +307,37 @@ class UdpHost:
     def _carried(
         self, satellite: UdpSatellite, served: list[native.Served], passed: list[native.Passed], now_s: float
     ) -> None:
-        """Account for what was served and sent on, hand over what goes to satellites of this host, and send the rest
-        later.
+        """Account for what was served and sent on; hand over what goes to satellites of this host, and queue the unsent
+        rest.
         """
-        machine, here = satellite.machine, satellite.machine.config.address
-        handed: dict[SatelliteId, list[native.Slot]] = {}
+        machine, address = satellite.machine, satellite.machine.config.address
+        to_hand_over: dict[SatelliteId, list[native.Slot]] = {}
         if passed:
             machine.passed(passed, now_s)
-            for _, _, link, _, left in passed:
-                if left and link in self._satellites:
-                    handed.setdefault(link, []).extend(left)
+            for _, _, link, _, unsent in passed:
+                if unsent and link in self._satellites:
+                    to_hand_over.setdefault(link, []).extend(unsent)
                 else:
-                    for packets, size in satellite.sock.received(left):
+                    for packets, size in satellite.sock.received(unsent):
                         satellite.wait_to_send(SegmentBatch(bytes(packets), size), self._endpoint(link))
         if served:
             machine.served(served, now_s)
-            for _, _, _, _, link, *_, rest in served:
-                if rest is not None:
-                    headers, payloads = rest
+            for _, _, _, _, link, *_, unsent_answer in served:
+                if unsent_answer is not None:
+                    headers, payloads = unsent_answer
                     batch = SegmentBatch(headers, len(headers) // (len(payloads) if payloads else 1), payloads)
                     if link in self._satellites:
                         self._relay(satellite, batch, link, now_s)
                     else:
                         satellite.wait_to_send(batch, self._endpoint(link))
-        for link, runs in handed.items():
-            self._hand_over(here, self._satellites[link], runs, now_s)
+        for link, runs in to_hand_over.items():
+            self._hand_over(address, self._satellites[link], runs, now_s)
 
-    # Links between satellites of one host are memory, where nothing is delayed or damaged: bytes that need not cross a
-    # socket take half the time. Whatever is not plain still comes by the socket, or through the machine.
+    # Links between satellites of one host are memory, if nothing is delayed or damaged: bytes that need not cross a
+    # socket take half the time. Whatever is not plain still goes through the socket, or through the machine.
 
     def _relay(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd, now_s: float) -> None:
-        """Answers of a satellite go as far as they can within this host, their payloads where they lie."""
+        """Pass a satellite's answers as far as possible within this host, without copying their payloads."""
         while link in self._satellites:
             onward = self._satellites[link].machine.relay(batch, satellite.machine.config.address, now_s)
             if onward is None:
@@ -356,11 +352,10 @@ class UdpHost:
         return self.spec.everyone[link] if isinstance(link, SatelliteId) else cast(Endpoint, link)
 
     def _hand_over(self, source: SatelliteId, satellite: UdpSatellite, runs: list[native.Slot], now_s: float) -> None:
-        """Runs in the receive buffer go to another satellite of this host."""
         terms = self._terms(satellite, now_s)
         if terms is not None:
-            runs, served, passed = satellite.sock.serve_runs(runs, source, *terms)
-            self._carried(satellite, served, passed, now_s)
+            runs, served, forwarded = satellite.sock.serve_runs(runs, source, *terms)
+            self._carried(satellite, served, forwarded, now_s)
         if runs:
             satellite.machine.receive_runs(satellite.sock.received(runs), source, now_s)
         if satellite.machine.wants_to_send or runs:
@@ -400,7 +395,7 @@ class UdpHost:
     def _arrive_later(
         self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
-        """Deliver after the delay of the beam, if it came by one, and of the fault."""
+        """Deliver after the delays of the beam, if any, and of the fault."""
 
         def arrive() -> None:
             if satellite.closed:
@@ -419,47 +414,43 @@ class UdpHost:
     # --- out ---
 
     def _after(self, satellite: UdpSatellite) -> None:
-        """Send the machine's packets, and set its timer."""
         if satellite.closed:
             return
         machine = satellite.machine
-        for batch, to in machine.datagrams_to_send(self.now_s()):
-            if isinstance(to, SatelliteId):
-                here = machine.config.address
-                if self._blocks is not None and self._is_blocked(here, to, machine.moves):
+        for batch, link in machine.datagrams_to_send(self.now_s()):
+            if isinstance(link, SatelliteId):
+                address = machine.config.address
+                if self._blocks is not None and self._is_blocked(address, link, machine.moves):
                     machine.counters.add("packets_blocked", batch.count)
                     continue
-                hold_s = self._hop_s(here, to)
-                self._depart(satellite, batch, self.spec.everyone[to], hold_s, to)
+                hold_s = self._hop_s(address, link)
+                self._depart(satellite, batch, self.spec.everyone[link], hold_s, link)
             else:
-                self._down(satellite, batch, cast(Endpoint, to))
+                self._down(satellite, batch, cast(Endpoint, link))
         self._arm(satellite)
         if machine.wants_work:
             self._want_slice(satellite)
 
     def _is_blocked(self, here: SatelliteId, to: SatelliteId, moves: Moves) -> bool:
-        """Whether the Earth is between them, and what they send each other lost."""
         assert self._blocks is not None
         return self._blocks.blocked(here, to, self.spec.sky.centre_at(moves), self.spec.clock.sky_s(self.now_s()))
 
     def _hop_s(self, here: SatelliteId, to: SatelliteId) -> float:
-        """Delay of the link to a neighbour."""
         if self._over_gaps:
             return self.spec.shell.hop_one_way_s(self.spec.sky.torus, here, to) * self.spec.delay_scale
         return self._link_s["slot"] if to.plane == here.plane else self._plane_link_s(here.plane, to.plane)
 
     def _longest_link_s(self, here: SatelliteId) -> float:
         if self._over_gaps:
-            return max(self._hop_s(here, each) for each in self.spec.sky.torus.neighbours(here))
+            return max(self._hop_s(here, neighbour) for neighbour in self.spec.sky.torus.neighbours(here))
         return max(self._link_s["slot"], *self._plane_links_s)
 
     def _plane_link_s(self, here: int, there: int) -> float:
-        """Delay between two neighbouring planes."""
         first = here if (there - here) % self.spec.sky.torus.planes == 1 else there
         return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send to a ground host: both directions of a beam have their faults injected here."""
+        """Send to a ground host: faults of both directions of a beam are injected here."""
         hold_s = self._beam_one_way_s(satellite, endpoint) if self._delays is not None else 0.0
         if self.spec.faults is None:
             self._depart(satellite, batch, endpoint, hold_s)
@@ -479,21 +470,21 @@ class UdpHost:
         hold_s: float,
         to: SatelliteId | None = None,
     ) -> None:
-        """``to``: the satellite at this endpoint; None: it is a ground host's."""
+        """Send a batch after its delays. ``to`` is the satellite at this endpoint, None for a ground host."""
         if self._delays is None:
             satellite.transmit(batch, endpoint)
         elif self._queues is None:
             self._delays.push(hold_s, lambda: satellite.transmit(batch, endpoint))
         else:
-            here, now_s = satellite.machine.config.address, self.now_s()
-            queue, urgent = self._queues.of(here, to or endpoint), is_urgent(batch, here, to)
+            address, now_s = satellite.machine.config.address, self.now_s()
+            queue, urgent = self._queues.of(address, to or endpoint), is_urgent(batch, address, to)
             for wait_s, group in groups(queue, batch.datagrams(), now_s, urgent):
                 self._delays.push(wait_s + hold_s, partial(satellite.transmit, group, endpoint))
 
     # --- time ---
 
     def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
-        """Note the place that a client announces, which may have come behind other packets of it; returns those."""
+        """Record a client's announced place, which may follow other packets of the client. Return those."""
         packets = []
         for view, size in runs:
             at = (len(view) - 1) // size * size if size > 0 else 0
@@ -510,8 +501,8 @@ class UdpHost:
         known = self._places.get(endpoint)
         if self.spec.sight_at is None or (known is not None and known[0] == place):
             return
-        with suppress(InvalidInput):  # of no place on Earth
-            sight = next((its for name, its in self._places.values() if name == place), None)
+        with suppress(InvalidInput):  # not a place on Earth
+            sight = next((known_sight for name, known_sight in self._places.values() if name == place), None)
             if len(self._places) >= _MOST_PLACES:
                 del self._places[next(iter(self._places))]
             self._places[endpoint] = place, sight or self.spec.sight_at(GroundHost(latitude_deg, longitude_deg))
@@ -523,18 +514,18 @@ class UdpHost:
         return self._places[host][1] if host in self._places else self._sight
 
     def _beam_one_way_s(self, satellite: UdpSatellite, host: object) -> float:
-        """Light's travel time between a ground host and this satellite, by its place to within a second's flight."""
-        here, moves = satellite.machine.config.address, satellite.machine.moves
-        if here == self.spec.onboard:
+        """Return light's travel time between a ground host and this satellite, to within a second's flight."""
+        address, moves = satellite.machine.config.address, satellite.machine.moves
+        if address == self.spec.onboard:
             return 0.0
         sky_s = self.spec.clock.sky_s(self.now_s())
         at = moves, math.floor(sky_s)
-        seen_by = here, self._place(host)
-        found = self._beams_s.get(seen_by)
-        if found is None or found[0] != at:
-            one_way_s = self._sight_of(host).one_way_s(here, self.spec.sky.centre_at(moves), sky_s)
-            found = self._beams_s[seen_by] = at, one_way_s * self.spec.delay_scale
-        return found[1]
+        seen_by = address, self._place(host)
+        cached = self._beams_s.get(seen_by)
+        if cached is None or cached[0] != at:
+            one_way_s = self._sight_of(host).one_way_s(address, self.spec.sky.centre_at(moves), sky_s)
+            cached = self._beams_s[seen_by] = at, one_way_s * self.spec.delay_scale
+        return cached[1]
 
     def _elevation_deg(self, here: SatelliteId, host: object, now_s: float) -> float:
         sky_s, moves = self.spec.clock.sky_s(now_s), self.spec.clock.moves(now_s)
@@ -548,7 +539,7 @@ class UdpHost:
                 release()
 
     def _late_by(self, late_s: float, now_s: float) -> None:
-        """Report lateness only: that the loop is on time is reported by its regular beat."""
+        """Report lateness only: the regular measurement reports that the loop is on time."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, now_s)
 
@@ -571,7 +562,7 @@ class UdpHost:
         self._after(satellite)
 
     def _measure_lateness(self) -> None:
-        """The regular beat; after the computer slept, it sets all timers again."""
+        """Measure lateness at a regular interval; after the computer slept, set all timers again."""
         self._look_at_wall_clock()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)
@@ -587,7 +578,7 @@ class UdpHost:
         self._beat = self._loop.call_later(BEAT_S, self._measure_lateness)
 
     def _look_at_wall_clock(self) -> None:
-        """Follow a wall clock that was set forward: with MACs only once an authentic command says the same time."""
+        """Follow a wall clock that was set forward: with MACs, only after an authentic command has the same time."""
         authority = self.spec.authority
         if authority is None or authority.heard_by_wall:
             self._clock.follow_wall()
@@ -604,14 +595,12 @@ class UdpHost:
                 self._slice = self._loop.call_soon(self._work)
 
     def _work(self) -> None:
-        """A slice of background work: its share of the time since the last one. It is repeated as soon as the loop has
-        nothing else to do.
-        """
+        """Do a slice of background work, repeated when the loop has nothing else to do."""
         self._slice = None
-        began_s = time.monotonic()
-        # As long as makes its share of the time since the last slice, within bounds.
-        owed_s = (began_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
-        end_s = began_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)
+        started_s = time.monotonic()
+        # Long enough for its share of the time since the last slice, within bounds.
+        owed_s = (started_s - self._rested_s) * BACKGROUND_SHARE / (1.0 - BACKGROUND_SHARE)
+        end_s = started_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)
         while self._waiting and time.monotonic() < end_s:
             satellite = self._waiting.popleft()
             satellite.waits = False
@@ -623,7 +612,6 @@ class UdpHost:
             self._slice = self._loop.call_soon(self._work)
 
     def _figures(self) -> dict[str, int]:
-        """This host's delay errors, lateness and faults, for every satellite's housekeeping."""
         now_s = time.monotonic()
         if now_s >= self._figures_until_s:
             error_s = self._delays.report()["hold_error_p99_s"] if self._delays is not None else 0.0
@@ -646,8 +634,8 @@ async def serve_host(
 ) -> None:
     """Run one host's satellites until ``stop`` is set.
 
-    ``on_host`` is called with the host, so that the caller can kill and revive satellites. ``on_ready`` is called once
-    all sockets are bound, with the host's ``shortfall``.
+    ``on_host`` is called with the host, so that the caller can kill and revive satellites; ``on_ready`` with the host's
+    ``shortfall``, once all sockets are bound.
 
     Raises:
         OSError: a port is in use; no socket stays bound.

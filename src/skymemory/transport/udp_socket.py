@@ -1,8 +1,8 @@
-"""What both ends over UDP need of the system: a socket that receives and sends whole batches.
+"""Socket for both ends over UDP, which receives and sends whole batches.
 
-``BatchSocket`` makes no Python call per datagram where the helper is compiled. The default socket buffer holds some 25
-of our datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Errors from the network
-are only counted: datagrams get lost, and the state machines retransmit.
+``BatchSocket`` makes no Python call per datagram if the helper is compiled. The default socket buffer holds some 25
+datagrams, and a block has 480: so 4 MiB are requested, and a smaller grant is reported. Network errors are only
+counted: datagrams get lost, and the state machines retransmit.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from skymemory.units import format_size
 
 Endpoint = tuple[str, int]
 Run = tuple[memoryview, int, Endpoint]
-"""Datagrams of one sender, end to end; the bytes of each (the last maybe shorter); the sender."""
+"""Datagrams of one sender, concatenated; the bytes of each (the last maybe shorter); the sender."""
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs received in one call. Sixteen are 1 MiB, which is still in the processor's cache when it is processed."""
+"""Runs received in one call: sixteen are 1 MiB, which stays in the processor's cache until processed."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
-"""Linux grants, and reports, twice the request: it charges its own bookkeeping to the same buffer."""
+"""Factor of Linux's grant over the request: it charges its own bookkeeping to the same buffer."""
 
 PLACE = struct.Struct(">8sdd")
-"""What a client with a place of its own announces: the mark, degrees north and east. It is no packet of the protocol:
-only who simulates the length of beams needs it.
+"""Announcement of a client with its own place: mark, degrees north and east. No packet of the protocol: only a
+simulation of beams needs it.
 """
 PLACE_MARK = b"SKYPLACE"
 
@@ -47,7 +47,7 @@ _thread = threading.local()
 
 
 def _scratch(slots: int) -> memoryview:
-    """This thread's receive buffer: one for all its sockets, so that it stays small and cache-warm."""
+    """Return this thread's receive buffer, shared by its sockets to stay small and cache-warm."""
     view: memoryview | None = getattr(_thread, "view", None)
     if view is None or len(view) < slots * native.SLOT_BYTES:
         view = np.empty(slots * native.SLOT_BYTES, dtype=np.uint8).data
@@ -56,7 +56,7 @@ def _scratch(slots: int) -> memoryview:
 
 
 def udp_socket(ip: str) -> socket.socket:
-    """A socket that can be bound to ``ip``. One of IPv6 leaves the ports of IPv4 free.
+    """Return a socket that can be bound to ``ip``. An IPv6 socket leaves the ports of IPv4 free.
 
     Raises:
         OSError: this computer does not have the family.
@@ -69,11 +69,10 @@ def udp_socket(ip: str) -> socket.socket:
 
 
 class BatchSocket:
-    """Bound to ``ip`` and ``port`` (0: any free one), never blocking.
+    """Non-blocking socket bound to ``ip`` and ``port`` (0: any free port).
 
-    ``receive_buffer_bytes`` and ``send_buffer_bytes`` are what the kernel reports: twice the request if it was granted.
-    ``shortfall`` is a message if it was not, else empty. ``offload``: whether runs of datagrams can arrive in one
-    piece.
+    The buffer sizes are the kernel's: twice the request if granted; otherwise ``shortfall`` is a message. ``offload``
+    is True if runs of datagrams can arrive in one piece.
 
     Raises:
         OSError: the address cannot be bound.
@@ -119,7 +118,7 @@ class BatchSocket:
         return True
 
     def _ask(self, option: int, forced: int, wanted_bytes: int) -> int:
-        """Request a buffer, beyond the system's limit if permitted; returns what the kernel reports."""
+        """Request a buffer, beyond the system's limit if permitted. Return the kernel's grant."""
         self._set(socket.SOL_SOCKET, option, wanted_bytes)
         if self._socket.getsockopt(socket.SOL_SOCKET, option) < _BOOKKEEPING * wanted_bytes:
             self._set(socket.SOL_SOCKET, forced, wanted_bytes)
@@ -129,10 +128,7 @@ class BatchSocket:
         return self._socket.fileno()
 
     def receive(self) -> list[Run]:
-        """Runs that have arrived, at most one per slot.
-
-        The views are valid until this thread next calls ``receive`` of any socket.
-        """
+        """Return arrived runs, at most one per slot, valid until this thread next calls ``receive`` of any socket."""
         view = _scratch(self._slots)
         try:
             arrivals = native.recv_batch(self._socket.fileno(), view, self._slots)
@@ -144,15 +140,15 @@ class BatchSocket:
         return [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
 
     def has_more(self) -> bool:
-        """Whether datagrams are waiting."""
         waiting = fcntl.ioctl(self.fileno(), termios.FIONREAD, bytes(4))
         return any(waiting)
 
     def receive_awaited(
         self, awaited: dict[int, native.Landing], calls: int, patience_us: int
     ) -> tuple[list[native.Tally], list[native.Run]]:
-        """Receive, and place answers to these requests in their buffers. Returns tallies of those, and the other runs,
-        valid until the next call. For ``calls`` and ``patience_us`` see ``native.recv_runs``.
+        """Receive, and place answers to these requests in their buffers. Return their tallies, and the other runs.
+
+        The runs are valid until the next call. For ``calls`` and ``patience_us`` see ``native.recv_runs``.
         """
         try:
             return native.recv_runs(self.fileno(), _scratch(self._slots), self._slots, calls, patience_us, awaited)
@@ -165,12 +161,10 @@ class BatchSocket:
     def serve(
         self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """``receive``, but plain requests that come first are answered at once, and packets in transit sent on: see
-        ``native.serve``.
-        """
+        """Receive, but answer leading plain requests at once and send on packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
-            arrivals, served, errors, passed = native.serve(
+            arrivals, served, errors, forwarded = native.serve(
                 self._socket.fileno(), view, self._slots, requests[0], neighbours, *requests[1:], transit
             )
         except OSError:
@@ -180,12 +174,12 @@ class BatchSocket:
             return [], [], []
         self.send_errors += errors
         runs = [(view[at : at + size], segment, (host, port)) for at, size, segment, host, port in arrivals]
-        return runs, served, passed
+        return runs, served, forwarded
 
     def serve_runs(
         self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
-        """``serve``, of runs in this thread's buffer that another of its satellites hands over."""
+        """Serve runs in this thread's buffer, handed over by another of its satellites."""
         view = _scratch(self._slots)
         kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
         self.send_errors += errors
@@ -193,14 +187,14 @@ class BatchSocket:
 
     @staticmethod
     def received(runs: Iterable[native.Slot]) -> list[native.Run]:
-        """These runs of this thread's buffer, valid until it next receives."""
+        """Return these runs of this thread's buffer, valid until it next receives."""
         view = _scratch(0)
         return [(view[at : at + size], segment) for at, size, segment in runs]
 
     def send(self, batch: SegmentBatch, endpoint: Endpoint) -> SegmentBatch | None:
-        """Send as much as the kernel takes now; returns the rest, to be sent when the socket is writable again.
+        """Send as much as the kernel takes now. Return the rest, to be sent when the socket is writable.
 
-        What the network refuses (no route, an ICMP error for an earlier datagram) is counted, and lost.
+        What the network refuses (no route, an ICMP error for an earlier datagram) is counted and lost.
         """
         host, port = endpoint
         headers, width, payloads = batch.headers, batch.header_bytes, batch.payloads
@@ -222,9 +216,7 @@ class BatchSocket:
         return SegmentBatch(headers[sent * width :], width, payloads[sent:] if payloads is not None else None)
 
     def send_each(self, packets: list[tuple[Buffer, str, int]]) -> int:
-        """Send each packet to its own host and port, like ``send``; returns how many the kernel has taken or
-        refused.
-        """
+        """Send each packet to its own endpoint. Return how many the kernel has taken or refused."""
         first = 0
         while first < len(packets):
             try:
@@ -240,7 +232,7 @@ class BatchSocket:
         return first
 
     def dropped(self) -> int:
-        """Datagrams that the kernel dropped because the receive buffer was full."""
+        """Return the number of datagrams that the kernel dropped from a full receive buffer."""
         figures = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
         return int(_MEMINFO.unpack(figures)[8]) if len(figures) == _MEMINFO.size else 0
 
@@ -258,37 +250,39 @@ ANY, ANY_IPV6 = "0.0.0.0", "::"
 
 
 def source_towards(ip: str) -> str | None:
-    """Our own address on the route to ``ip``; None without a route. Sends nothing."""
+    """Return the local address on the route to ``ip``; None without a route. Nothing is sent."""
     try:
         with udp_socket(ip) as sock:
-            sock.connect((ip, 9))  # for a datagram socket this only chooses the route
+            sock.connect((ip, 9))  # for a datagram socket, this only chooses the route
             source = str(sock.getsockname()[0])
     except OSError:
         return None
-    found = ipaddress.ip_address(source)
-    return None if found.version == 6 and found.is_link_local else source  # that one is no address without its link
+    address = ipaddress.ip_address(source)
+    # A link-local address is incomplete without its link.
+    return None if address.version == 6 and address.is_link_local else source
 
 
 def source_address(ips: Iterable[str]) -> str | None:
-    """The address to bind so that a client is reachable from all of ``ips``, and no wider; None without any route.
+    """Return the address to bind so that a client is reachable from all of ``ips``, and no wider; None without any
+    route.
 
-    Loopback if all are on this computer: from its other addresses it reaches itself, too. ``ANY`` or ``ANY_IPV6`` if
+    Loopback if all are on this computer, which reaches itself from its other addresses, too. ``ANY`` or ``ANY_IPV6`` if
     the routes leave by different addresses.
     """
-    found = {source for ip in ips if (source := source_towards(ip)) is not None}
-    outward = sorted(source for source in found if not ipaddress.ip_address(source).is_loopback)
+    sources = {source for ip in ips if (source := source_towards(ip)) is not None}
+    outward = sorted(source for source in sources if not ipaddress.ip_address(source).is_loopback)
     if len(outward) > 1:
         return ANY_IPV6 if ":" in outward[0] else ANY
-    return outward[0] if outward else next(iter(sorted(found)), None)
+    return outward[0] if outward else next(iter(sorted(sources)), None)
 
 
 _IP_MTU, _IPV6_MTU = 14, 24
-"""Of Linux; Python does not name them."""
+"""Linux socket options that Python does not name."""
 _IP_UDP_BYTES, _IPV6_UDP_BYTES = 28, 48
 
 
 def largest_whole_bytes(ip: str) -> int | None:
-    """The largest datagram that leaves in one piece on the route to ``ip``; None where that is not known."""
+    """Return the largest datagram that leaves unfragmented on the route to ``ip``; None if unknown."""
     try:
         with udp_socket(ip) as sock:
             sock.connect((ip, 9))

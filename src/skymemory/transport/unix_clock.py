@@ -1,14 +1,14 @@
-"""Unix time of a process: a running clock that is never set, and beside it the wall clock, which can be set.
+"""Unix time of a process: a running clock that is never set, and the wall clock, which can be set.
 
 ``now_s`` never runs backwards and counts the time that the computer sleeps. ``CLOCK_MONOTONIC`` stops in a suspend: a
-process that used it would lag behind those started later. ``CLOCK_BOOTTIME`` counts suspends, but perhaps not the pause
-of a whole virtual machine; then the wall clock is set forward.
+process that used it would lag processes started later. ``CLOCK_BOOTTIME`` counts suspends, but perhaps not the pause of
+a whole virtual machine; the wall clock is then set forward.
 
 A wall clock that is set, by an operator or a time server, is right or wrong, and this computer cannot know: satellites
-and clients all over the constellation go by what it said when they started. So ``now_s`` goes on as before, and
-``wall_shift_s`` says by how much the wall clock now differs. Who has a reason to believe the wall clock follows it, but
-only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from the
-same ``unix_at_boot_s``.
+and clients throughout the constellation use its time from their start. So ``now_s`` continues unchanged, and
+``wall_shift_s`` returns the difference of the wall clock. A process that has a reason to believe the wall clock follows
+it, but only forward (``follow_wall``). Processes of one computer that start at different times agree if they count from
+the same ``unix_at_boot_s``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 STEP_S = 1.0
-"""A wall clock further off than this was set; less is drift, and its correction."""
+"""Difference from which a wall clock was set; less is drift, and its correction."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -29,11 +29,11 @@ def wall_s() -> float:
 
 
 running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
-"""Seconds since some time in the past, with those in a suspend."""
+"""Seconds since some time in the past, including suspends."""
 
 
 def boot_id() -> str:
-    """Names the present run of this computer, during which ``running_s`` goes on; empty if the system has no name."""
+    """Return the name of this computer's present run, during which ``running_s`` continues; empty if unknown."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -41,7 +41,7 @@ def boot_id() -> str:
 
 
 class UnixClock:
-    """The clock of one process. ``wall`` and ``running`` are its sources."""
+    """Clock of one process."""
 
     def __init__(self, wall: Callable[[], float] = wall_s, running: Callable[[], float] = running_s) -> None:
         self._wall = wall
@@ -57,13 +57,13 @@ class UnixClock:
         return self._running() + self._offset_s
 
     def wall_shift_s(self) -> float:
-        """By how much the wall clock is ahead of this clock (behind: negative); 0 for less than ``STEP_S``."""
+        """Return the lead of the wall clock over this clock (negative if behind); 0 if less than ``STEP_S``."""
         shift_s = self._wall() - self._running() - self._offset_s
         return shift_s if abs(shift_s) >= STEP_S else 0.0
 
     def follow_wall(self) -> float:
-        """Set this clock forward to a wall clock that is ahead; returns by how many seconds."""
-        offset_s = self._wall() - self._running()  # absolute: two threads that see one step follow it once
+        """Set this clock forward to a wall clock that is ahead. Return by how many seconds."""
+        offset_s = self._wall() - self._running()  # absolute: two threads that see the same step follow it once
         ahead_s = offset_s - self._offset_s
         if ahead_s < STEP_S:
             return 0.0

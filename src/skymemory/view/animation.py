@@ -1,7 +1,7 @@
-"""A scenario as one HTML page that needs no network: the Earth, the shell, the box and the beams on a canvas.
+"""A scenario as an HTML page without network access: the Earth, the shell, the box and the beams on a canvas.
 
-Positions are computed in the page, from the orbits' elements, by the closed form of ``Shell.positions_m``; the page
-compares some of its own with Python's, and says by how much they differ.
+The page computes positions itself, from the orbits' elements by the closed form of ``Shell.positions_m``. It compares
+some of its positions with Python's and shows the difference.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _DAY_S = 86_400.0
 
 
 def data_of(scenario: Scenario) -> dict[str, Any]:
-    """What the page computes from. Metres, radians; seconds after the constellation's epoch where ``t`` is named.
+    """Return the input of the page, in metres and radians. Fields ``t`` are seconds after the constellation's epoch.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
     """
-    shown, preset = timeline_of(scenario), scenario.preset
+    timeline, preset = timeline_of(scenario), scenario.preset
     shell, epoch_unix_s, start_s = preset.shell, preset.epoch_unix_s, scenario.start_s
     turned_rad = ground_angle_rad(shell.model, epoch_unix_s, 0.0)
     hosts = []
@@ -37,12 +37,12 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
             out_m, north_m = ground_m(shell.model, place.latitude_deg)
             longitude = math.radians(place.longitude_deg)
             fixed_m = [out_m * math.cos(longitude), out_m * math.sin(longitude), north_m]
-        hosts.append({"name": host.name, "fixed_m": fixed_m, "beams": _spells(shown.beams[number])})
+        hosts.append({"name": host.name, "fixed_m": fixed_m, "beams": _spells(timeline.beams[number])})
     return {
         "title": scenario.title or preset.name,
         "began": moment(epoch_unix_s + start_s),
         "start_s": start_s,
-        "shown_s": shown.shown_s,
+        "shown_s": timeline.shown_s,
         "shell": {
             "planes": shell.planes,
             "slots": shell.slots_per_plane,
@@ -60,37 +60,46 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
             "turned_rad": turned_rad,
             "rate_rad_s": (ground_angle_rad(shell.model, epoch_unix_s, _DAY_S) - turned_rad) / _DAY_S,
         },
-        "box": _spells(shown.box),
+        "box": _spells(timeline.box),
         "hosts": hosts,
-        "check": _check(scenario, shown.shown_s),
+        "check": _check(scenario, timeline.shown_s),
     }
 
 
 def _spells(spells: tuple[Spell, ...]) -> list[list[Any]]:
-    """``[from_s, [[plane, slot], …]]``, the last until the end."""
-    return [[round(one.from_s, 3), [list(satellite) for satellite in one.satellites]] for one in spells]
+    """Return rows of ``[from_s, [[plane, slot], …]]``. The last row lasts until the end."""
+    return [[round(spell.from_s, 3), [list(satellite) for satellite in spell.satellites]] for spell in spells]
 
 
 def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
-    """``[t, plane, slot, x, y, z]`` of satellites all over the shell, at times all over what is shown."""
-    shell, found = scenario.preset.shell, []
+    """Return ``[t, plane, slot, x, y, z]`` of satellites all over the shell, at times all over the shown period."""
+    shell, rows = scenario.preset.shell, []
     for number in range(_CHECKS):
         t = scenario.start_s + shown_s * number / (_CHECKS - 1)
         plane, slot = number * 7 % shell.planes, number * 5 % shell.slots_per_plane
-        found.append([t, plane, slot, *shell.positions_m(t)[plane, slot].tolist()])
-    return found
+        rows.append([t, plane, slot, *shell.positions_m(t)[plane, slot].tolist()])
+    return rows
 
 
 def page_of(scenario: Scenario) -> str:
-    """The whole page. Raises ``InvalidInput`` as ``data_of``."""
+    """Return the whole page.
+
+    Raises:
+        InvalidInput: as ``data_of``.
+    """
     data = data_of(scenario)
-    # A script element ends at the first "</", wherever it stands.
+    # A script element ends at the first "</" anywhere in its text.
     written = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     page = Path(__file__).with_suffix(".html").read_text("utf-8")
     return page.replace("%TITLE%", html.escape(data["title"])).replace("%DATA%", written)
 
 
 def write_animation(scenario: Scenario, path: Path) -> Path:
-    """Raises ``InvalidInput`` as ``data_of``, ``OSError`` where it cannot be written."""
+    """Write the page to ``path``.
+
+    Raises:
+        InvalidInput: as ``data_of``.
+        OSError: the file cannot be written.
+    """
     write_output(path, page_of(scenario).encode())
     return path

@@ -1,4 +1,4 @@
-"""One page that compares runs of a simulated cluster: times, hits, outcomes, loads."""
+"""A page that compares runs of a simulated cluster: times, hits, outcomes, loads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ _ENDS = (
 
 
 def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) -> Figure:
-    """Draws ``runs`` (by name) of the same requests. Raises ``MissingExtra`` without matplotlib."""
+    """Draw ``runs`` (by name) of the same requests.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     figure = new_figure(12.0, 7.2)
     (ttft, tbt, waiting), (hits, ends, loads) = figure.subplots(2, 3)
-    found = {name: measured(run, slo) for name, run in runs.items()}
+    metrics = {name: measured(run, slo) for name, run in runs.items()}
     for (name, run), colour in zip(runs.items(), COLOURS, strict=False):
-        done = [one for one in run.outcomes if one.status == "completed"]
-        _distribution(ttft, [one.ttft_s for one in done if one.ttft_s is not None], name, colour)
-        _distribution(tbt, [1e3 * one.tbt_mean_s for one in done if one.tbt_mean_s is not None], name, colour)
-        minutes = [one.t_s / 60 for one in run.loads]
-        waiting.plot(minutes, [one.waiting for one in run.loads], color=colour, lw=0.9, label=name)
-        loads.plot([one.prefill for one in run.loads], [one.decode for one in run.loads], ".", color=colour, ms=2)
+        done = [outcome for outcome in run.outcomes if outcome.status == "completed"]
+        _distribution(ttft, [outcome.ttft_s for outcome in done if outcome.ttft_s is not None], name, colour)
+        _distribution(
+            tbt, [1e3 * outcome.tbt_mean_s for outcome in done if outcome.tbt_mean_s is not None], name, colour
+        )
+        minutes = [sample.t_s / 60 for sample in run.loads]
+        waiting.plot(minutes, [sample.waiting for sample in run.loads], color=colour, lw=0.9, label=name)
+        loads.plot(
+            [sample.prefill for sample in run.loads], [sample.decode for sample in run.loads], ".", color=colour, ms=2
+        )
     # Distributions on a logarithmic axis: queues stretch the tail by factors, not by seconds.
     for axes, promised, label in ((ttft, slo.ttft_s, "TTFT, s"), (tbt, 1e3 * slo.tbt_s, "a request's mean TBT, ms")):
         axes.axvline(promised, color=INK, linestyle=":", lw=1)
@@ -46,30 +54,36 @@ def draw_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str) ->
     waiting.set_ylabel("requests that wait for prefill")
     loads.set_xlabel("load of prefill, of its SLO")
     loads.set_ylabel("load of decode, of its SLO")
-    _stacked_hits(hits, found)
-    _stacked_ends(ends, found)
+    _stacked_hits(hits, metrics)
+    _stacked_ends(ends, metrics)
     figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
     figure.suptitle(title, color=INK)
     return figure
 
 
 def write_cluster_report(runs: Mapping[str, ClusterRun], slo: Slo, title: str, path: Path) -> Path:
-    """Writes PNG, SVG or PDF, by suffix. Raises InvalidInput for another, ``MissingExtra`` without matplotlib."""
+    """Write a PNG, SVG or PDF file, by suffix.
+
+    Raises:
+        InvalidInput: another suffix.
+        MissingExtra: matplotlib is not installed.
+    """
     return save(draw_cluster_report(runs, slo, title), path)
 
 
 def _distribution(axes: Any, values: Sequence[float], name: str, colour: str) -> None:
-    """Cumulative distribution of the values."""
     ordered = sorted(value for value in values if value > 0)
     parts = [100 * (at + 1) / len(ordered) for at in range(len(ordered))]
     axes.plot(ordered, parts, color=colour, lw=1.4, label=name)
 
 
 def _stacked_hits(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
-    sources = sorted({source for one in found.values() for source in one.hits.tokens_by_source}, key=_nearest_first)
+    sources = sorted(
+        {source for result in found.values() for source in result.hits.tokens_by_source}, key=_nearest_first
+    )
     below = [0.0] * len(found)
     for source, colour in zip(sources, ("#1f8a4c", "#2e6f95", "#f5a94e", "#7a5195"), strict=False):
-        parts = [100 * one.hits.tokens_by_source.get(source, 0.0) for one in found.values()]
+        parts = [100 * result.hits.tokens_by_source.get(source, 0.0) for result in found.values()]
         axes.bar(list(found), parts, bottom=below, color=colour, label=source)
         below = [low + part for low, part in zip(below, parts, strict=True)]
     axes.set_ylabel("tokens not computed, %, by where they were")
@@ -81,7 +95,7 @@ def _stacked_hits(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
 def _stacked_ends(axes: Any, found: Mapping[str, ClusterMetrics]) -> None:
     below = [0] * len(found)
     for key, label, colour in _ENDS:
-        counts = [_count(one, key) for one in found.values()]
+        counts = [_count(result, key) for result in found.values()]
         if any(counts):
             axes.bar(list(found), counts, bottom=below, color=colour, label=label)
             below = [low + count for low, count in zip(below, counts, strict=True)]
@@ -102,6 +116,6 @@ def _count(one: ClusterMetrics, key: str) -> int:
     }[key]
 
 
-# The bars' lowest part is what costs nothing to fetch.
+# The lowest part of the bars is the source that costs nothing to fetch.
 def _nearest_first(source: str) -> tuple[int, str]:
     return (0 if source == "local" else 1, source)

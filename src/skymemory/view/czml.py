@@ -1,8 +1,8 @@
-"""A scenario as CZML, which Cesium plays: satellites, hosts, the box with its links, and the beams.
+"""A scenario as CZML, the format that Cesium plays: satellites, hosts, the box with its links, and the beams.
 
-Positions are Earth-fixed, sampled every minute; between samples Cesium interpolates. (Its inertial frame is ICRF, from
-which ours has precessed by a third of a degree since 2000: 42 km in orbit.) Of a large shell or a long scenario only
-satellites that are ever in the box, or carry a beam, are in the file.
+Positions are Earth-fixed and sampled every minute; Cesium interpolates between samples. (Its inertial frame is ICRF,
+from which the shell's frame has precessed by a third of a degree since 2000: 42 km in orbit.) For a large shell or a
+long scenario the file contains only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from skymemory.testbed.connect import clock_of, sky_of
 
 SAMPLE_S = 60.0
 INTERPOLATION_DEGREE = 5
-"""With samples a minute apart it is wrong by metres at most."""
+"""Degree of interpolation. With samples a minute apart the error is a few metres at most."""
 MOST_SHOWN_S = 7200.0
-"""Of a longer scenario its first two hours are shown."""
+"""Limit of the shown time. A longer scenario is cut to its first two hours."""
 _MOST_SAMPLES = 40_000
 _STEPS = 2000
 _BOX, _REST = [245, 169, 78, 255], [147, 161, 173, 160]
@@ -38,8 +38,9 @@ _BEAM, _LINK, _HOST = [209, 73, 91, 255], [46, 111, 149, 200], [31, 138, 76, 255
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """From ``from_s`` to ``to_s`` after the start these satellites are the box (in the order of the servers), or carry
-    a beam.
+    """Time in which the same satellites are the box (in the order of the servers) or carry a beam.
+
+    ``from_s`` and ``to_s`` are seconds after the start.
     """
 
     from_s: float
@@ -49,7 +50,7 @@ class Spell:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What changes in a scenario: the box, and each host's beams."""
+    """Changes of a scenario: the box, and each host's beams."""
 
     shown_s: float
     box: tuple[Spell, ...]
@@ -57,13 +58,12 @@ class Timeline:
 
     @property
     def satellites(self) -> set[SatelliteId]:
-        """Those that are ever in it."""
-        spells = [*self.box, *(one for its in self.beams for one in its)]
-        return {satellite for one in spells for satellite in one.satellites}
+        spells = [*self.box, *(spell for host_beams in self.beams for spell in host_beams)]
+        return {satellite for spell in spells for satellite in spell.satellites}
 
 
 def timeline_of(scenario: Scenario) -> Timeline:
-    """Looked at every second, or 2000 times.
+    """Return the timeline, sampled every second, or 2000 times.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit.
@@ -86,10 +86,12 @@ def timeline_of(scenario: Scenario) -> Timeline:
         boxes.append(box)
         for host in hosts:
             access = scenario.access(host)
-            seen = () if access == "onboard" else sights[host].in_sight(sky.centre_at(moves), clock.sky_s(now_s))
-            direct = tuple(one for one in seen[1:] if one in box) if access == "hybrid" else ()
-            beams[host].append(box if access not in ("gateway", "hybrid", "onboard") else (*seen[:1], *direct))
-    return Timeline(shown_s, _spells(times, boxes, shown_s), tuple(_spells(times, its, shown_s) for its in beams))
+            visible = () if access == "onboard" else sights[host].in_sight(sky.centre_at(moves), clock.sky_s(now_s))
+            direct = tuple(satellite for satellite in visible[1:] if satellite in box) if access == "hybrid" else ()
+            beams[host].append(box if access not in ("gateway", "hybrid", "onboard") else (*visible[:1], *direct))
+    return Timeline(
+        shown_s, _spells(times, boxes, shown_s), tuple(_spells(times, host_beams, shown_s) for host_beams in beams)
+    )
 
 
 def _spells(times: Sequence[float], found: Sequence[tuple[SatelliteId, ...]], end_s: float) -> tuple[Spell, ...]:
@@ -99,30 +101,30 @@ def _spells(times: Sequence[float], found: Sequence[tuple[SatelliteId, ...]], en
 
 
 def moment(unix_s: float) -> str:
-    """As CZML writes it: ISO 8601, UTC."""
+    """Format a time for CZML: ISO 8601, UTC."""
     return datetime.fromtimestamp(round(unix_s, 3), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
-    """The packets, the document's first.
+    """Return the packets, the document's packet first.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
     """
-    shown = timeline_of(scenario)
+    timeline = timeline_of(scenario)
     shell, torus = scenario.preset.shell, scenario.preset.torus
-    began_unix_s = scenario.preset.epoch_unix_s + scenario.start_s
-    samples_s = np.append(np.arange(0.0, shown.shown_s, SAMPLE_S), shown.shown_s)
+    start_unix_s = scenario.preset.epoch_unix_s + scenario.start_s
+    samples_s = np.append(np.arange(0.0, timeline.shown_s, SAMPLE_S), timeline.shown_s)
     # Interpolation of degree n needs n + 1 samples, so a short scenario is sampled beyond its end.
     while len(samples_s) <= INTERPOLATION_DEGREE:
         samples_s = np.append(samples_s, samples_s[-1] + SAMPLE_S)
 
     def interval(from_s: float, to_s: float) -> str:
-        return f"{moment(began_unix_s + from_s)}/{moment(began_unix_s + to_s)}"
+        return f"{moment(start_unix_s + from_s)}/{moment(start_unix_s + to_s)}"
 
-    whole = interval(0.0, shown.shown_s)
-    box = {satellite for one in shown.box for satellite in one.satellites}
-    named = shown.satellites if torus.size * len(samples_s) > _MOST_SAMPLES else set(torus.satellites())
+    shown_interval = interval(0.0, timeline.shown_s)
+    box = {satellite for spell in timeline.box for satellite in spell.satellites}
+    named = timeline.satellites if torus.size * len(samples_s) > _MOST_SAMPLES else set(torus.satellites())
     positions_m = shell.positions_m(scenario.start_s + samples_s)
     turned_rad = ground_angle_rad(shell.model, scenario.preset.epoch_unix_s, scenario.start_s + samples_s)
     cos, sin = np.cos(turned_rad)[:, None, None], np.sin(turned_rad)[:, None, None]
@@ -134,8 +136,8 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
             "name": scenario.title or scenario.preset.name,
             "version": "1.0",
             "clock": {
-                "interval": whole,
-                "currentTime": moment(began_unix_s),
+                "interval": shown_interval,
+                "currentTime": moment(start_unix_s),
                 "multiplier": 10,
                 "range": "LOOP_STOP",
                 "step": "SYSTEM_CLOCK_MULTIPLIER",
@@ -148,9 +150,9 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
             {
                 "id": _id(satellite),
                 "name": f"plane {satellite.plane}, slot {satellite.slot}",
-                "availability": whole,
+                "availability": shown_interval,
                 "position": {
-                    "epoch": moment(began_unix_s),
+                    "epoch": moment(start_unix_s),
                     "referenceFrame": "FIXED",
                     "interpolationAlgorithm": "LAGRANGE",
                     "interpolationDegree": INTERPOLATION_DEGREE,
@@ -175,33 +177,40 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
                 "label": {"text": host.name, "font": "14px sans-serif", "pixelOffset": {"cartesian2": [0, -18]}},
             }
         )
-        for (satellite, *_), its in _by_pair(shown.beams[number]):
-            packets.append(_line(f"host {host.name}", satellite, [interval(*one) for one in its], _BEAM))
-    for ends, its in _by_pair(shown.box, torus):
-        packets.append(_line(_id(ends[0]), ends[1], [interval(*one) for one in its], _LINK))
+        for (satellite, *_), times in _by_pair(timeline.beams[number]):
+            packets.append(_line(f"host {host.name}", satellite, [interval(*time) for time in times], _BEAM))
+    for ends, times in _by_pair(timeline.box, torus):
+        packets.append(_line(_id(ends[0]), ends[1], [interval(*time) for time in times], _LINK))
     return packets
 
 
 def _by_pair(
     spells: Iterable[Spell], torus: Torus | None = None
 ) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
-    """When each satellite has a beam or, with a torus, when two neighbours are both in the box; spells that follow each
-    other as one.
+    """Return the times in which each satellite has a beam, or with a torus, in which two neighbours are both in the
+    box.
+
+    Consecutive spells are merged.
     """
-    found: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
-    for one in spells:
-        inside = set(one.satellites)
-        pairs: list[tuple[SatelliteId, ...]] = [(here,) for here in one.satellites]
+    times_by_pair: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
+    for spell in spells:
+        inside = set(spell.satellites)
+        pairs: list[tuple[SatelliteId, ...]] = [(satellite,) for satellite in spell.satellites]
         if torus is not None:
-            pairs = [(here, there) for here in sorted(inside) for there in torus.neighbours(here) if there in inside]
+            pairs = [
+                (satellite, neighbour)
+                for satellite in sorted(inside)
+                for neighbour in torus.neighbours(satellite)
+                if neighbour in inside
+            ]
             pairs = list(dict.fromkeys(tuple(sorted(pair)) for pair in pairs))
         for pair in pairs:
-            before = found.setdefault(pair, [])
-            if before and before[-1][1] == one.from_s:
-                before[-1] = before[-1][0], one.to_s
+            before = times_by_pair.setdefault(pair, [])
+            if before and before[-1][1] == spell.from_s:
+                before[-1] = before[-1][0], spell.to_s
             else:
-                before.append((one.from_s, one.to_s))
-    return sorted(found.items())
+                before.append((spell.from_s, spell.to_s))
+    return sorted(times_by_pair.items())
 
 
 def _id(satellite: SatelliteId) -> str:
@@ -223,7 +232,12 @@ def _line(one: str, satellite: SatelliteId, intervals: list[str], rgba: list[int
 
 
 def write_czml(scenario: Scenario, path: Path) -> Path:
-    """Raises ``InvalidInput`` as ``czml_of``, ``OSError`` where it cannot be written."""
+    """Write the scenario to ``path``.
+
+    Raises:
+        InvalidInput: as ``czml_of``.
+        OSError: the file cannot be written.
+    """
     packets = ",\n".join(json.dumps(packet, separators=(",", ":")) for packet in czml_of(scenario))
     write_output(path, f"[{packets}]\n".encode())
     return path

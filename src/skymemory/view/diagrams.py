@@ -1,4 +1,4 @@
-"""Figures 3, 11 and 12 of the SkyMemory paper, drawn from the objects that run: torus, index, placement, geometry."""
+"""Figures 3, 11 and 12 of the SkyMemory paper, drawn from running objects: torus, index, placement, geometry."""
 
 from __future__ import annotations
 
@@ -37,35 +37,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ELEVATION_DEG, _AZIMUTH_DEG = 50, -154
-"""From where the torus is seen: the centre's slot is in front."""
+"""Direction from which the torus is seen: the centre's slot is in front."""
 GRID, GRID_CENTRE = Torus(5, 7), SatelliteId(2, 3)
 
 
 def draw_grid() -> Figure:
-    """Figure 3: the +GRID as a map, and closed to a torus."""
+    """Draw figure 3: the +GRID as a map, and closed to a torus."""
     figure = new_figure(WIDE_IN, 3.1)
     flat = figure.add_subplot(1, 2, 1)
     ring: Any = figure.add_subplot(1, 2, 2, projection="3d")  # mplot3d has no types
     linked = GRID.neighbours(GRID_CENTRE)
-    for here in GRID.satellites():
-        # East and south of each are all links, once.
-        for there in (GRID.east(here), GRID.south(here)):
-            plus = GRID_CENTRE in (here, there)
+    for satellite in GRID.satellites():
+        # The links to the east and south of each satellite are all links, once.
+        for neighbour in (GRID.east(satellite), GRID.south(satellite)):
+            plus = GRID_CENTRE in (satellite, neighbour)
             colour, width = (AMBER, 2.2) if plus else (GREY, 0.8)
-            dx, dy = there.slot - here.slot, there.plane - here.plane
+            dx, dy = neighbour.slot - satellite.slot, neighbour.plane - satellite.plane
             if abs(dx) + abs(dy) == 1:
-                flat.plot([here.slot, there.slot], [here.plane, there.plane], color=colour, linewidth=width, zorder=1)
-            else:  # around the ring: leaves at one edge, comes back at the other
+                flat.plot(
+                    [satellite.slot, neighbour.slot],
+                    [satellite.plane, neighbour.plane],
+                    color=colour,
+                    linewidth=width,
+                    zorder=1,
+                )
+            else:  # around the ring: leaves at one edge and returns at the other
                 half = 0.42 if dy == 0 else 0.0, 0.42 if dx == 0 else 0.0
-                for end, sign in ((here, 1), (there, -1)):
+                for end, sign in ((satellite, 1), (neighbour, -1)):
                     xs = [end.slot, end.slot + sign * half[0]]
                     ys = [end.plane, end.plane + sign * half[1]]
                     flat.plot(xs, ys, ":", color=GREY, linewidth=1.1, zorder=1)
-            points = _arc(here, there)
+            points = _arc(satellite, neighbour)
             ring.plot(*zip(*points, strict=True), color=colour, linewidth=width, alpha=_alpha(points[4]))
-        colour = GREEN if here == GRID_CENTRE else AMBER if here in linked else PAPER
-        flat.plot(here.slot, here.plane, "o", color=colour, markeredgecolor=INK, markersize=6.5, zorder=2)
-        at = _on_ring(here.plane, here.slot)
+        colour = GREEN if satellite == GRID_CENTRE else AMBER if satellite in linked else PAPER
+        flat.plot(satellite.slot, satellite.plane, "o", color=colour, markeredgecolor=INK, markersize=6.5, zorder=2)
+        at = _on_ring(satellite.plane, satellite.slot)
         ring.plot(*at, "o", color=colour, markeredgecolor=INK, markersize=4, alpha=_alpha(at))
     flat.set_xlim(-0.6, GRID.slots_per_plane - 0.4)
     flat.set_ylim(GRID.planes - 0.4, -0.6)
@@ -88,14 +94,14 @@ def draw_grid() -> Figure:
 
 
 def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
-    """A point of the torus: slots go round the large circle, planes round the small one."""
+    """Return a point of the torus: slots follow the large circle, planes the small circle."""
     around, across = 2 * math.pi * slot / GRID.slots_per_plane, 2 * math.pi * plane / GRID.planes
     radius = 1 + 0.42 * math.cos(across)
     return radius * math.cos(around), radius * math.sin(around), 0.42 * math.sin(across)
 
 
 def _alpha(point: tuple[float, float, float]) -> float:
-    """Fainter towards the back, which would be hidden if the torus were solid."""
+    """Return the opacity of a point: fainter towards the back."""
     up, around = math.radians(_ELEVATION_DEG), math.radians(_AZIMUTH_DEG)
     towards = math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)
     near = sum(a * b for a, b in zip(point, towards, strict=True)) / 1.42
@@ -103,28 +109,36 @@ def _alpha(point: tuple[float, float, float]) -> float:
 
 
 def _arc(here: SatelliteId, there: SatelliteId) -> list[tuple[float, float, float]]:
-    """The link on the torus, by the shorter way."""
     d_slot, d_plane = GRID.delta(here, there)
     return [_on_ring(here.plane + d_plane * step / 8, here.slot + d_slot * step / 8) for step in range(9)]
 
 
 def _grid_numbers() -> Numbers:
     rows = []
-    for here in GRID.satellites():
-        for direction, there in zip(("north", "east", "south", "west"), GRID.neighbours(here), strict=True):
-            wraps = abs(there.slot - here.slot) + abs(there.plane - here.plane) > 1
-            rows.append((here.slot + 1, here.plane + 1, direction, there.slot + 1, there.plane + 1, int(wraps)))
+    for satellite in GRID.satellites():
+        for direction, neighbour in zip(("north", "east", "south", "west"), GRID.neighbours(satellite), strict=True):
+            wraps = abs(neighbour.slot - satellite.slot) + abs(neighbour.plane - satellite.plane) > 1
+            rows.append(
+                (
+                    satellite.slot + 1,
+                    satellite.plane + 1,
+                    direction,
+                    neighbour.slot + 1,
+                    neighbour.plane + 1,
+                    int(wraps),
+                )
+            )
     return Numbers(("satellite", "plane", "link", "to_satellite", "to_plane", "wraps_around"), rows)
 
 
 BLOCK_TOKENS, LOOKED_UP_BLOCKS, KNOWN_BLOCKS = 128, 4, 3
 _CHUNK_BYTES, _BLOCK_BYTES = 6144, 2_883_584
-"""A block of TinyLlama-1.1B in 16 bit."""
+"""Bytes of a chunk, and of a block of TinyLlama-1.1B in 16 bit."""
 _ROTATIONS = 1
 
 
 class _LookUp:
-    """One lookup from a prompt to chunks: three of its four blocks were stored before, one rotation ago."""
+    """A lookup from a prompt to chunks: three of its four blocks were stored a rotation ago."""
 
     def __init__(self) -> None:
         self.prompt = "".join(
@@ -154,55 +168,55 @@ def _looked_up() -> _LookUp:
 
 
 def draw_look_up() -> Figure:
-    """Figure 11: from a prompt to its chunks, every value computed by the code that serves."""
-    one = _looked_up()
+    """Draw figure 11: from a prompt to its chunks, with values computed by the serving code."""
+    query = _looked_up()
     figure = new_figure(WIDE_IN, 5.0)
     axes = figure.add_subplot()
     axes.set_xlim(0, 100.4)
     axes.set_ylim(66, 0)
     axes.axis("off")
-    left, wide = 18.0, 81.8
+    left_edge, wide = 18.0, 81.8
 
     def stage(y: float, name: str, what: str) -> None:
         axes.text(0, y, name, fontsize=8, fontweight="bold", va="center")
         axes.text(0, y + 2.8, what, fontsize=7, va="center", color="#5b6b78")
 
-    stage(3.0, "prompt", f"{len(one.prompt)} characters")
-    words = one.prompt[:96].rstrip() + " …"
-    _box(axes, left, 0.5, wide, 6.5, words, ORANGES[5])
+    stage(3.0, "prompt", f"{len(query.prompt)} characters")
+    words = query.prompt[:96].rstrip() + " …"
+    _box(axes, left_edge, 0.5, wide, 6.5, words, ORANGES[5])
     stage(16.0, "blocks", f"{BLOCK_TOKENS} tokens each")
     cells, gap = LOOKED_UP_BLOCKS + 1, 1.5
     size = (wide - gap * (cells - 1)) / cells
     for block in range(cells):
-        x = left + block * (size + gap)
-        full = block < len(one.hashes)
-        first, last = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, len(one.tokens)) - 1
+        x = left_edge + block * (size + gap)
+        full = block < len(query.hashes)
+        first, last = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, len(query.tokens)) - 1
         _box(axes, x, 13.5, size, 6.5, f"tokens {first}–{last}", ORANGES[4] if full else PAPER)
         if not full:
             axes.text(x + size, 24.0, "not full: computed", ha="right", va="center", fontsize=7)
             continue
-        held = block < one.found
-        _box(axes, x, 27.0, size, 6.5, one.hashes[block][:4].hex(), "#d8ecdf" if held else PAPER)
+        is_known = block < query.found
+        _box(axes, x, 27.0, size, 6.5, query.hashes[block][:4].hex(), "#d8ecdf" if is_known else PAPER)
         _arrow(axes, x + size / 2, 20.0, x + size / 2, 27.0)
         if block:
             _arrow(axes, x - gap - 0.2, 30.2, x + 0.2, 30.2)
     stage(29.5, "hashes", "each of all before")
     stage(42.0, "radix index", "on the ground")
-    info = one.entry
+    info = query.entry
     text = (
-        f"longest prefix: {one.found} of {len(one.hashes)} blocks → {info.chunks} chunks of {_CHUNK_BYTES:,} bytes"
+        f"longest prefix: {query.found} of {len(query.hashes)} blocks → {info.chunks} chunks of {_CHUNK_BYTES:,} bytes"
         f" on {info.servers} servers, {info.strategy}, set at {info.slot_moves} rotations"
     )
-    _box(axes, left, 39.5, wide, 6.5, text, "#d8ecdf")
-    x = left + (one.found - 1) * (size + gap) + size / 2
+    _box(axes, left_edge, 39.5, wide, 6.5, text, "#d8ecdf")
+    x = left_edge + (query.found - 1) * (size + gap) + size / 2
     _arrow(axes, x, 33.5, x, 39.5)
     stage(56.0, "chunks", "(satellite, plane)")
     axes.text(0, 61.6, "one rotation later", fontsize=7, va="center", color="#5b6b78")
-    _arrow(axes, left + wide / 2, 46.0, left + wide / 2, 52.0)
+    _arrow(axes, left_edge + wide / 2, 46.0, left_edge + wide / 2, 52.0)
     small = (wide - 0.8 * (info.servers - 1)) / info.servers
-    for server, satellite in enumerate(one.now):
-        at = left + server * (small + 0.8)
-        words = f"server {server + 1}\n({satellite.slot + 1},{satellite.plane + 1})\n{one.chunks_on(server)} chunks"
+    for server, satellite in enumerate(query.now):
+        at = left_edge + server * (small + 0.8)
+        words = f"server {server + 1}\n({satellite.slot + 1},{satellite.plane + 1})\n{query.chunks_on(server)} chunks"
         _box(axes, at, 52.0, small, 13.0, words, ORANGES[3] if server == 0 else ORANGES[5])
     figure.suptitle("Figure 11. From a prompt to its chunks: one lookup, with the values that it computes", color=INK)
     return figure
@@ -221,13 +235,13 @@ def _arrow(axes: Axes, x0: float, y0: float, x1: float, y1: float) -> None:
 
 
 def _look_up_numbers() -> Numbers:
-    one = _looked_up()
+    query = _looked_up()
     rows: list[tuple[object, ...]] = [
-        ("block", at + 1, key.hex(), int(at < one.found), "", "", "") for at, key in enumerate(one.hashes)
+        ("block", at + 1, key.hex(), int(at < query.found), "", "", "") for at, key in enumerate(query.hashes)
     ]
     rows += [
-        ("server", server + 1, "", "", satellite.slot + 1, satellite.plane + 1, one.chunks_on(server))
-        for server, satellite in enumerate(one.now)
+        ("server", server + 1, "", "", satellite.slot + 1, satellite.plane + 1, query.chunks_on(server))
+        for server, satellite in enumerate(query.now)
     ]
     return Numbers(("what", "number", "hash", "in_index", "satellite", "plane", "chunks"), rows)
 
@@ -241,7 +255,7 @@ _SEEN_SLOTS = 2
 
 
 def _geometry_numbers() -> Numbers:
-    """Each offset from the satellite overhead: the paper's distances, the exact one, and the elevation."""
+    """Return each offset from the satellite overhead, the paper's distances, the exact distance, and the elevation."""
     shell = _paper_shell()
     rows = []
     for d_plane in range(-4, 5):
@@ -253,13 +267,13 @@ def _geometry_numbers() -> Numbers:
 
 
 def _elevation_deg(shell: Shell, slant_m: float) -> float:
-    """Of a satellite at this distance from the host, by the law of cosines."""
+    """Return the elevation of a satellite at this distance from the host, by the law of cosines."""
     r, e = shell.radius_m, EARTH_RADIUS_M
     return math.degrees(math.asin((r * r - e * e - slant_m * slant_m) / (2 * e * slant_m)))
 
 
 def draw_geometry() -> Figure:
-    """Figure 12: the paper's triangle, and the same satellites over a round Earth, to scale."""
+    """Draw figure 12: the paper's triangle, and the same satellites over a round Earth, to scale."""
     shell = _paper_shell()
     figure = new_figure(WIDE_IN, 4.9)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1.0))
@@ -271,11 +285,9 @@ def draw_geometry() -> Figure:
 
 
 _TARGET = (1, 3)
-"""Slots and planes from the satellite overhead to the one whose distance is drawn."""
 
 
 def _box_above(axes: Axes, shell: Shell) -> None:
-    """From above: D, by equation 3."""
     d_m, d_n = shell.d_m_m() / 1e3, shell.d_n_max_m() / 1e3
     for plane in range(5):
         for slot in range(3):
@@ -300,7 +312,6 @@ def _box_above(axes: Axes, shell: Shell) -> None:
 
 
 def _triangle(axes: Axes, shell: Shell) -> None:
-    """From the side: x, by equation 4."""
     flat_km = math.hypot(_TARGET[0] * shell.d_m_m(), _TARGET[1] * shell.d_n_max_m()) / 1e3
     height_km, slant_km = shell.altitude_m / 1e3, shell.slant_m(*_TARGET, model="paper") / 1e3
     exact_km = shell.slant_m(*_TARGET) / 1e3
@@ -326,7 +337,7 @@ def _triangle(axes: Axes, shell: Shell) -> None:
 
 
 def _round_earth(axes: Axes, shell: Shell) -> None:
-    """To scale: satellites of the plane overhead, which the host sees above its horizon or not."""
+    """Draw satellites of the plane overhead to scale, above and below the host's horizon."""
     import numpy as np
 
     r_km, e_km = shell.radius_m / 1e3, EARTH_RADIUS_M / 1e3

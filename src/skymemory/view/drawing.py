@@ -1,6 +1,6 @@
-"""Common drawing code: matplotlib without a display, one style, deterministic files; figures with their numbers.
+"""Common drawing code: matplotlib without a display, a common style, deterministic files; figures with their numbers.
 
-Text is 7 points and more at print size, and no figure is wider than two columns of a journal, ``WIDE_IN``.
+Text has at least 7 points at print size, and no figure is wider than two columns of a journal (``WIDE_IN``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 PRINT_DPI, SCREEN_DPI = 300, 110
 WIDE_IN = 7.0
-"""Width of two columns and the gap between them."""
+"""Width in inches of two columns and the gap between them."""
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
-"""Tints of the box by hops from the centre; the last also for all further hops."""
+"""Tints of the box by hops from the centre. The last tint is also for all further hops."""
 RED, BLUE, GREY, AMBER = "#d1495b", "#2e6f95", "#93a1ad", "#f5a94e"
 SERIES = {
     "rotation": (RED, "s", "rotation"),
     "hop": (BLUE, "^", "hop (on board)"),
     "rotation_hop": (GREEN, "o", "rotation + hop"),
 }
-"""Colour, marker and name of a strategy."""
 
 _STYLE: dict[str, Any] = {
     "axes.edgecolor": FAINT,
@@ -57,11 +56,11 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.4,
     "lines.markersize": 3.5,
-    # Type 42: letters of a PDF can be searched, and journals take no type 3.
+    # Type 42: the letters of a PDF can be searched, and journals reject type 3.
     "pdf.fonttype": 42,
-    # Text stays text: searchable, and small files.
+    # Text stays text: searchable, and in small files.
     "svg.fonttype": "none",
-    # Ids in an SVG are hashes with a salt, random by default: files would differ at every run.
+    # Ids in an SVG are hashed with a salt that is random by default, so files would differ at every run.
     "svg.hashsalt": "skymemory",
     "text.color": INK,
     "xtick.color": INK,
@@ -72,7 +71,11 @@ _STYLE: dict[str, Any] = {
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure in the common style, without a display. Raises ``MissingExtra`` without matplotlib."""
+    """Return an empty figure in the common style, without a display.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -86,14 +89,18 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def drawing_path(path: Path) -> Path:
-    """``path`` if its suffix is one of ``FORMATS``."""
+    """Return ``path`` if its suffix is one of ``FORMATS``.
+
+    Raises:
+        InvalidInput: another suffix.
+    """
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         raise InvalidInput(f"{path}: expected the suffix {', '.join('.' + name for name in FORMATS)}")
     return path
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
-    """Writes the figure in the format of its suffix, without dates, so that files are deterministic."""
+    """Write the figure in the format of its suffix, without dates, so that files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
@@ -102,7 +109,6 @@ def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
 
 
 def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
-    """Writes a figure's data as CSV; values with a comma are quoted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as stream:
         lines = csv.writer(stream, lineterminator="\n")
@@ -112,28 +118,26 @@ def save_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]
 
 
 class Numbers(NamedTuple):
-    """What a figure shows, as rows."""
-
     header: tuple[str, ...]
     rows: Sequence[Sequence[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A figure or a table of a document: how it is drawn, and its numbers."""
+    """A figure or a table of a document: its drawing and its numbers."""
 
     stem: str
-    """Of its files: ``figure-16``."""
     title: str
     draw: Callable[[], Figure]
     numbers: Callable[[], Numbers]
     table: bool = False
-    """A table is written as Markdown too."""
+    """True for a table, which is also written as Markdown."""
 
     def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
-        """Writes the drawing in each format, the numbers as CSV, a table as Markdown; returns the files.
+        """Write the drawing in each format, the numbers as CSV, and a table as Markdown. Return the files.
 
-        Raises ``MissingExtra`` without matplotlib.
+        Raises:
+            MissingExtra: matplotlib is not installed.
         """
         figure = self.draw()
         written = [save(figure, folder / f"{self.stem}.{ending}", dpi) for ending in formats]
@@ -146,7 +150,7 @@ class Exhibit:
 
 
 def cell(value: object) -> str:
-    """A value as a table shows it: four digits, thousands apart, "–" for none."""
+    """Format a value for a table: four digits, separated thousands, "–" for None."""
     if value is None or value == "":
         return "–"
     if isinstance(value, float):
@@ -155,7 +159,6 @@ def cell(value: object) -> str:
 
 
 def as_markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; columns of numbers are aligned to the right."""
     listed = [list(row) for row in rows]
     lines = [f"| {' | '.join(header)} |", f"| {' | '.join('---:' if right else '---' for right in _right(listed))} |"]
     lines += [f"| {' | '.join(cell(value).replace('|', chr(92) + '|') for value in row)} |" for row in listed]
@@ -167,11 +170,10 @@ def _right(rows: Sequence[Sequence[object]]) -> list[bool]:
 
 
 ROW_IN = 0.235
-"""Height of a table's row."""
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """A table in the manner of journals: three rules, no lines between columns. ``heads``: instead of the header."""
+    """Draw a table in the style of journals: three rules, no lines between columns. ``heads`` replaces the header."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)
@@ -186,11 +188,11 @@ def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str
 
 
 _NO_LETTERS = str.maketrans("", "", "$_")
-"""Marks of mathematical text, which take no room."""
+"""Marks of mathematical text, which take no space."""
 
 
 def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """The table on ``axes``: row ``i`` has its middle at ``y = i``."""
+    """Draw the table on ``axes``. Row ``i`` has its middle at ``y = i``."""
     texts = [[cell(value) for value in row] for row in rows]
     longest = [
         max(max(len(line.translate(_NO_LETTERS)) for line in head.split("\n")), *(len(row[at]) for row in texts))
@@ -198,30 +200,31 @@ def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]
     ]
     right = _right(rows)
     lines = 1 + max(head.count("\n") for head in heads)
-    left, gap = 0.0, 2.2  # in letters
+    column_x, gap = 0.0, 2.2  # in letters
     for at, head in enumerate(heads):
-        x = left + (longest[at] if right[at] else 0)
+        x = column_x + (longest[at] if right[at] else 0)
         side = "right" if right[at] else "left"
         axes.text(x, -0.62, head, ha=side, va="bottom", fontsize=7.5, fontweight="bold", linespacing=1.15)
         for row, line in enumerate(texts):
             axes.text(x, row, line[at], ha=side, va="center", fontsize=7.5)
-        left += longest[at] + gap
+        column_x += longest[at] + gap
     top = -0.75 - 0.62 * lines
     for y, width in ((top, 1.1), (-0.55, 0.7), (len(rows) - 0.5, 1.1)):
-        axes.plot([0, left - gap], [y, y], color=INK, linewidth=width, clip_on=False)
-    axes.set_xlim(0, left - gap)
+        axes.plot([0, column_x - gap], [y, y], color=INK, linewidth=width, clip_on=False)
+    axes.set_xlim(0, column_x - gap)
     axes.set_ylim(len(rows) - 0.4, top - 0.1)
     axes.axis("off")
 
 
 def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
-    """One layout on ``axes``: a square per satellite, orange in the box, the overhead one circled in green.
+    """Draw a layout on ``axes``: a square per satellite, orange in the box, a green circle around the satellite
+    overhead.
 
-    Servers that were handed over leave a faint number behind and an arrow to where they are.
+    Servers that were handed over have a faint number at their old place and an arrow to the new place.
     """
     from matplotlib.patches import Circle, Rectangle
 
-    # Lines, not a square for each satellite: 225 of them took seconds and made large files.
+    # Lines, not a square per satellite: 225 squares took seconds and made large files.
     wide, high = len(shown.columns), len(shown.rows)
     axes.hlines([row - 0.5 for row in range(high + 1)], -0.5, wide - 0.5, color=FAINT, linewidth=0.8, zorder=0)
     axes.vlines([column - 0.5 for column in range(wide + 1)], -0.5, high - 0.5, color=FAINT, linewidth=0.8, zorder=0)
@@ -251,7 +254,7 @@ def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    # Arrows along a row would lie over the squares between: they are bent more.
+    # Arrows along a row would lie over the squares between, so they are bent more.
     bend = 0.22 if start[1] == end[1] else 0.1
     axes.annotate(
         "",

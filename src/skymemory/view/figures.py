@@ -1,7 +1,7 @@
-"""The SkyMemory paper's figures and tables, and the disclosure's, computed by our code.
+"""The figures and tables of the SkyMemory paper and of the disclosure, computed by this project's code.
 
-Here: 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency), tables 1 and 2, and of the disclosure its
-table of constellations and its D_N(t). Figures 3, 11 and 12 are drawn in ``diagrams``, 9 and 10 in
+This module has figures 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency), tables 1 and 2, and from the
+disclosure the table of constellations and D_N(t). Figures 3, 11 and 12 are in ``diagrams``, 9 and 10 in
 ``protocol_sequence``.
 """
 
@@ -63,7 +63,7 @@ _PANELS: dict[Parameter, tuple[str, str, float, Sequence[int]]] = {
 
 
 def link_delays_ms() -> Iterator[tuple[int, int, float]]:
-    """Satellites in a plane, altitude in km, one-way light time to the neighbour in ms (equation 1)."""
+    """Yield satellites in a plane, altitude in km, and one-way light time to the neighbour in ms (equation 1)."""
     for count in SATELLITE_COUNTS:
         for altitude_km in ALTITUDES_KM:
             yield count, altitude_km, neighbour_chord_m(count, altitude_km * 1e3) / SPEED_OF_LIGHT_M_S * 1e3
@@ -74,7 +74,6 @@ def _link_delay_numbers() -> Numbers:
 
 
 def draw_link_delay_surface() -> Figure:
-    """Figure 1: link delay over altitude and satellites in a plane."""
     import numpy as np
 
     figure = new_figure(5.2, 3.6)
@@ -95,7 +94,7 @@ def draw_link_delay_surface() -> Figure:
 
 
 def draw_link_delay_contours() -> Figure:
-    """Figure 2: the same as contours, with the paper's 2 ms line at 50 satellites."""
+    """Draw figure 2: the same as contours, with the paper's 2 ms line at 50 satellites."""
     import numpy as np
 
     figure = new_figure(5.2, 3.5)
@@ -105,14 +104,15 @@ def draw_link_delay_contours() -> Figure:
     shades = axes.contourf(altitude_km, count, delay_ms, levels=[1, 1.5, 2, 3, 4, 6, 8, 12, 18], cmap="YlOrBr")
     levels = [1.5, 2, 3, 4, 6, 8, 12]
     lines = axes.contour(altitude_km, count, delay_ms, levels=levels, colors=INK, linewidths=0.8)
-    # On one vertical: by itself a label may fall on the paper's line. The one of 12 ms would be dark on dark.
+    # On a vertical line, because an automatic label may fall on the paper's line. A label of 12 ms would be dark on
+    # dark.
     places = [(260, 93), *((1450, m) for m in (82, 55, 41, 27.3, 20.5))]
     axes.clabel(lines, levels[:-1], fmt=lambda delay: f"{delay:g} ms", fontsize=7, manual=places)
     figure.colorbar(shades, ax=axes, label="delay of a link, ms")
     axes.set_xlabel("altitude h, km")
     axes.set_ylabel("satellites in a plane, M")
     axes.set_title("Figure 2. Under 2 ms takes 73 satellites in a plane at 550 km")
-    # The paper says 50 satellites give 2 ms; by its own equation 1 it takes 73 at 550 km.
+    # The paper says that 50 satellites give 2 ms; by its own equation 1 it takes 73 at 550 km.
     axes.plot([550], [73], "o", color=INK, markersize=4.5)
     axes.annotate("73 at 550 km", (550, 73), (4, -11), textcoords="offset points", fontsize=7)
     axes.axhline(50, color=INK, linewidth=0.8, linestyle=":")
@@ -122,27 +122,25 @@ def draw_link_delay_contours() -> Figure:
 
 
 def draw_paper_map(number: int) -> Figure:
-    """Figure 4, 5, 6, 7 or 8."""
     figure = draw_layout(paper_map(number))
     figure.axes[0].set_title(f"Figure {number}. {PAPER_MAPS[number].caption.capitalize()}")
     return figure
 
 
 def _map_numbers(number: int) -> Numbers:
-    """All 1-based; ``from`` is where a server was before the rotation, if it moved."""
-    shown = paper_map(number)
-    came = {server: source for server, source, _ in shown.handovers}
+    """Return the map's numbers, all 1-based. ``from`` is the place of a server before the rotation, if it moved."""
+    shown_map = paper_map(number)
+    sources = {server: source for server, source, _ in shown_map.handovers}
     rows = []
-    for server in range(shown.placement.servers):
-        here = shown.placement.locate(server, (0, 0), shown.now_moves)
-        source = came.get(server)
+    for server in range(shown_map.placement.servers):
+        satellite = shown_map.placement.locate(server, (0, 0), shown_map.now_moves)
+        source = sources.get(server)
         before = ("", "") if source is None else (source.slot + 1, source.plane + 1)
-        rows.append((server + 1, here.slot + 1, here.plane + 1, *before))
+        rows.append((server + 1, satellite.slot + 1, satellite.plane + 1, *before))
     return Numbers(("server", "satellite", "plane", "from_satellite", "from_plane"), rows)
 
 
 def draw_layout(shown: LayoutMap) -> Figure:
-    """Any layout, sized by its map."""
     width_in = max(3.4, min(16.0, 0.42 * len(shown.columns) + 0.8))
     height_in = max(2.1, min(16.0, 0.42 * len(shown.rows) + 0.95))
     figure = new_figure(width_in, height_in)
@@ -153,7 +151,7 @@ def draw_layout(shown: LayoutMap) -> Figure:
 
 
 def draw_layouts(number: int) -> Figure:
-    """Figures 13 to 15: 3×3, 5×5, 7×7 and 9×9 servers on 15 planes of 15 satellites."""
+    """Draw figures 13 to 15: 3×3, 5×5, 7×7 and 9×9 servers on 15 planes of 15 satellites."""
     strategy, name = LAYOUT_FIGURES[number]
     figure = new_figure(WIDE_IN, 7.4)
     for panel, servers, letter in zip(figure.subplots(2, 2).flat, LAYOUT_SIZES, "abcd", strict=True):
@@ -165,7 +163,7 @@ def draw_layouts(number: int) -> Figure:
 
 
 def layout_rows(number: int) -> Iterator[tuple[str, int, int, int, int]]:
-    """Data of figures 13 to 15, all 1-based: strategy, servers, server, satellite, plane."""
+    """Yield the data of figures 13 to 15, all 1-based: strategy, servers, server, satellite, plane."""
     strategy, _ = LAYOUT_FIGURES[number]
     for servers in LAYOUT_SIZES:
         placement = Placement.of(strategy, servers, PAPER_TORUS, PAPER_CENTRE)
@@ -178,7 +176,7 @@ def _layout_numbers(number: int) -> Numbers:
 
 
 def draw_latency() -> Figure:
-    """Figure 16: the worst server's latency against altitude, servers, KV cache size and processing time."""
+    """Draw figure 16: the worst server's latency against altitude, servers, KV cache size and processing time."""
     points = figure_16()
     figure = new_figure(WIDE_IN, 5.2)
     panels = figure.subplots(2, 2)
@@ -214,11 +212,10 @@ MEMORIES: dict[str, tuple[float, float, str]] = {
     "LEO (current RF)": (20e-3, 50e-3, "20–50 ms"),
     "LEO (theoretical laser)": (2e-3, 4e-3, "2–4 ms"),
 }
-"""Table 1, the papers' own: least and most seconds, and as printed."""
+"""Table 1, the papers' own: least and most seconds, and the printed text."""
 
 
 def draw_memories() -> Figure:
-    """Table 1, with its ranges drawn beside the words."""
     figure = new_figure(WIDE_IN, ROW_IN * (len(MEMORIES) + 2.4) + 0.5)
     words, ranges = figure.subplots(1, 2, width_ratios=(1, 1.5))
     fill_table(words, ("Memory", "Latency (paper)"), [(name, text) for name, (_, _, text) in MEMORIES.items()])
@@ -246,7 +243,7 @@ def _memory_numbers() -> Numbers:
 
 
 def _configuration() -> Numbers:
-    """Table 2, and what the authors' published script sweeps, which figure 16 follows."""
+    """Return table 2, and the sweep of the authors' published script, which figure 16 follows."""
 
     def swept(parameter: Parameter, scale: float, unit: str) -> str:
         values = [value * scale for value in SWEEPS[parameter]]
@@ -272,18 +269,18 @@ def _configuration() -> Numbers:
 
 
 DISCLOSED = {"Starlink A": "starlink-a", "Starlink B": "starlink-b", "Kuiper A": "kuiper-a", "Kuiper B": "kuiper-b"}
-"""The disclosure's constellations: its names, and our presets'."""
+"""Names of the disclosure's constellations, and their presets."""
 _ORBIT_STEPS = 360
 
 
 def disclosed_shell(name: str) -> Shell:
-    """The shell as the disclosure's table has it: without phasing, for which its D_N(t) is exact."""
+    """Return the shell of the disclosure's table: without phasing, for which its D_N(t) is exact."""
     shell = PRESETS[DISCLOSED[name]].shell
     return Shell(shell.planes, shell.slots_per_plane, shell.altitude_m, shell.inclination_deg)
 
 
 def constellations() -> Numbers:
-    """The disclosure's table 2, with what its equations give."""
+    """Return the disclosure's table 2, with the results of its equations."""
     rows: list[tuple[object, ...]] = []
     for name in DISCLOSED:
         shell = disclosed_shell(name)
@@ -355,7 +352,7 @@ def _lengths_over_an_orbit() -> Numbers:
 
 
 def draw_lengths_over_an_orbit() -> Figure:
-    """The disclosure's D_N(t) of its four constellations; dotted where the Earth or its air is in the way."""
+    """Draw the disclosure's D_N(t) of its four constellations, dotted if the Earth or its air blocks the link."""
     figure = new_figure(WIDE_IN, 3.0)
     near, far = figure.subplots(1, 2)
     rows = _lengths_over_an_orbit().rows
@@ -400,9 +397,9 @@ FIGURES: dict[int, Exhibit] = dict(
             2: _exhibit(2, "Delay of a link, as contours", draw_link_delay_contours, _link_delay_numbers),
             **{
                 number: _exhibit(
-                    number, shown.caption.capitalize(), partial(draw_paper_map, number), partial(_map_numbers, number)
+                    number, paper.caption.capitalize(), partial(draw_paper_map, number), partial(_map_numbers, number)
                 )
-                for number, shown in PAPER_MAPS.items()
+                for number, paper in PAPER_MAPS.items()
             },
             **{
                 number: _exhibit(
@@ -416,7 +413,6 @@ FIGURES: dict[int, Exhibit] = dict(
         }.items()
     )
 )
-"""The paper's figures, by its numbers."""
 
 TABLES: dict[str, Exhibit] = {
     "table-1": Exhibit("table-1", "Table 1. Latency of kinds of memory", draw_memories, _memory_numbers, table=True),
@@ -431,7 +427,7 @@ TABLES: dict[str, Exhibit] = {
         table=True,
     ),
 }
-"""The paper's tables but for the third, which is measured."""
+"""The paper's tables, except the third, which is measured."""
 
 DISCLOSURE: dict[str, Exhibit] = {
     "constellations": Exhibit(
@@ -439,17 +435,20 @@ DISCLOSURE: dict[str, Exhibit] = {
     ),
     "d-n": Exhibit("disclosure-d-n", "D_N(t) over an orbit", draw_lengths_over_an_orbit, _lengths_over_an_orbit),
 }
-"""The disclosure's own; its figures 1 to 9 are 1 to 11 of the paper."""
+"""The disclosure's own exhibits. Its figures 1 to 9 are 1 to 11 of the paper."""
 
 
 def check_figure(number: int) -> None:
-    """Raises InvalidInput for an unknown figure."""
+    """Check the number of a figure.
+
+    Raises:
+        InvalidInput: an unknown figure.
+    """
     if number not in FIGURES:
         known = ", ".join(map(str, sorted(FIGURES)))
         raise InvalidInput(f"figure {number} is not available; expected one of {known}")
 
 
 def write_figure(number: int, folder: Path) -> list[Path]:
-    """Draws one of the paper's figures into ``folder``; returns the files written."""
     check_figure(number)
     return FIGURES[number].write(folder)

@@ -1,7 +1,7 @@
 """Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
 
-Planes are rows, north above; satellites of a plane are columns. They fly east, so the box overhead walks west over the
-map. Numbers are 1-based, as in the paper.
+Planes are rows, with north at the top; satellites of a plane are columns. They fly east, so the box overhead moves west
+over the map. Numbers are 1-based, as in the paper.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from skymemory.placement.locate import Moves, Placement, ServerHandover, server_
 from skymemory.text import flowed, wrapped
 
 WHOLE_MAP = 24
-"""Planes and slots up to which the whole torus is shown; a larger one is cut to the box and some of its
-surroundings.
-"""
+"""Planes and slots up to which the whole torus is shown. A larger torus is cut to the box and its surroundings."""
 SURROUNDINGS = 2
 LISTED_HANDOVERS = 12
 
@@ -27,7 +25,7 @@ _ORANGE, _GREEN, _PALE, _RED = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[4
 _FAINT, _RESET = "\x1b[2m", "\x1b[0m"
 
 CELL_WIDTH, LABEL_WIDTH = 4, 3
-"""Columns of a frame; a map's depend on its numbers."""
+"""Columns of a frame. Those of a map depend on its numbers."""
 LEGEND = ("n a server", "(n) overhead", "□ in the box, no server", "+ holds chunks", "× dead", "· empty")
 
 
@@ -42,19 +40,17 @@ class LayoutMap:
 
     @property
     def centre(self) -> SatelliteId:
-        """The satellite overhead now."""
         return self.placement.centre_at(self.now_moves)
 
     @property
     def handovers(self) -> list[ServerHandover]:
-        """Servers that moved since they were placed."""
         return server_moves(self.placement, (0, 0), (0, 0), self.now_moves)
 
     def server(self, satellite: SatelliteId) -> int | None:
         return self.placement.server_at(satellite, (0, 0), self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
-        """Whether the satellite is in the box overhead; ``hop`` has no box but its servers."""
+        """Return True if the satellite is in the box overhead. With ``hop`` the box consists of its servers alone."""
         if self.placement.strategy == "hop":
             return self.server(satellite) is not None
         centre = self.placement.centre_of((0, 0), self.now_moves)
@@ -63,15 +59,13 @@ class LayoutMap:
 
 @dataclass(frozen=True, slots=True)
 class PaperMap:
-    """One of the paper's figures 4 to 8."""
-
     strategy: Strategy
     servers: int
     slot_moves: int
     caption: str
 
     def map(self) -> LayoutMap:
-        """On 5 planes of 7 satellites, with satellite 4 of plane 3 overhead at first."""
+        """Return the map on 5 planes of 7 satellites, with satellite 4 of plane 3 overhead at first."""
         placement = Placement.of(self.strategy, self.servers, Torus(5, 7), SatelliteId(2, 3))
         return layout_map(placement, (self.slot_moves, 0))
 
@@ -86,24 +80,26 @@ PAPER_MAPS: dict[int, PaperMap] = {
 
 
 def paper_map(figure: int) -> LayoutMap:
-    """The map of figure 4, 5, 6, 7 or 8."""
+    """Return the map of figure 4, 5, 6, 7 or 8.
+
+    Raises:
+        InvalidInput: another figure.
+    """
     if figure not in PAPER_MAPS:
         raise InvalidInput(f"figure {figure} is not a layout; expected one of {', '.join(map(str, PAPER_MAPS))}")
     return PAPER_MAPS[figure].map()
 
 
 def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
-    """The map of a placement; all of a small torus, else the box with where it came from and some
-    surroundings.
-    """
+    """Return the map of a placement: all of a small torus, else the box and its surroundings."""
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
         return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
     centre = placement.centre_of((0, 0), now_moves)
     north, south = box.rows[0] - SURROUNDINGS, box.rows[-1] + SURROUNDINGS
     west, east = box.columns[0] - SURROUNDINGS, box.columns[-1] + SURROUNDINGS
-    # Planes and slots wrap around: indices are taken modulo the torus only after the range is fixed, and a box near
-    # the seam is shown whole; never more rows than there are planes.
+    # Planes and slots wrap around. The range is fixed before indices are taken modulo the torus, so a box at the seam
+    # is shown completely; there are never more rows than planes.
     rows = range(centre.plane + north, centre.plane + min(south, north + torus.planes - 1) + 1)
     columns = range(centre.slot + west, centre.slot + min(east, west + torus.slots_per_plane - 1) + 1)
     return LayoutMap(
@@ -115,7 +111,6 @@ def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
 
 
 def title(shown: LayoutMap) -> str:
-    """One line: strategy, servers, box, torus, moves."""
     placement, torus = shown.placement, shown.placement.torus
     text = f"{placement.strategy}: {_count(placement.servers, 'server')}"
     if placement.strategy != "hop":
@@ -130,28 +125,29 @@ def title(shown: LayoutMap) -> str:
 
 
 def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
-    """The map as text, at most ``columns`` wide; with ``colour``, the box is orange, the satellite overhead green.
+    """Return the map as text, at most ``columns`` wide. With ``colour`` the box is orange, the satellite overhead
+    green.
 
-    A map that is too wide has narrower cells, or shows fewer satellites beside the box.
+    A map that is too wide has narrower cells, or shows fewer satellites around the box.
     """
     torus = shown.placement.torus
-    # Wide enough for the largest number in parentheses, and a space where there is room.
+    # Wide enough for the largest number in parentheses, and a space if there is room.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
-    left = len(f"orb {torus.planes} ")
-    if left + width * len(shown.columns) > columns:
-        width, left = width - 1, max(len("sat "), len(f"{torus.planes} "))
-    labelled = "orb " if left > len("sat ") else ""
-    slots = _slots_shown(shown, max(1, (columns - left) // width))
+    label_width = len(f"orb {torus.planes} ")
+    if label_width + width * len(shown.columns) > columns:
+        width, label_width = width - 1, max(len("sat "), len(f"{torus.planes} "))
+    labelled = "orb " if label_width > len("sat ") else ""
+    slots = _slots_shown(shown, max(1, (columns - label_width) // width))
     lines = [*wrapped(title(shown), columns, 2), ""]
     numbers = "".join(f"{slot + 1:^{width}}" for slot in slots)
-    head = f"{'sat':>{left - 1}} {numbers}"
+    head = f"{'sat':>{label_width - 1}} {numbers}"
     motion = "motion →"
     fits = len(head) + 1 + len(motion) <= columns
     lines.append(f"{head} {motion}".rstrip() if fits else head.rstrip())
     for plane in shown.rows:
         cells = (_cell(shown, SatelliteId(plane, slot), width, colour) for slot in slots)
         label = f"{labelled}{plane + 1}"
-        lines.append(f"{label:<{left}}{''.join(cells)}".rstrip())
+        lines.append(f"{label:<{label_width}}{''.join(cells)}".rstrip())
     legend = [f"(n) overhead: {shown.centre.label}", *_legend(shown)]
     if not fits:
         legend.append(motion)
@@ -171,7 +167,6 @@ def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str
 
 
 def _slots_shown(shown: LayoutMap, most: int) -> Sequence[int]:
-    """The map's columns, or the ``most`` around the satellite overhead."""
     if len(shown.columns) <= most:
         return shown.columns
     middle = shown.columns.index(shown.centre.slot) if shown.centre.slot in shown.columns else len(shown.columns) // 2
@@ -196,7 +191,7 @@ def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) ->
 
 
 def _figure_style(satellite: SatelliteId) -> str:
-    """``(satellite, plane)``, 1-based, as in the text on figure 8."""
+    """Format as ``(satellite, plane)``, 1-based, as in figure 8."""
     return f"({satellite.slot + 1},{satellite.plane + 1})"
 
 
@@ -206,7 +201,7 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrbitFrame:
-    """State at one moment. ``set_moves``: moves at which the values with numbered servers were stored."""
+    """State at one moment. ``set_moves`` are the moves at which the values with numbered servers were stored."""
 
     placement: Placement
     set_moves: Moves
@@ -216,14 +211,12 @@ class OrbitFrame:
 
     @property
     def centre(self) -> SatelliteId:
-        """The satellite overhead."""
         return self.placement.centre_at(self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
         return self.placement.cell_of(satellite, self.centre) is not None
 
     def mark(self, satellite: SatelliteId) -> str:
-        """Text of the satellite's cell."""
         if satellite in self.dead:
             mark = "×"
         elif (server := self.placement.server_at(satellite, self.set_moves, self.now_moves)) is not None:
@@ -236,9 +229,10 @@ class OrbitFrame:
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -> list[str]:
-    """The frame's lines: slots, then a line per plane. Number and width are constant for a torus and a ``width``.
+    """Return the frame's lines: slots, then a line per plane. Their number and width are constant for a torus and
+    ``width``.
 
-    Where the torus is wider than ``width``, the slots around the satellite overhead are shown, as many as fit.
+    If the torus is wider than ``width``, as many slots around the satellite overhead are shown as fit.
     """
     torus = frame.placement.torus
     slots = _slots_around(frame.centre.slot, torus, max(1, (width - LABEL_WIDTH) // CELL_WIDTH))
@@ -250,7 +244,7 @@ def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -
 
 
 def _slots_around(centre: int, torus: Torus, most: int) -> list[int]:
-    """All slots of a plane, or the ``most`` around ``centre``."""
+    """Return all slots of a plane, or ``most`` slots around ``centre``."""
     if torus.slots_per_plane <= most:
         return list(range(torus.slots_per_plane))
     return [(centre - most // 2 + at) % torus.slots_per_plane for at in range(most)]

@@ -1,7 +1,8 @@
 """Figures 9 and 10 of the SkyMemory paper, recorded from a run: a block is set, the box moves, the block is read.
 
-The satellites and the client are those that fly, in virtual time, on the paper's map of figures 7 and 8: 5 planes of
-7 satellites, nine servers around satellite 4 of plane 3. Links are Starlink A's, beams those of equations 3 and 4.
+The satellites and the client are the state machines of flight, in virtual time, on the paper's map of figures 7 and 8:
+5 planes of 7 satellites, nine servers around satellite 4 of plane 3. Links are Starlink A's, beams those of equations 3
+and 4.
 """
 
 from __future__ import annotations
@@ -42,15 +43,13 @@ if TYPE_CHECKING:
 SERVERS, CHUNK_BYTES = 9, 6144
 TORUS, CENTRE = Torus(5, 7), SatelliteId(2, 3)
 _READ_AFTER_S = 2.0
-"""After the move: by then the handover is over."""
+"""Time from the move to the read, by which the handover has ended."""
 _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": "#d9822b"}
-"""Colours by operation; satellites' reports of their links to neighbours (LINKS) are recorded, not drawn."""
+"""Colours by operation. Satellites' reports of their links to neighbours (LINKS) are recorded but not drawn."""
 _GROUND = "ground"
 
 
 class Sent(NamedTuple):
-    """One datagram on one link."""
-
     sent_s: float
     arrived_s: float
     sender: Node
@@ -61,7 +60,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What was sent while the block was set, while the box moved, and while it was read; ``right``: the same bytes."""
+    """Datagrams of the set, the move of the box, and the get. ``right`` is true if the read gave the same bytes."""
 
     set: tuple[Sent, ...]
     move: tuple[Sent, ...]
@@ -72,8 +71,11 @@ class Recording:
     after: LayoutMap
 
     def handed_over(self) -> list[tuple[SatelliteId, SatelliteId]]:
-        """From which satellite a chunk went to which: both ends of the way of each MIGRATE, which is in one plane."""
-        hops = [(one.sender, one.receiver) for one in self.move if one.operation == "MIGRATE"]
+        """Return the source and target satellite of each chunk handed over.
+
+        They are the ends of the path of each MIGRATE, which lies in one plane.
+        """
+        hops = [(datagram.sender, datagram.receiver) for datagram in self.move if datagram.operation == "MIGRATE"]
         froms, tos = {sender for sender, _ in hops}, {receiver for _, receiver in hops}
         starts = sorted(node for node in froms - tos if isinstance(node, SatelliteId))
         ends = {node.plane: node for node in tos - froms if isinstance(node, SatelliteId)}
@@ -81,7 +83,7 @@ class Recording:
 
 
 class _Recorded(SimulatedConstellation):
-    """A simulated constellation that notes each datagram when it is sent, forwarded ones at every hop."""
+    """A simulated constellation that records each datagram when it is sent, and forwarded datagrams at every hop."""
 
     def __init__(self, sky: SkyMap, clock: MoveClock) -> None:
         self.sent: list[Sent] = []
@@ -107,7 +109,7 @@ class _Recorded(SimulatedConstellation):
 
 @lru_cache(maxsize=1)
 def record() -> Recording:
-    """Sets a block of nine chunks, lets the box move by one slot, and reads the block."""
+    """Set a block of nine chunks, let the box move by one slot, and read the block."""
     period_s = slot_move_period_s(PRESETS["starlink-a"].shell)
     clock = MoveClock(slot_period_s=period_s, time_scale=1.0)
     sky = _Recorded(SkyMap(TORUS, CENTRE), clock)
@@ -131,15 +133,15 @@ def _numbers(*parts: tuple[str, Iterable[Sent], float]) -> Numbers:
     rows = [
         (
             part,
-            (one.sent_s - since_s) * 1e3,
-            (one.arrived_s - since_s) * 1e3,
-            label(one.sender),
-            label(one.receiver),
-            one.operation,
-            one.size_bytes,
+            (datagram.sent_s - since_s) * 1e3,
+            (datagram.arrived_s - since_s) * 1e3,
+            label(datagram.sender),
+            label(datagram.receiver),
+            datagram.operation,
+            datagram.size_bytes,
         )
         for part, sent, since_s in parts
-        for one in sent
+        for datagram in sent
     ]
     return Numbers(("part", "sent_ms", "arrived_ms", "from", "to", "operation", "bytes"), rows)
 
@@ -155,19 +157,18 @@ def get_numbers() -> Numbers:
 
 
 def label(node: Node) -> str:
-    """``(satellite, plane)``, 1-based, as the paper writes it."""
+    """Format as ``(satellite, plane)``, 1-based, as the paper writes it."""
     return f"({node.slot + 1},{node.plane + 1})" if isinstance(node, SatelliteId) else _GROUND
 
 
 def _lifelines(run: Recording) -> list[Node]:
-    """Ground, then all satellites that sent or received anything, plane by plane."""
-    nodes = {node for one in (*run.set, *run.move, *run.get) for node in (one.sender, one.receiver)}
+    nodes = {node for datagram in (*run.set, *run.move, *run.get) for node in (datagram.sender, datagram.receiver)}
     ground = next(node for node in nodes if not isinstance(node, SatelliteId))
     return [ground, *sorted(node for node in nodes if isinstance(node, SatelliteId))]
 
 
 def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, shown: LayoutMap, title: str) -> None:
-    """Lifelines from above, time downwards; an arrow per datagram is as steep as light is slow."""
+    """Draw a sequence diagram: lifelines side by side, time downwards, an arrow per datagram."""
     nodes = _lifelines(run)
     # A gap between planes, and after the ground.
     at: dict[Node, float] = {}
@@ -176,8 +177,8 @@ def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, 
         plane = node.plane if isinstance(node, SatelliteId) else -1
         x += 1.0 if plane == before else 1.6
         at[node], before = x, plane
-    drawn = [one for one in sent if one.operation in _DRAWN]
-    last_ms = max((one.arrived_s - since_s) * 1e3 for one in drawn)
+    drawn = [datagram for datagram in sent if datagram.operation in _DRAWN]
+    last_ms = max((datagram.arrived_s - since_s) * 1e3 for datagram in drawn)
     for node in nodes:
         axes.plot([at[node]] * 2, [0, last_ms * 1.04], color=FAINT, linewidth=0.8, zorder=0)
         server = shown.server(node) if isinstance(node, SatelliteId) else None
@@ -192,20 +193,20 @@ def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, 
             fontsize=7,
             linespacing=1.3,
         )
-    for one in drawn:
+    for datagram in drawn:
         axes.annotate(
             "",
-            xy=(at[one.receiver], (one.arrived_s - since_s) * 1e3),
-            xytext=(at[one.sender], (one.sent_s - since_s) * 1e3),
+            xy=(at[datagram.receiver], (datagram.arrived_s - since_s) * 1e3),
+            xytext=(at[datagram.sender], (datagram.sent_s - since_s) * 1e3),
             arrowprops={
                 "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
-                "color": _DRAWN[one.operation],
+                "color": _DRAWN[datagram.operation],
                 "linewidth": 0.9,
                 "shrinkA": 0,
                 "shrinkB": 0,
             },
         )
-    for operation in dict.fromkeys(one.operation for one in drawn):
+    for operation in dict.fromkeys(datagram.operation for datagram in drawn):
         axes.plot([], [], color=_DRAWN[operation], label=operation)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.4)
     axes.set_ylim(last_ms * 1.06, 0)
@@ -218,7 +219,6 @@ def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, 
 
 
 def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
-    """The block, cut into chunks, each with its server and the satellite that has it."""
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((0, 0), SERVERS, 0.9, facecolor=ORANGES[3], edgecolor=INK, linewidth=0.8))
@@ -227,9 +227,9 @@ def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
     for row, name in enumerate(names):
         axes.text(-0.3, 1.95 + row, name, ha="right", va="center", fontsize=7.5)
     for server in range(SERVERS):
-        here = shown.placement.locate(server, (0, 0), shown.now_moves)
+        satellite = shown.placement.locate(server, (0, 0), shown.now_moves)
         axes.add_patch(Rectangle((server, 1.5), 1, 0.9, facecolor=ORANGES[4], edgecolor=INK, linewidth=0.6))
-        for row, text in enumerate((str(server + 1), str(server + 1), f"{here.slot + 1},{here.plane + 1}")):
+        for row, text in enumerate((str(server + 1), str(server + 1), f"{satellite.slot + 1},{satellite.plane + 1}")):
             axes.text(server + 0.5, 1.95 + row, text, ha="center", va="center", fontsize=7.5)
     axes.set_xlim(-2.4, SERVERS + 0.1)
     axes.set_ylim(4.5, -0.2)
@@ -238,12 +238,12 @@ def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
 
 
 def draw_set() -> Figure:
-    """Figure 9: a block is cut, set on its satellites, and handed over at the next rotation."""
+    """Draw figure 9: a block is cut, set on its satellites, and handed over at the next rotation."""
     run = record()
     figure = new_figure(WIDE_IN, 7.6)
     grid = figure.add_gridspec(3, 2, height_ratios=(1.35, 1.5, 2.0))
-    left, right = (figure.add_subplot(grid[0, column]) for column in range(2))
-    _chunks(left, "(a) chunk c is on server (c − 1) mod 9 + 1", run.before)
+    chunk_axes, right = (figure.add_subplot(grid[0, column]) for column in range(2))
+    _chunks(chunk_axes, "(a) chunk c is on server (c − 1) mod 9 + 1", run.before)
     draw_map(right, run.after, number_size=7.5)
     right.set_title("(b) after one rotation")
     middle, below = (figure.add_subplot(grid[row, :]) for row in (1, 2))
@@ -258,13 +258,12 @@ def draw_set() -> Figure:
 
 
 def draw_get() -> Figure:
-    """Figure 10: the block is read after one rotation."""
     run = record()
     figure = new_figure(WIDE_IN, 5.0)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1.9))
-    left, right = (figure.add_subplot(grid[0, column]) for column in range(2))
-    draw_map(left, run.after, number_size=7.5)
-    left.set_title("(a) located from the clock: one rotation since the set")
+    map_axes, right = (figure.add_subplot(grid[0, column]) for column in range(2))
+    draw_map(map_axes, run.after, number_size=7.5)
+    map_axes.set_title("(a) located from the clock: one rotation since the set")
     below = figure.add_subplot(grid[1, :])
     _sequence(
         below, run, run.get, run.move_s + _READ_AFTER_S, run.after, "(c) get: all servers at once, the farthest decides"

@@ -1,1 +1,1 @@
-"""Cake: a prompt loaded from one end and computed from the other."""
+"""Cake: a prompt is loaded from the back while it is computed from the front."""

@@ -24,7 +24,7 @@ from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import LoadTicket, Presence
 
 Sides = Literal["both", "compute", "load"]
-"""Which of the two pointers move: both, or one (for comparison). What cannot be loaded is always computed."""
+"""Sides that move: both, or one (for comparison). What cannot be loaded is always computed."""
 
 _KEPT_SAMPLES = 16.0
 _WAITING = 1 << 16
@@ -32,20 +32,20 @@ _WAITING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CakeSettings:
-    """How prompts are loaded from both ends."""
-
     step_tokens: int = 512
-    """Tokens of one engine step, those of other requests included; whole blocks."""
+    """Tokens of an engine step, including those of other requests; whole blocks."""
     chunk_tokens: int | None = None
-    """Tokens per chunk, in whole blocks; None: our share of a step. Small chunks let both sides meet more exactly, and
-    each costs a request to the tier."""
+    """Tokens per chunk, in whole blocks; None: this prompt's share of a step. With small chunks both sides meet more
+    exactly, but each costs a request to the tier.
+    """
     in_flight_bytes: int = 64 << 20
-    """Bound on requested bytes; one chunk is always allowed."""
+    """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Three: one chunk is verified and placed, the next is being loaded, one more waits for its turn."""
+    """Number of fetch threads. With three, a chunk is verified and placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
-    """A chunk not loaded by then (plus its bytes at ``least_bytes_per_s``) is computed. A thread whose fetch hangs is
-    unavailable until it returns; without a thread everything is computed."""
+    """Time to load a chunk, in addition to its bytes at ``least_bytes_per_s``; after that it is computed. A thread
+    whose fetch hangs is unavailable until it returns; without a thread everything is computed.
+    """
     least_bytes_per_s: float = 1e6
     """Rate of the slowest link that is not considered broken."""
 
@@ -65,12 +65,11 @@ class CakeSettings:
             raise InvalidInput("deadline_s and least_bytes_per_s must be above 0")
 
     def patience_s(self, size_bytes: int) -> float:
-        """How long a load of ``size_bytes`` may take."""
         return self.deadline_s + size_bytes / self.least_bytes_per_s
 
 
 class Cake:
-    """Loads the prompts of one model's ``Parts``; keeps the measured speeds from prompt to prompt.
+    """Cake of one model's ``Parts``; keeps the measured speeds from prompt to prompt.
 
     As it is unknown where the sides will meet, all parts of each block are loaded.
     """
@@ -89,7 +88,6 @@ class Cake:
 
     @property
     def blocks(self) -> BlockCache:
-        """Blocks of the first part."""
         return self.parts.first
 
     def open(
@@ -105,11 +103,12 @@ class Cake:
         on_chunks: Callable[[int], object] | None = None,
         on_settled: Callable[[int, str], object] | None = None,
     ) -> CakeLoad:
-        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: our first step's tokens.
+        """Look ``tokens`` up and begin to load, each part into its sink. ``budget_tokens``: this prompt's tokens of the
+        first step.
 
         The load reaches to the end of the last stored block; missing blocks before it are computed. ``limit_tokens``
-        bounds the tokens counted as supplied. ``on_chunks`` gets the number of chunks, ``on_settled`` index and origin
-        of each chunk that is in place.
+        limits the tokens counted as supplied. ``on_chunks`` receives the number of chunks, ``on_settled`` index and
+        origin of each chunk that is in place.
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
@@ -135,7 +134,7 @@ class Cake:
                 reach * block_tokens,
                 step_tokens=max(1, chunk_tokens // block_tokens) * block_tokens,
                 block_tokens=block_tokens,
-                stored_blocks=[size_bytes if one else None for one in stored[:reach]],
+                stored_blocks=[size_bytes if is_stored else None for is_stored in stored[:reach]],
             )
         parts = [part.blocks for part in self.parts.parts]
         source = StoredChunks(parts, hashes, sinks, chunks, self._fetch_latencies)
@@ -145,7 +144,7 @@ class Cake:
             self.pace.fade(_KEPT_SAMPLES)
             late, self._last_late = self._last_late, None
             if late is not None and not self.pace.loads_are_recent:
-                # Computing overtook every load: the late ones are the only measurement of the rate.
+                # Computing overtook every load: the late loads are the only measurement of the rate.
                 self.pace.load_took(*late, from_idle=True)
             loader = BidirectionalLoader(
                 max_in_flight_bytes=self.settings.in_flight_bytes,
@@ -169,23 +168,22 @@ class Cake:
         )
 
     def _look_up(self, hashes: list[list[BlockHash]]) -> list[bool]:
-        """Of each block, whether the store has all parts of it; empty where it does not answer in time."""
         if not hashes[0]:
             return []
 
         def ask() -> list[bool]:
             presence = [self.blocks.store.lookup(chain) for chain in hashes]
-            return [all(one is Presence.HIT for one in block) for block in zip(*presence, strict=True)]
+            return [all(state is Presence.HIT for state in block) for block in zip(*presence, strict=True)]
 
         call: Call[object] = Call(ask)
-        asked = not self._lookups.all_hung and self._lookups.submit(call)
-        began_s = time.monotonic()
+        submitted = not self._lookups.all_hung and self._lookups.submit(call)
+        started_s = time.monotonic()
         patience = min(self.settings.deadline_s, patience_s(self._lookup_latencies))
 
         def answered(result: object = None) -> None:
-            self._lookup_latencies.took(time.monotonic() - began_s)
+            self._lookup_latencies.took(time.monotonic() - started_s)
 
-        if not asked or (not self._lookups.wait(call, patience) and call.give_up(answered)):
+        if not submitted or (not self._lookups.wait(call, patience) and call.give_up(answered)):
             self.blocks.tier_failed()
             return []
         answered()
@@ -197,11 +195,10 @@ class Cake:
         return stored if isinstance(stored, list) and len(stored) == len(hashes[0]) else []
 
     def _computing_s(self, tokens: int) -> float | None:
-        """Expected seconds to compute all of a prompt; None before a measurement."""
         return self.pace.prompt_s(tokens, self.settings.step_tokens) or self.blocks.compute.seconds(tokens)
 
     def _fetch_patience_s(self, size_bytes: int, tokens: int) -> float:
-        """How long one fetch may take: the settings' deadline, or less once computing has been measured."""
+        """Return the timeout of a fetch: the settings' deadline, or less once computing has been measured."""
         computing_s = self._computing_s(tokens) if self.blocks.compute.measured else None
         if computing_s is None:
             return self.settings.patience_s(size_bytes)
@@ -214,19 +211,17 @@ class Cake:
         self._last_late = (size_bytes, seconds)
 
     def learn(self, blocks: int, size_bytes: int) -> None:
-        """Bytes loaded for ``blocks``: the expected size of the next ones."""
         if blocks:
             self._stored_block_bytes = size_bytes / blocks
 
     def close(self) -> None:
-        """Threads end after their current calls."""
         self._workers.close()
         self._lookups.close()
 
 
 @dataclass(slots=True)
 class CakeLoad:
-    """One prompt being loaded. ``session`` is None where the store has no block of it."""
+    """Load of a prompt. ``session`` is None if the store has no block of it."""
 
     cake: Cake
     session: LoadingSession | None
@@ -241,11 +236,10 @@ class CakeLoad:
 
     @property
     def reach_tokens(self) -> int:
-        """Leading tokens that are in place when the session is done."""
+        """Number of leading tokens that are in place when the session is done."""
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
-        """Close the session, count the load, and report where the tokens came from."""
         tokens, block_tokens = Counter[str](), self.cake.blocks.layout.block_tokens
         size_bytes = retransmitted = loaded_blocks = 0
         loader_result = None
@@ -281,23 +275,21 @@ class CakeLoad:
 
 # --- the source of a session's chunks: blocks of the store, fetched, verified and decoded into the engine's memory ---
 #
-# Every fetch is a lease and a load of its own, so that a chunk that is computed instead is never leased. A chunk's
-# blocks are stored part by part (``Parts``), and it counts as loaded only if all its parts are.
+# Every fetch is a separate lease and load, so that a chunk that is computed instead is never leased. A chunk's blocks
+# are stored part by part (``Parts``), and it counts as loaded only if all its parts are.
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
-    """Where the blocks of a placed chunk came from."""
-
     tiers: tuple[str, ...]
-    """The tier of each block, in the first part."""
+    """Tier of each block, in the first part."""
     size_bytes: int
-    """Of all parts."""
+    """Bytes of all parts."""
     retransmitted: int
 
 
 class StoredChunks:
-    """``chunks`` of a prompt in the store: ``hashes`` for each part, whose blocks go into its sink."""
+    """Chunks of a prompt in the store: ``hashes`` by part; the blocks of each part go into its sink."""
 
     def __init__(
         self,
@@ -314,11 +306,10 @@ class StoredChunks:
         self._lock = Lock()
         self._late: set[int] = set()
         self.origins: dict[int, ChunkOrigin] = {}
-        """Origins of the placed chunks, by index."""
         self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
-        """A chunk's blocks, leased and loaded; None if one of them did not come."""
+        """Lease and load a chunk's blocks; None if any of them fails."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []
@@ -335,7 +326,7 @@ class StoredChunks:
         return FetchedParts(self, index, first, fetched)
 
     def _fetch_blocks(self, index: int, blocks: BlockCache, hashes: Sequence[BlockHash]) -> FetchedBlocks | None:
-        ticket, began_s = None, blocks.clock()
+        ticket, started_s = None, blocks.clock()
         try:
             ticket = blocks.store.prepare_load(hashes)
             values = blocks.store.complete_load(ticket)
@@ -357,9 +348,9 @@ class StoredChunks:
             blocks.delete_sealed(hashes, reports)
             blocks.release(ticket)
             return None
-        self._latencies.took(blocks.clock() - began_s, sum(value.nbytes for value in loaded))
+        self._latencies.took(blocks.clock() - started_s, sum(value.nbytes for value in loaded))
         retransmitted = report.retransmitted if report is not None else 0
-        tiers = tuple(one.tier or blocks.store.name for one in reports) or (blocks.store.name,) * len(hashes)
+        tiers = tuple(report.tier or blocks.store.name for report in reports) or (blocks.store.name,) * len(hashes)
         return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)
 
     def place(self, fetched: FetchedParts) -> bool:
@@ -379,7 +370,7 @@ class StoredChunks:
         return True
 
     def give_up(self, index: int) -> None:
-        """The fetch of this chunk timed out; its late failures are not counted again."""
+        """Record that the fetch of this chunk timed out; its late failures are not counted again."""
         blocks = self._parts[0][0]
         blocks.tier_failed()
         self._fail(index, "deadline", self._chunks[index].tokens // blocks.layout.block_tokens)
@@ -387,11 +378,10 @@ class StoredChunks:
             self._late.add(index)
 
     def close(self) -> None:
-        """Place nothing from now on; a fetch that hangs must not keep the engine's memory alive."""
+        """Place nothing from now on: a fetch that hangs must not keep the engine's memory alive."""
         self._sinks = None
 
     def failures(self) -> dict[str, int]:
-        """Number of blocks that did not come or were invalid, by reason."""
         with self._lock:
             return dict(self._failed)
 
@@ -403,8 +393,6 @@ class StoredChunks:
 
 @dataclass(slots=True)
 class FetchedBlocks:
-    """A part's blocks of one chunk, leased from the store."""
-
     blocks: BlockCache
     hashes: Sequence[BlockHash]
     values: list[memoryview]
@@ -412,13 +400,10 @@ class FetchedBlocks:
     tiers: tuple[str, ...]
     retransmitted: int
     wrong: tuple[BlockHash, str] | None = None
-    """The invalid block, and why."""
 
 
 @dataclass(slots=True)
 class FetchedParts:
-    """One chunk's stored values."""
-
     source: StoredChunks
     index: int
     first: int
@@ -433,7 +418,7 @@ class FetchedParts:
 
 
 def _release(parts: Sequence[FetchedBlocks]) -> None:
-    """Release the leases, and delete invalid blocks: not when they are placed, where other threads wait."""
+    """Release the leases, and delete invalid blocks. Not done while placing, since other threads wait then."""
     for part in parts:
         part.values = []
         part.blocks.release(part.ticket)

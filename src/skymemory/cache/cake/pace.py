@@ -7,17 +7,18 @@ from __future__ import annotations
 
 _KEPT_STEPS = 64.0
 _KEPT_LOADS = 32.0
-_FULL = 0.75  # of its budget: a step that holds less measures the minimum cost of a step, not that of a full one
-# Minimum cost of a step as a share of a full one, before it is measured; by ``others_fill``.
+_FULL = 0.75  # of its budget: a step with less measures the minimum cost of a step
+# Minimum cost of a step as a share of a full step, before it is measured; by ``others_fill``.
 _ASSUMED_LEAST = {None: 0.5, True: 1.0, False: 0.0}
 
 _OPTIMISM = 0.98
-"""The estimated time of a side that was not used shrinks by this factor with each prompt. Otherwise one bad measurement
-would last: a side believed to be slow is not used, and one that is not used is not measured."""
+"""Factor per prompt on the estimated time of an unused side. Otherwise a bad measurement would last: a side believed to
+be slow is not used, and a side that is not used is not measured.
+"""
 
 
 class Pace:
-    """Speeds measured so far; shared by consecutive prompts."""
+    """Measured speeds, shared by consecutive prompts."""
 
     def __init__(self) -> None:
         self._steps = 0.0
@@ -31,7 +32,7 @@ class Pace:
         self._unstepped = self._unloaded = 0  # prompts since a full step, or a load, was measured
 
     def fade(self, samples: float) -> None:
-        """Cap the weight of all measurements at ``samples`` steps and as many loads.
+        """Limit the weight of all measurements to ``samples`` steps and as many loads.
 
         Called between prompts, so that a changed link or machine shows within a few chunks, and a side that was not
         used for long is tried again.
@@ -59,7 +60,7 @@ class Pace:
             self._first_bytes, self._first_s = self._first_bytes * share, self._first_s * share
 
     def assume_batch(self, others_fill: bool) -> None:
-        """Whether other requests fill the rest of a step. The cost of a partial step is assumed accordingly until
+        """Set if other requests fill the remainder of a step. The cost of a partial step is assumed accordingly until
         measured, and measured separately for each case.
         """
         self._others_fill = others_fill
@@ -87,7 +88,7 @@ class Pace:
     def load_took(self, size_bytes: int, seconds: float, *, from_idle: bool = False) -> None:
         """Add a load of ``size_bytes`` (0 if it failed) that kept the link busy for ``seconds``.
 
-        ``from_idle``: the link was idle when it was requested, so its latency is included.
+        ``from_idle``: the link was idle at the request, so its latency is included.
         """
         self._fade_loads(_KEPT_LOADS - 1)
         self._unloaded = 0
@@ -101,8 +102,8 @@ class Pace:
         self._loading_s += seconds
 
     def line(self) -> tuple[float, float] | None:
-        """Seconds of a full step at token 0, and their growth per token of position: least squares, as attention grows
-        linearly. None before the first step.
+        """Return seconds of a full step at token 0, and their growth per token of position: least squares, as attention
+        grows linearly. None before the first step.
         """
         line = self._measured_line()
         optimism = _optimism(self._unstepped)
@@ -115,19 +116,18 @@ class Pace:
         spread = self._sum_xx - self._sum_x * mean_x
         slope = 0.0
         if self._steps > 1 and spread > 1e-9 * self._sum_xx:
-            # A step never gets cheaper further back; a falling line is noise, and the mean is the better guess.
+            # Later positions never make a step cheaper; a falling line is noise, and the mean is the better guess.
             slope = max((self._sum_xy - self._sum_x * mean_y) / spread, 0.0)
         return mean_y - slope * mean_x, slope
 
     def step_s(self, position: float) -> float | None:
-        """Seconds of a full step around token ``position``."""
         line = self.line()
         return None if line is None else max(line[0] + line[1] * position, 0.0)
 
     def part(self, filled: float) -> float:
-        """Cost of a step that fills this share of its budget, as a share of a full step's time.
+        """Return the cost of a step that fills this share of its budget, as a share of a full step's time.
 
-        1 where other requests fill the rest of the batch, ``filled`` where none do: learned from partial steps.
+        It is 1 if other requests fill the batch and ``filled`` if none do; learned from partial steps.
         """
         weight, total = self._least.get(self._others_fill, (0.0, 0.0))
         least = total / weight if weight else _ASSUMED_LEAST[self._others_fill]
@@ -137,7 +137,7 @@ class Pace:
     def bytes_per_s(self) -> float | None:
         """Rate of the link while busy; None before the first load.
 
-        Loads from an idle link include its latency: they count only while there are no others.
+        Loads from an idle link include its latency: they count only while there are no other loads.
         """
         size_bytes, seconds = self._loaded_bytes, self._loading_s
         if not size_bytes:
@@ -148,19 +148,19 @@ class Pace:
 
     @property
     def loads_are_recent(self) -> bool:
-        """Whether a load was measured since the last but one ``fade``."""
+        """True if a load was measured since the last but one ``fade``."""
         return self._unloaded <= 1 and bool(self._loads or self._first_loads)
 
     @property
     def latency_s(self) -> float:
-        """Extra seconds of a load from an idle link over one behind another; 0 before both were measured."""
+        """Extra seconds of a load from an idle link over a queued load; 0 before both were measured."""
         rate = self.bytes_per_s
         if not self._first_loads or not self._loaded_bytes or rate is None:
             return 0.0
         return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads
 
     def prompt_s(self, tokens: int, step_tokens: int) -> float | None:
-        """Seconds to compute ``tokens`` in full steps; None before the first."""
+        """Return the seconds to compute ``tokens`` in full steps; None before the first step."""
         line = self._measured_line()
         if line is None:
             return None
@@ -168,5 +168,5 @@ class Pace:
 
 
 def _optimism(prompts: int) -> float:
-    """Factor for a time that was measured ``prompts`` prompts ago; 1 for the last prompt's."""
+    """Return the factor for a time measured ``prompts`` prompts ago; 1 for the last prompt's."""
     return _OPTIMISM ** max(0, prompts - 1)

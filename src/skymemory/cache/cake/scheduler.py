@@ -4,18 +4,18 @@ The caller reports events (``chunk_computed``, ``chunk_loaded``, ``load_failed``
 with ``now_s``, and then asks ``poll`` what to do. Chunks are known by their index in the prompt. The paper's steps:
 
 1. Split the prompt into chunks (A.1): ``cut_prompt``.
-2. Two pointers (A.2): ``_compute_ptr``, the first chunk that is missing, and ``_io_ptr``, the last one not requested.
+2. Two pointers (A.2): ``_compute_ptr``, the first missing chunk, and ``_io_ptr``, the last chunk not requested.
 3. ``push_seq`` (B.2, 2) takes the chunks and lists the fetches, last chunk first, so that buffers can be allocated.
 4. Load backwards from ``_io_ptr`` (A.5): ``_next_fetch``.
-5. Compute forwards from ``_compute_ptr`` (A.4): ``_next_step``. A token can be computed only when all before it are
-   there; a loaded chunk may lie anywhere. After each step ``is_resident`` (B.2, 4) shows what came meanwhile.
+5. Compute forwards from ``_compute_ptr`` (A.4): ``_next_step``. A token can be computed only if all tokens before it
+   are in memory; a loaded chunk may lie anywhere. After each step ``is_resident`` (B.2, 4) shows what was loaded.
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
-Beyond the paper: a step takes as many tokens as its budget, over several chunks if they are small, so chunks can be as
-small as loading likes. A chunk that both sides could take goes to the side expected to have it sooner by the speeds
-measured so far (``Pace``); before any measurement both sides go on, as in the paper. A late load is waited for at most
-as long as computing takes, so a dead link costs at most the price of its chunk once more. Compute-only and I/O-only are
-the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed in either.
+Extensions of the paper: a step takes as many tokens as its budget, over several chunks if they are small, so chunks can
+be as small as loading requires. A chunk that both sides could take goes to the side expected to have it sooner by the
+measured speeds (``Pace``); before any measurement both sides go on, as in the paper. A late load is waited for at most
+as long as computing takes, so a dead link costs at most the compute time of its chunk. Compute-only and I/O-only are
+the same scheduler with ``loads`` or ``computes`` off; what cannot be loaded is computed in either case.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Consecutive tokens that are computed in one step or loaded at once."""
+    """Consecutive tokens that are computed in one step or loaded together."""
 
     first_token: int
     tokens: int
     size_bytes: int = 0
     """Bytes to load; 0 is allowed."""
     loadable: bool = False
-    """All its tokens are in blocks that the store has."""
+    """True if all its tokens are in blocks that the store has."""
     resident: bool = False
-    """Already in memory: neither to compute nor to load."""
+    """True if already in memory: neither to compute nor to load."""
 
 
 def cut_prompt(
@@ -54,12 +54,12 @@ def cut_prompt(
     stored_blocks: Sequence[int | None],
     resident_tokens: int = 0,
 ) -> tuple[PromptChunk, ...]:
-    """Chunks of a prompt, in order, covering every token once.
+    """Return the chunks of a prompt, in order, covering every token once.
 
-    ``stored_blocks``: stored bytes of each full block, None for one that is not stored (the list may be shorter). A
+    ``stored_blocks``: stored bytes of each full block, None for a block that is not stored (the list may be shorter). A
     chunk ends after ``step_tokens``, at the end of the resident prefix, and between stored and missing blocks, so that
-    a missing block costs no other chunk. Tokens behind the last full block are always computed. Raises InvalidInput
-    for sizes that are not positive, or steps that are not whole blocks.
+    a missing block costs no other chunk. Tokens after the last full block are always computed. Raises InvalidInput for
+    sizes that are not positive, or steps that are not whole blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -71,8 +71,8 @@ def cut_prompt(
 
     def block_bytes(token: int) -> int | None:
         block = token // block_tokens
-        whole = (block + 1) * block_tokens <= prompt_tokens
-        return stored_blocks[block] if whole and block < len(stored_blocks) else None
+        is_full = (block + 1) * block_tokens <= prompt_tokens
+        return stored_blocks[block] if is_full and block < len(stored_blocks) else None
 
     chunks: list[PromptChunk] = []
     first = 0
@@ -92,8 +92,6 @@ def cut_prompt(
 
 
 class Origin(Enum):
-    """Where a resident chunk's KV came from."""
-
     RESIDENT = "resident"
     COMPUTED = "computed"
     LOADED = "loaded"
@@ -101,35 +99,33 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """Prefill these tokens now, then report ``chunk_computed``."""
+    """Tokens to prefill now; then report ``chunk_computed``."""
 
     index: int
-    """The chunk it begins in."""
     first_token: int
     tokens: int
     chunks: int = 1
-    """Consecutive chunks that it reaches into; it may end within the last."""
+    """Number of consecutive chunks that it reaches into; it may end within the last."""
 
     @property
     def indices(self) -> range:
-        """The chunks it reaches into."""
         return range(self.index, self.index + self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What to do now. At most one step is under way; fetches are served in order."""
+    """Actions of the caller now. At most one step runs at a time; fetches are served in order."""
 
     compute: ComputeStep | None = None
     fetch: tuple[int, ...] = ()
     cancel: tuple[int, ...] = ()
     """Cancelled fetches; if they still arrive they are ignored."""
     wake_s: float | None = None
-    """When to ``poll`` again even without an event."""
+    """Time of the next ``poll`` even without an event."""
 
 
 class BidirectionalLoader:
-    """Schedules one prompt. ``max_in_flight_bytes`` bounds the requested bytes; one chunk is always allowed."""
+    """Scheduler of a prompt. ``max_in_flight_bytes`` limits the requested bytes; a single chunk is always allowed."""
 
     def __init__(
         self,
@@ -141,8 +137,8 @@ class BidirectionalLoader:
         loads: bool = True,
         others_fill: bool | None = None,
     ) -> None:
-        """``budget_tokens``: our tokens of each step. ``others_fill``: whether other requests fill the rest of a step,
-        so that it takes as long as a full one (assumed until measured; None: unknown).
+        """``budget_tokens``: this prompt's tokens of each step. ``others_fill``: True if other requests fill the
+        remainder of a step, which then takes as long as a full step (assumed until measured; None: unknown).
         """
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
@@ -160,8 +156,8 @@ class BidirectionalLoader:
         self._step: ComputeStep | None = None
         self._step_budget = 0
         self._step_since_s = 0.0
-        self._compute_ptr = 0  # first chunk that is missing
-        self._io_ptr = -1  # last chunk not yet requested
+        self._compute_ptr = 0  # first missing chunk
+        self._io_ptr = -1  # last chunk not requested
         self._cancelled: list[int] = []
         self._wasted_bytes = self._wasted_tokens = self._failed_loads = 0
         self._met_at: int | None = None
@@ -193,7 +189,7 @@ class BidirectionalLoader:
         return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
 
     def chunk_computed(self, now_s: float) -> None:
-        """The current step is done. Raises InvalidInput where there is none."""
+        """Record that the current step is done. Raises InvalidInput if there is none."""
         step = self._step
         if step is None:
             raise InvalidInput("no step is under way")
@@ -202,10 +198,10 @@ class BidirectionalLoader:
             step.first_token + step.tokens / 2, now_s - self._step_since_s, step.tokens / self._step_budget
         )
         self._end_s = now_s
-        index, left = step.index, step.tokens
-        while left:
-            tokens = min(left, self._chunks[index].tokens - self._computed_tokens[index])
-            left -= tokens
+        index, remaining = step.index, step.tokens
+        while remaining:
+            tokens = min(remaining, self._chunks[index].tokens - self._computed_tokens[index])
+            remaining -= tokens
             if self._origin[index] is not None:
                 self._wasted_tokens += tokens + self._computed_tokens[index]
                 self._computed_tokens[index] = 0
@@ -217,13 +213,15 @@ class BidirectionalLoader:
             index += 1
 
     def step_dropped(self) -> None:
-        """The current step was not computed: its chunk was loaded first, or the engine stops."""
+        """Record that the current step was not computed: its chunk was loaded first, or the engine stops."""
         step, self._step = self._step, None
         if step is not None and self._origin[step.index] is not None:
             self._wasted_tokens += self._computed_tokens[step.index]
 
     def chunk_loaded(self, index: int, now_s: float) -> None:
-        """A fetched chunk is in place, whole and verified. Ignored if it was cancelled or came before."""
+        """Record that a fetched chunk is placed, complete and verified. Ignored if it was cancelled or already
+        loaded.
+        """
         if index not in self._link:
             return
         self._link.came(index, now_s)
@@ -233,7 +231,6 @@ class BidirectionalLoader:
         self._settle(index, Origin.LOADED)
 
     def load_failed(self, index: int, now_s: float) -> None:
-        """A fetch failed: its chunk must be computed."""
         if index not in self._link:
             return
         self._wasted_bytes += self._link.failed(index, now_s)
@@ -241,13 +238,13 @@ class BidirectionalLoader:
         self._failed_loads += 1
 
     def budget_changed(self, budget_tokens: int) -> None:
-        """Our tokens of each step from now on; 0 pauses computing, not loading."""
+        """Set this prompt's tokens of each step; 0 pauses computing, not loading."""
         if budget_tokens < 0:
             raise InvalidInput(f"budget_tokens is {budget_tokens}: negative")
         self._budget_tokens = budget_tokens
 
     def abort(self, now_s: float) -> None:
-        """The request was cancelled: the next ``poll`` cancels every fetch and starts nothing."""
+        """Cancel the request: the next ``poll`` cancels every fetch and starts nothing."""
         if self.done:
             return
         self._aborted = True
@@ -258,26 +255,24 @@ class BidirectionalLoader:
     # --- state and decisions ---
 
     def is_resident(self, index: int) -> bool:
-        """Whether a chunk is in memory, computed or loaded."""
         return self._origin[index] is not None
 
     def origin(self, index: int) -> str:
-        """Where a chunk came from, or "" while it is missing."""
         origin = self._origin[index]
         return origin.value if origin else ""
 
     def link_takes_s(self, index: int) -> float | None:
-        """Expected seconds that a chunk occupies the link; None before a rate is known."""
+        """Return the expected seconds that a chunk occupies the link; None before a rate is known."""
         rate = self._pace.bytes_per_s
         return None if rate is None else self._chunks[index].size_bytes / rate
 
     @property
     def done(self) -> bool:
-        """Every chunk is resident (or the request aborted), and no step is under way."""
+        """True if every chunk is resident (or the request aborted) and no step is running."""
         return self._step is None and (self._aborted or self._compute_ptr == len(self._chunks))
 
     def poll(self, now_s: float) -> Actions:
-        """What to do now. Call it after every event and at ``wake_s``."""
+        """Return the actions to take now. Call it after every event and at ``wake_s``."""
         fetch: list[int] = []
         compute: ComputeStep | None = None
         wake_s: float | None = None
@@ -292,7 +287,6 @@ class BidirectionalLoader:
         return Actions(compute, tuple(fetch), cancel, wake_s)
 
     def result(self) -> LoaderResult:
-        """What was computed and loaded so far, and where they met."""
         pairs = list(zip(self._chunks, self._origin, strict=True))
         resident, computed, loaded = (sum(c.tokens for c, o in pairs if o is origin) for origin in Origin)
         met = self._met_at if computed and loaded and self._compute_ptr == len(self._chunks) else None
@@ -310,7 +304,7 @@ class BidirectionalLoader:
         )
 
     def _next_fetch(self, now_s: float) -> int | None:
-        """The last loadable chunk between the pointers, unless it is expected to be computed sooner."""
+        """Return the last loadable chunk between the pointers, unless it is expected to be computed sooner."""
         index = self._io_ptr
         while index >= self._compute_ptr and (self._origin[index] is not None or not self._loadable[index]):
             index -= 1
@@ -326,7 +320,9 @@ class BidirectionalLoader:
         return index if compute_s > load_s else None
 
     def _next_step(self, now_s: float) -> tuple[ComputeStep | None, float | None]:
-        """The next step from ``_compute_ptr``; or None and when to decide again, if loading it is expected sooner."""
+        """Return the next step from ``_compute_ptr``; or None and the time to decide again, if loading should be
+        sooner.
+        """
         at = self._compute_ptr
         if at == len(self._chunks) or not self._budget_tokens:
             return None, None
@@ -335,7 +331,7 @@ class BidirectionalLoader:
                 return None, None
             compute_s, load_s = self._compute_s(at), self._load_s(at, now_s)
             if compute_s is not None and load_s is not None and load_s < compute_s * _ALMOST:
-                # A late load is expected to be late by as long again, so the wait ends at the price of computing.
+                # A late load is expected to take as long again, so the wait ends at the cost of computing.
                 head_s = self._link.head_s(now_s)
                 return None, now_s + head_s + compute_s - (load_s - abs(head_s))
         first_token = self._chunks[at].first_token + self._computed_tokens[at]
@@ -349,7 +345,7 @@ class BidirectionalLoader:
         return self._step, None
 
     def _goes_along(self, index: int, now_s: float) -> bool:
-        """Whether a step should go on into chunk ``index``."""
+        """Return True if a step should continue into chunk ``index``."""
         if self._origin[index] is not None:
             return False
         if not self._loadable[index]:
@@ -362,13 +358,11 @@ class BidirectionalLoader:
         return compute_s is None or load_s is None or load_s >= compute_s * _ALMOST
 
     def _load_s(self, index: int, now_s: float) -> float | None:
-        """Seconds until a loadable chunk, and all fetched before it, are loaded; None if the rate is unknown."""
         if index > self._io_ptr:
             return self._link.here_after_s(index, now_s)
         return self._link.idle_after_s(self._work.bytes_between(index, self._io_ptr), now_s)
 
     def _compute_s(self, last: int) -> float | None:
-        """Seconds to compute the missing tokens up to chunk ``last`` with the current budget; None if unknown."""
         at = self._compute_ptr
         return self._work.compute_s(at, self._computed_tokens[at], last, self._pace, self._budget_tokens)
 
@@ -387,7 +381,7 @@ class BidirectionalLoader:
             self._cancelled.append(index)
 
 
-# --- estimates: what computing and loading would take ---
+# --- estimates of compute and load times ---
 
 
 class PromptWork:
@@ -405,11 +399,11 @@ class PromptWork:
         self._bytes = [0, *accumulate(wanted)]
 
     def bytes_between(self, first: int, last: int) -> int:
-        """Bytes of the loadable chunks ``first`` .. ``last``; 0 where there are none."""
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
     def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
-        """Seconds to compute chunks ``first`` (without its ``computed`` tokens) .. ``last`` in steps of our budget.
+        """Return the seconds to compute chunks ``first`` (without its ``computed`` tokens) .. ``last`` in steps of the
+        budget.
 
         None before a measurement.
         """
@@ -428,7 +422,7 @@ class PromptWork:
 
 
 class FetchQueue:
-    """Requested fetches, served in order, and when they are expected. ``max_bytes`` bounds them; one always fits."""
+    """Requested fetches, served in order, and their expected times; ``max_bytes`` limits all but a single fetch."""
 
     def __init__(self, pace: Pace, max_bytes: int) -> None:
         self._pace = pace
@@ -445,7 +439,6 @@ class FetchQueue:
         return tuple(self._sizes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether one more of this size may be requested."""
         return not self._sizes or self._bytes + size_bytes <= self._max_bytes
 
     def ask(self, index: int, size_bytes: int, now_s: float) -> None:
@@ -456,13 +449,13 @@ class FetchQueue:
         self._bytes += size_bytes
 
     def came(self, index: int, now_s: float) -> None:
-        """The fetch succeeded: measure the link's rate."""
+        """Record the success of a fetch and measure the link's rate."""
         from_idle = index == self._from_idle
         self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
-        """The fetch failed; returns its bytes. The link's time counts as spent."""
+        """Record the failure of a fetch; returns its bytes. The link's time counts as spent."""
         if index == self._head():
             self._pace.load_took(0, now_s - self._head_since_s)
         return self.cancel(index, now_s)
@@ -470,11 +463,11 @@ class FetchQueue:
     def cancel(self, index: int, now_s: float) -> int:
         """Cancel the fetch; returns its bytes."""
         if index == self._head():
-            self._head_since_s = now_s  # else the oldest is as late as before
+            self._head_since_s = now_s  # else the oldest stays as late as before
         return self._drop(index)
 
     def head_s(self, now_s: float) -> float:
-        """Seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
+        """Return the seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
         rate = self._pace.bytes_per_s
         if rate is None or not self._sizes:
             return 0.0
@@ -482,9 +475,10 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Seconds until all requested bytes and ``more_bytes`` requested now are loaded; None if no rate is known.
+        """Return the seconds until all requested bytes and ``more_bytes`` requested now are loaded; None if no rate is
+        known.
 
-        A late fetch is expected to be late by as long again.
+        A late fetch is expected to take as long again.
         """
         rate = self._pace.bytes_per_s
         if rate is None:
@@ -493,14 +487,14 @@ class FetchQueue:
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
-        """Seconds until a requested fetch, and all before it, are loaded; None if no rate is known."""
+        """Return the seconds until a requested fetch, and all before it, are loaded; None if no rate is known."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None
         ahead = 0
-        for asked, size in self._sizes.items():
+        for requested, size in self._sizes.items():
             ahead += size
-            if asked == index:
+            if requested == index:
                 break
         return abs(self.head_s(now_s)) + (ahead - self._head_bytes()) / rate
 

@@ -1,12 +1,12 @@
-"""Runs Cake's scheduler with threads: the engine's thread takes steps, worker threads fetch and place chunks.
+"""Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
 All calls to the scheduler (``cache.cake.scheduler``) are made under one lock. A chunk's place in the engine's memory is
 written by one side at a time: its load waits for the end of a step that computes it; a step waits while one of its
-chunks is being placed, and is dropped if that chunk is in place then. A fetch that times out is given up: its chunk is
+chunks is being placed, and is dropped if that chunk is then in place. A fetch that times out is given up: its chunk is
 computed, its thread is unavailable until the fetch returns, and the late result is dropped.
 
-A fetch in a worker (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, put it there,
-report it to the scheduler, release it.
+A fetch in a worker (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write the
+chunk there, report it to the scheduler, release it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from skymemory.cache.tiers.workers import Call, TierWorkers
 
 
 class FetchedChunk(Protocol):
-    """A chunk that was loaded and is not in place yet."""
+    """Loaded chunk that is not in place yet."""
 
     def place(self) -> bool:
-        """Verify, decode and place it; False if it is invalid. Must not call the tier, as other threads wait."""
+        """Verify, decode and place the chunk; False if it is invalid. Must not call the tier: other threads wait."""
 
-    def release(self) -> None:
-        """Release its lease."""
+    def release(self) -> None: ...
 
 
 class ChunkSource(Protocol):
-    """Where a session's chunks come from; called from several threads."""
+    """Source of a session's chunks; called from several threads."""
 
     def fetch(self, index: int) -> FetchedChunk | None:
         """Load a chunk; None if any of it fails. Raises nothing that a broken tier raises."""
 
     def give_up(self, index: int) -> None:
-        """The fetch of this chunk timed out. Must not call the tier."""
+        """Record that the fetch of this chunk timed out. Must not call the tier."""
 
     def close(self) -> None:
         """Place nothing from now on."""
@@ -52,10 +51,10 @@ _LEAD_S = 0.02
 
 
 class Fetch:
-    """A fetch that calls ``work`` from ``starts_s`` on and is given up at ``due_s``."""
+    """Fetch that calls ``work`` from ``starts_s`` on and is given up at ``due_s``."""
 
     def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
-        """``from_s``: the time at which it began, or begins at the latest."""
+        """``from_s``: time at which it began, or begins at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s
         self.due_s = math.inf
         self.call: Call[object] = Call(lambda: work(self))
@@ -65,11 +64,12 @@ class Fetch:
 
 
 def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
-    """When the fetch behind ``ahead`` starts, which is expected to keep the link busy for ``takes_s`` (None: unknown).
+    """Return the start time of the fetch after ``ahead``, which is expected to occupy the link for ``takes_s`` (None:
+    unknown).
 
-    Shortly before the one ahead ends, or the link would be idle in between; not at once, or each would get half of the
-    link, and the first, which is needed sooner, would come as late as the second. So the first is late by at most a
-    twentieth of its time, or 10 ms.
+    It starts shortly before the fetch ahead ends, or the link would be idle in between. It does not start at once, or
+    each would get half of the link, and the first, which is needed sooner, would arrive as late as the second. So the
+    first is late by at most a twentieth of its time, or 10 ms.
     """
     if takes_s is None:
         return math.inf
@@ -77,10 +77,10 @@ def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
 
 
 class LoadingSession:
-    """Drives ``loader`` over ``chunks``; ``clock`` returns seconds.
+    """Session that drives ``loader`` over ``chunks``; ``clock`` returns seconds.
 
-    ``on_settled`` gets index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a fetch
-    that computing overtook. ``patience_s`` gives the timeout of a fetch by its bytes.
+    ``on_settled`` receives index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a
+    fetch that computing overtook. ``patience_s`` returns the timeout of a fetch by its bytes.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LoadingSession:
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
-        """Time spent in the scheduler, over all threads."""
+        """Seconds spent in the scheduler, over all threads."""
         self.turns = 0
         loader.push_seq(chunks, clock())
         with self._changed:
@@ -123,17 +123,15 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
-        """All chunks are in place and reported; False after an exception, which ``next_step`` raises."""
+        """True if all chunks are in place and reported; False after an exception, which ``next_step`` raises."""
         with self._changed:
             return self._loader.done and not self._notifying and self._error is None
 
     def is_resident(self, index: int) -> bool:
-        """Whether a chunk is in place, computed or loaded."""
         with self._changed:
             return self._loader.is_resident(index)
 
     def origin(self, index: int) -> str:
-        """Where a chunk came from, or ""."""
         with self._changed:
             return self._loader.origin(index)
 
@@ -144,7 +142,7 @@ class LoadingSession:
     # --- engine thread ---
 
     def next_step(self, timeout_s: float | None = None) -> ComputeStep | None:
-        """The next step to compute, then call ``step_done``. None: all is in place, or ``timeout_s`` is over.
+        """Return the next step to compute; then call ``step_done``. None: all is in place, or ``timeout_s`` is over.
 
         Raises what a worker raised.
         """
@@ -170,19 +168,17 @@ class LoadingSession:
                 self._changed.wait(max(0.0, min(waits_s)) if waits_s else None)
 
     def step_done(self) -> None:
-        """The step has been computed and its tokens are in place."""
         with self._changed:
             indices, self._stepping = self._stepping, range(0)
-            began_s = time.perf_counter()
+            started_s = time.perf_counter()
             self._loader.chunk_computed(self._clock())
-            self.scheduling_s += time.perf_counter() - began_s
+            self.scheduling_s += time.perf_counter() - started_s
             self._turn()
             self._changed.notify_all()
         for index in indices:
             self._notify(index, "computed")
 
     def set_budget(self, tokens: int) -> None:
-        """Our tokens of each step from now on; 0 pauses computing, not loading."""
         with self._changed:
             self._loader.budget_changed(tokens)
             self._turn()
@@ -210,35 +206,35 @@ class LoadingSession:
     # --- worker threads ---
 
     def _work(self, fetch: Fetch, source: ChunkSource) -> None:
-        """Fetch a chunk and put it in place; the next fetch starts in between."""
+        """Fetch a chunk and place it; the next fetch starts in between."""
         index = fetch.index
         fetched: FetchedChunk | None = None
         self._await_turn(fetch)
-        began_s = self._clock()
+        started_s = self._clock()
         with self._faults_kept():
             if index in self._wanted:
                 fetched = source.fetch(index)
-        took_s = self._clock() - began_s
+        took_s = self._clock() - started_s
         with self._changed:
             if fetch in self._fetches:
                 self._fetches.remove(fetch)
                 self._changed.notify_all()
                 if not self._fetch_next():
                     self._turn()
-        placed = False
+        is_placed = False
         with self._faults_kept():
             if fetched is not None:
                 is_claimed = self._claim(index)
                 if not is_claimed and self._on_late is not None:
                     self._on_late(self._sizes[index], took_s)
-                placed = is_claimed and fetched.place()
+                is_placed = is_claimed and fetched.place()
         with self._changed:
             self._placing.discard(index)
-            placed = self._settle(index, placed)
+            is_placed = self._settle(index, is_placed)
             self._notifying += 1
             self._changed.notify_all()
         with self._faults_kept():
-            if placed:
+            if is_placed:
                 self._notify(index, "loaded")
         with self._changed:
             self._notifying -= 1
@@ -248,7 +244,6 @@ class LoadingSession:
                 fetched.release()
 
     def _await_turn(self, fetch: Fetch) -> None:
-        """Wait until the fetch ahead has ended, or nearly."""
         with self._changed:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()
@@ -258,7 +253,6 @@ class LoadingSession:
 
     @contextmanager
     def _faults_kept(self) -> Iterator[None]:
-        """Keep an exception of a worker, to be raised in the engine's thread."""
         try:
             yield
         except BaseException as raised:
@@ -267,18 +261,17 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, placed: bool) -> bool:
-        """Report to the scheduler, if it still waits for the chunk; whether the load put it in place."""
+        """Report to the scheduler if it still waits for the chunk; returns True if the load placed it."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
-        began_s = time.perf_counter()
+        started_s = time.perf_counter()
         (self._loader.chunk_loaded if placed else self._loader.load_failed)(index, self._clock())
-        self.scheduling_s += time.perf_counter() - began_s
+        self.scheduling_s += time.perf_counter() - started_s
         self._turn()
         return placed
 
     def _claim(self, index: int) -> bool:
-        """Whether the chunk may be placed now; waits for a step that computes it."""
         with self._changed:
             while index in self._stepping and index in self._wanted:
                 self._changed.wait()
@@ -287,18 +280,17 @@ class LoadingSession:
             self._placing.add(index)
             return True
 
-    # --- either, with the lock held ---
+    # --- any thread, with the lock held ---
 
     def _turn(self) -> None:
-        """Give up late fetches, poll the scheduler, and carry out its actions."""
         for fetch in self._fetches:
             fetch.set_timeout(self._patience_s(self._sizes[fetch.index]))  # the measured speeds may have changed
-        while (late := next((one for one in self._fetches if self._clock() >= one.due_s), None)) is not None:
-            self._give_up(late)  # may also drop the one behind it
+        while (late := next((fetch for fetch in self._fetches if self._clock() >= fetch.due_s), None)) is not None:
+            self._give_up(late)  # may also drop the next fetch
         while True:
-            began_s = time.perf_counter()
+            started_s = time.perf_counter()
             actions = self._loader.poll(self._clock())
-            self.scheduling_s += time.perf_counter() - began_s
+            self.scheduling_s += time.perf_counter() - started_s
             self.turns += 1
             if actions.compute is not None:
                 self._ready = actions.compute
@@ -313,14 +305,14 @@ class LoadingSession:
                 return
 
     def _give_up(self, fetch: Fetch) -> None:
-        """A fetch timed out: its chunk is computed, and other threads may fetch others."""
+        """Give up a fetch that timed out: its chunk is computed, and other threads may fetch other chunks."""
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
         if self._fetches and not self._fetches[0].call.begun and self._workers.all_hung:
-            behind = self._fetches.pop()  # no thread will begin it: it fails with all requested fetches
-            behind.call.give_up()
-            self._asked.appendleft(behind.index)
+            next_fetch = self._fetches.pop()  # no thread will begin it: it fails with all requested fetches
+            next_fetch.call.give_up()
+            self._asked.appendleft(next_fetch.index)
         self._changed.notify_all()
         self._abandoned = self._abandoned or not fetch.call.begun
         if fetch.index in self._wanted:

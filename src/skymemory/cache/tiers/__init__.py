@@ -1,4 +1,4 @@
-"""Several stores as one, each behind threads, a deadline and a circuit breaker of its own."""
+"""Hierarchy of stores, each with its own threads, deadlines and circuit breaker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """``TieredStore`` was documented to be here; it stays so for one release."""
+    """Return ``TieredStore``, which was documented in this package; it stays so for one release."""
     if name == "TieredStore":
         from skymemory.cache.tiers.store import TieredStore
 

@@ -1,8 +1,8 @@
-"""One load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried farther off.
+"""Load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried in farther tiers.
 
-``TieredLoad`` asks tier after tier for leases (``TierLoad.lease``), runs the loads (a key that fails, for whatever
-reason, is tried again in the tiers behind), and reports a reason for every key that did not come: "deadline" for a tier
-that hangs, "unreachable" for one that failed or was skipped, "corrupt", "absent" …
+``TieredLoad`` asks tier after tier for leases (``TierLoad.lease``), runs the loads (a key that fails for any reason is
+tried again in farther tiers), and reports a reason for every key that was not loaded: "deadline" for a tier that hangs,
+"unreachable" for a tier that failed or was skipped, "corrupt", "absent" …
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from skymemory.errors import InvalidInput
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
 OUTBOUND = "outbound"
-"""The tier name reported for values that were on their way between tiers."""
+"""Tier name reported for values that were moving between tiers."""
 _NO_TIER = -1
 
 _Held = tuple[list[bytes], LoadTicket | None]
 Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
-"""The values that came, and a report on every requested key."""
+"""Loaded values, and a report on every requested key."""
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: those of the keys before the lookup."""
+    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: of the keys before the lookup."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -40,25 +40,24 @@ class TieredLoad:
         self._outbound = outbound
         self.versions = versions
         self.sources: dict[bytes, int] = {}
-        """Number of the tier that supplied each value; -1 if it was on its way between tiers."""
+        """Number of the tier that supplied each value; -1 if it was moving between tiers."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
         self._tier_skipped = False
-        """A tier was not asked: keys that were not found may be there."""
-        rest = list(dict.fromkeys(keys))
+        """True if a tier was not asked: keys that were not found may be there."""
+        remaining = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
-                self._moving = outbound.get(rest)
-                rest = [key for key in rest if key not in self._moving]
-            if rest and not tier.usable(rest):
+                self._moving = outbound.get(remaining)
+                remaining = [key for key in remaining if key not in self._moving]
+            if remaining and not tier.usable(remaining):
                 self._tier_skipped = True
-            elif (load := TierLoad.lease(tier, rest)) is not None:
+            elif (load := TierLoad.lease(tier, remaining)) is not None:
                 self._loads.append(load)
                 leased = set(load.keys)
-                rest = [key for key in rest if key not in leased]
+                remaining = [key for key in remaining if key not in leased]
 
     def complete(self, budget: InFlightBudget, deadline_s: float) -> tuple[dict[bytes, memoryview], LoadReport]:
-        """The values that came within ``deadline_s``, and a report on all keys in their order."""
         clock = self._tiers[0].clock
         started_s = clock()
         until_s = started_s + deadline_s
@@ -67,23 +66,23 @@ class TieredLoad:
         tried: dict[bytes, int] = {}
         self._from_memory(self._moving.values(), values, reports)
         self._run(self._loads, budget, until_s, values, reports, tried)
-        # What failed may be moving between tiers by now, or be held by a tier farther away.
+        # Failed keys may now be moving between tiers, or be held by a farther tier.
         failed = [key for key in tried if key not in values]
         if failed:
             self._from_memory(self._outbound.get(failed).values(), values, reports)
         for tier in self._tiers if failed else ():
-            rest = [key for key in failed if key not in values and tried[key] < tier.number]
-            if rest and clock() < until_s and (load := TierLoad.lease(tier, rest)) is not None:
+            remaining = [key for key in failed if key not in values and tried[key] < tier.number]
+            if remaining and clock() < until_s and (load := TierLoad.lease(tier, remaining)) is not None:
                 self._loads.append(load)
                 self._run([load], budget, until_s, values, reports, tried)
         absent = KeyReport(reason=self._why_absent())
         ordered_reports = tuple(reports.get(key, absent) for key in self._keys)
-        seconds = max([clock() - started_s, *(one.seconds for one in ordered_reports)])
+        seconds = max([clock() - started_s, *(report.seconds for report in ordered_reports)])
         ordered = {key: values[key] for key in self._keys if key in values}
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Why keys that no tier holds are missing. Some tiers report only by a load that they do not answer."""
+        """Return the miss reason of keys that no tier holds. Only a load shows that some tiers do not answer."""
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -104,11 +103,11 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run ``loads`` concurrently; those that run in this thread start last."""
-        begun = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
-        for load in begun:
+        """Run ``loads`` concurrently; loads that run in this thread start last."""
+        ordered = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
+        for load in ordered:
             load.start(budget, until_s)
-        for load in begun:
+        for load in ordered:
             good, load_reports = load.end()
             values.update(good)
             reports.update(load_reports)
@@ -118,7 +117,6 @@ class TieredLoad:
     def _from_memory(
         self, movings: Iterable[Moving], values: dict[bytes, memoryview], reports: dict[bytes, KeyReport]
     ) -> None:
-        """Values that are moving between tiers; counted like a tier's."""
         counters = self._tiers[0].counters
         for moving in movings:
             values[moving.key] = memoryview(moving.value)
@@ -133,7 +131,6 @@ class TieredLoad:
 
 
 def _miss_reason(tier: Tier, key: bytes) -> str:
-    """Why a load of the key brings no value; empty where it brings one."""
     ticket = tier.store.prepare_load([key])
     try:
         tier.store.complete_load(ticket)
@@ -143,7 +140,7 @@ def _miss_reason(tier: Tier, key: bytes) -> str:
 
 
 def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
-    """In the tier's thread; a load that fails keeps no lease."""
+    """Complete a load in the tier's thread; a load that fails keeps no lease."""
     try:
         return store.complete_load(ticket)
     except BaseException:
@@ -153,7 +150,7 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """The part of a load at one tier: ``keys``, leased by ``lease``; then ``start``, ``end`` and ``release``."""
+    """Share of a load at one tier: ``keys``, leased by ``lease``; then ``start``, ``end`` and ``release``."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
@@ -161,7 +158,7 @@ class TierLoad:
         self._ticket: LoadTicket | None = ticket
         self._call: Call[list[memoryview | None]] | None = None
         self._values: list[memoryview | None] | None = None
-        """Where they were at hand."""
+        """Values of a load that was completed at once."""
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None
         self._reserved_bytes: list[int] = []
@@ -169,7 +166,7 @@ class TierLoad:
 
     @classmethod
     def lease(cls, tier: Tier, keys: Sequence[bytes]) -> TierLoad | None:
-        """A lease on those of ``keys`` that the tier has; None where it has none, or does not answer."""
+        """Lease the ``keys`` that the tier has; None if it has none, or does not answer."""
         if not keys or not tier.usable(keys):
             return None
 
@@ -177,8 +174,8 @@ class TierLoad:
             presence = tier.store.lookup(keys)
             held = [
                 key
-                for key, one in zip(keys, presence, strict=True)
-                if one is Presence.HIT and key not in tier.dirty_keys
+                for key, state in zip(keys, presence, strict=True)
+                if state is Presence.HIT and key not in tier.dirty_keys
             ]
             return held, tier.store.prepare_load(held) if held else None
 
@@ -194,8 +191,8 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget). It ends by
-        ``until_s``, or sooner by the tier's own deadline.
+        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget). The load ends
+        by ``until_s``, or earlier by the tier's own deadline.
         """
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
@@ -226,14 +223,14 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Return the reserved bytes: once, by the caller or the tier's thread, whichever comes first."""
+        """Return the reserved bytes once: by the caller or the tier's thread, whichever is first."""
         with suppress(IndexError):
             size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:
                 self._budget.give_back(size_bytes)
 
     def end(self) -> Loaded:
-        """The values that came in time, verified, and a report on every key."""
+        """Return the values that arrived in time, verified, and a report on every key."""
         ticket, tier = self._ticket, self.tier
         if ticket is not None and self._values is not None:
             return self._verified(self._values, ticket.report.keys if ticket.report is not None else ())
@@ -248,14 +245,15 @@ class TierLoad:
         def sound(values: list[memoryview | None]) -> bool:
             reports = ticket.report.keys if ticket.report is not None else ()
             return not any(
-                value is None and one.reason in FAILING_REASONS for value, one in zip(values, reports, strict=False)
+                value is None and report.reason in FAILING_REASONS
+                for value, report in zip(values, reports, strict=False)
             )
 
         values = tier.result_by(
             call, self._until_s, release_late, sound=sound, kind="load", moved=_size_bytes, held=self.keys
         )
         if values is None:
-            self._give_back()  # other loads do not wait for one that was given up
+            self._give_back()  # other loads must not wait for a load that was given up
             if call.error is None:
                 self._ticket = None  # released when it ends late
             reason = "unreachable" if call.error is not None else "deadline"
@@ -264,7 +262,7 @@ class TierLoad:
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
     def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
-        """Whatever the tier reports, a value counts only if it is one for this key."""
+        """Verify the values: regardless of the tier's report, a value counts only if it belongs to this key."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
@@ -291,7 +289,7 @@ class TierLoad:
         return good, reports
 
     def release(self) -> None:
-        """Release the lease and the values' views. May be repeated."""
+        """Release the lease and the values' views. May be called again."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.release(ticket)
@@ -302,7 +300,7 @@ def _size_bytes(values: list[memoryview | None]) -> int:
 
 
 class InFlightBudget:
-    """Bounds the bytes being loaded from slow tiers, over all threads. A load above ``limit_bytes`` goes alone."""
+    """Limit of the bytes being loaded from slow tiers, over all threads. A load above ``limit_bytes`` runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes <= 0:
@@ -310,11 +308,10 @@ class InFlightBudget:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self.most_bytes = 0
-        """Peak of ``taken_bytes``."""
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Reserve, waiting up to ``timeout_s``; False if there was no room. Reserved bytes must be given back."""
+        """Reserve bytes, waiting up to ``timeout_s``; False if there was no room. Reserved bytes must be given back."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
                 return False

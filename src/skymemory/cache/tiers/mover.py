@@ -1,7 +1,7 @@
 """Background thread of a hierarchy: write-back, demotion, promotion into a slow nearest tier, and repairs.
 
-Each turn, of every tier: probe it if its breaker is open, delete copies of dirty keys, store some of its backlog. Then
-one batch of the outbound queue is copied.
+In each turn it probes every tier with an open breaker, deletes copies of dirty keys and stores some of the tier's
+backlog. Then it copies a batch of the outbound queue.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _IDLE_S = 1.0
 
 
 class TierMover:
-    """Copies values from ``outbound`` to ``tiers`` until stopped."""
-
     def __init__(self, tiers: Sequence[Tier], outbound: Outbound, locks: KeyLocks, counters: SharedCounters) -> None:
         self._tiers = tiers
         self._outbound = outbound
@@ -47,25 +45,25 @@ class TierMover:
             for tier in self._tiers:
                 tier.probe_if_due()
                 tier.delete_dirty()
-                due = tier.backlog and tier.backlog_retry.due(tier.clock())
-                if due and tier.usable(()) and not self._stopping.is_set():
+                is_due = tier.backlog and tier.backlog_retry.due(tier.clock())
+                if is_due and tier.usable(()) and not self._stopping.is_set():
                     self._store_backlog(tier)
             if filled and not self._stopping.is_set():
                 wait_s = 0.0 if self.move_batch() else min(max(2 * wait_s, _AGAIN_S), _IDLE_S)
                 self._stopping.wait(wait_s)
 
     def move_batch(self) -> bool:
-        """Copy one batch; whether any of it is done."""
+        """Copy a batch; returns True if any of it is done."""
         batch = self._outbound.next_batch(_BATCH_BYTES)
-        with self._locks.try_lock([moving.key for moving in batch]) as held:
-            mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in held]
+        with self._locks.try_lock([moving.key for moving in batch]) as locked:
+            mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in locked]
             done = self._write_back(mine) if mine and mine[0].dirty else self._copy(mine)
             self._outbound.done(done)
         self._outbound.requeue(batch)
         return bool(done)
 
     def _write_back(self, movings: list[Moving]) -> list[Moving]:
-        """Store in all of their tiers. Returned as done: those that one tier took, or that all refused (counted)."""
+        """Store the values in all of their tiers. Returns as done the values that a tier took or all refused."""
         if not movings:
             return []
         keys = [moving.key for moving in movings]
@@ -76,73 +74,72 @@ class TierMover:
         pending, refused_by = dict(stored), dict(stored)
         refused = set(keys)
         for tier in tiers:
-            outcome, one = write(tier, items, list(places.values()))
-            refused &= one.refused
+            outcome, tier_write = write(tier, items, list(places.values()))
+            refused &= tier_write.refused
             stored[tier.number] = {key for key, ok in zip(keys, outcome, strict=True) if ok}
-            pending[tier.number] = one.pending
-            refused_by[tier.number] = one.refused
-        taken = set[bytes]().union(*stored.values())
-        refused -= taken
+            pending[tier.number] = tier_write.pending
+            refused_by[tier.number] = tier_write.refused
+        written = set[bytes]().union(*stored.values())
+        refused -= written
         for tier in tiers:
-            missed = (taken | refused) - stored[tier.number]
+            missed = (written | refused) - stored[tier.number]
             note_missed(tier, missed, places, pending[tier.number], refused_by[tier.number])
-        self._counters.add("written_back_total", len(taken))
+        self._counters.add("written_back_total", len(written))
         self._counters.add("write_back_refused_total", len(refused))
-        return [moving for moving in movings if moving.key in taken or moving.key in refused]
+        return [moving for moving in movings if moving.key in written or moving.key in refused]
 
     def _copy(self, movings: list[Moving]) -> list[Moving]:
-        """Store in their tiers where missing (promotion, demotion). All are done: losing one loses no data."""
+        """Store values in tiers that lack them (promotion, demotion). All are done: losing a copy loses no data."""
         for number in movings[0].to if movings else ():
             tier = self._tiers[number]
             keys = [moving.key for moving in movings]
-            lacking = [
-                moving for moving, one in zip(movings, tier.lookup(keys), strict=True) if one is not Presence.HIT
+            missing = [
+                moving for moving, state in zip(movings, tier.lookup(keys), strict=True) if state is not Presence.HIT
             ]
-            items = [(moving.key, moving.value) for moving in lacking]
-            done, _ = write(tier, items, [moving.place for moving in lacking], copies=True)
+            items = [(moving.key, moving.value) for moving in missing]
+            done, _ = write(tier, items, [moving.place for moving in missing], copies=True)
             stored = sum(done)
             self._counters.add("moved_total", stored, tier.name)
-            self._counters.add("not_moved_total", len(lacking) - stored, tier.name)
+            self._counters.add("not_moved_total", len(missing) - stored, tier.name)
         return movings
 
     def _store_backlog(self, tier: Tier) -> None:
-        """Store some of the blocks that ``tier`` missed, read from the other tiers. Those that it neither took nor
+        """Store some of the blocks that ``tier`` missed, read from the other tiers. Blocks that it neither took nor
         refused go to the end of its backlog.
         """
         backlog = tier.backlog.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
-        with self._locks.try_lock(backlog) as held:
-            keys = [key for key in backlog if key in held]
+        with self._locks.try_lock(backlog) as locked:
+            keys = [key for key in backlog if key in locked]
             presence = tier.lookup(keys)
-            lacking = [key for key, one in zip(keys, presence, strict=True) if one is not Presence.HIT]
-            values, left = self._copies(lacking, tier)
+            missing = [key for key, state in zip(keys, presence, strict=True) if state is not Presence.HIT]
+            values, unstored = self._copies(missing, tier)
             done: list[bool] = []
             if values:
-                done, one = write(tier, list(values.items()), [backlog[key] for key in values], copies=True)
-                left |= {key for key, ok in zip(values, done, strict=True) if not ok} - one.refused
+                done, tier_write = write(tier, list(values.items()), [backlog[key] for key in values], copies=True)
+                unstored |= {key for key, ok in zip(values, done, strict=True) if not ok} - tier_write.refused
                 self._counters.add("tier_paid_total", sum(done), tier.name)
             tier.backlog.discard(keys)
-            tier.backlog.add({key: backlog[key] for key in keys if key in left})
-            tier.backlog_retry.finished(not left or any(done), tier.clock())
+            tier.backlog.add({key: backlog[key] for key in keys if key in unstored})
+            tier.backlog_retry.finished(not unstored or any(done), tier.clock())
 
     def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
-        """Values of ``keys`` from the outbound queue or the nearest other tier that has them; and the keys of which a
-        tier that does not answer may have a copy.
+        """Return values of ``keys`` from the outbound queue or the nearest other tier, and the keys of which a tier
+        that does not answer may have a copy.
         """
-        found = {key: moving.value for key, moving in self._outbound.get(keys).items()}
+        values = {key: moving.value for key, moving in self._outbound.get(keys).items()}
         unanswered = False
         for tier in self._tiers:
-            rest = [key for key in keys if key not in found]
-            if rest and tier is not lacking:
-                read = _read(tier, rest)
+            remaining = [key for key in keys if key not in values]
+            if remaining and tier is not lacking:
+                read = _read(tier, remaining)
                 unanswered = unanswered or read is None
-                found.update(read or {})
-        return {key: found[key] for key in keys if key in found}, {
-            key for key in keys if unanswered and key not in found
+                values.update(read or {})
+        return {key: values[key] for key in keys if key in values}, {
+            key for key in keys if unanswered and key not in values
         }
 
 
 def _read(tier: Tier, keys: Sequence[bytes]) -> dict[bytes, bytes] | None:
-    """Values of those of ``keys`` that the tier has; None where it does not answer."""
     wanted = [key for key in keys if key not in tier.dirty_keys]
     if not wanted:
         return {}

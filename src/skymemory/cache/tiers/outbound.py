@@ -1,7 +1,7 @@
-"""Queue of values moving from one tier to another, in memory, within a byte budget; readable while queued.
+"""Queue of values moving between tiers, in memory, within a byte budget; readable while queued.
 
-``dirty`` values (write-back) have been acknowledged to a writer and are not yet in their tiers: they are never dropped.
-Evicted values, and values to be promoted, are dropped where there is too little room.
+``dirty`` values (write-back) are acknowledged to a writer but not yet in their tiers: they are never dropped. Evicted
+values, and values to be promoted, are dropped if there is too little room.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from skymemory.kv.block import Place
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moving:
-    """One value to be copied to the tiers numbered ``to`` (0 is the nearest)."""
+    """Value to be copied to the tiers numbered ``to`` (0 is the nearest)."""
 
     key: bytes
     value: bytes
     to: tuple[int, ...]
     dirty: bool = False
     place: Place | None = None
-    """Its position in the prompt, if the writer gave it."""
 
 
 class Outbound:
-    """First in, first out; one value per key. Thread-safe; takes no other lock."""
+    """FIFO queue with at most one value per key. Thread-safe; takes no other lock."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -35,13 +34,13 @@ class Outbound:
         self._woken = False
         self.used_bytes = 0
         self.dropped = 0
-        """Values dropped for lack of room; never dirty ones."""
+        """Number of values dropped for lack of room; never dirty values."""
 
     def add(self, moving: Moving) -> bool:
-        """Queue it; False without room. A dirty value queued under its key is newer: it stays."""
+        """Queue the value; False without room. A dirty value queued under its key is newer and stays."""
         with self._changed:
-            there = self._movings.get(moving.key)
-            if there is not None and there.dirty and not moving.dirty:
+            queued = self._movings.get(moving.key)
+            if queued is not None and queued.dirty and not moving.dirty:
                 return True
             self._remove([moving.key])
             if moving.dirty:
@@ -61,7 +60,6 @@ class Outbound:
             return {key: self._movings[key] for key in keys if key in self._movings}
 
     def discard(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Remove keys that were changed or deleted; returns those that were queued."""
         with self._changed:
             return self._remove(keys)
 
@@ -71,7 +69,9 @@ class Outbound:
             self._remove([m.key for m in movings if self._movings.get(m.key) is m])
 
     def next_batch(self, size_bytes: int) -> list[Moving]:
-        """The oldest values of one destination, up to ``size_bytes`` but at least one; they stay queued."""
+        """Return the oldest values of one destination, up to ``size_bytes`` but at least one value; they stay
+        queued.
+        """
         with self._changed:
             chosen: list[Moving] = []
             for moving in self._movings.values():
@@ -88,7 +88,6 @@ class Outbound:
             return [moving for moving in movings if self._movings.get(moving.key) is moving]
 
     def requeue(self, movings: Iterable[Moving]) -> None:
-        """Move to the end of the queue: they could not be copied now."""
         with self._changed:
             for moving in movings:
                 if self._movings.get(moving.key) is moving:
@@ -102,7 +101,7 @@ class Outbound:
         return len(self._movings)
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until a value is queued, ``wake`` or the timeout; whether a value is queued."""
+        """Wait until a value is queued, ``wake`` or the timeout; returns True if a value is queued."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._movings) or self._woken, timeout_s)
             self._woken = False
@@ -119,15 +118,15 @@ class Outbound:
             self._changed.notify_all()
 
     def _remove(self, keys: Iterable[bytes]) -> set[bytes]:
-        gone = set()
+        removed = set()
         for key in keys:
             moving = self._movings.pop(key, None)
             if moving is not None:
-                gone.add(key)
+                removed.add(key)
                 self.used_bytes -= len(moving.value)
-        if gone:
+        if removed:
             self._changed.notify_all()
-        return gone
+        return removed
 
     def _make_room(self, size_bytes: int) -> None:
         excess_bytes = self.used_bytes + size_bytes - self._budget_bytes

@@ -1,7 +1,7 @@
-"""A hierarchy of stores under the contract of one: the nearest tier that holds a key supplies it.
+"""Hierarchy of stores with the contract of a single store: the nearest tier that holds a key supplies it.
 
-Every tier has its own threads, deadlines and circuit breaker (``tier``): one that hangs or fails costs misses and
-nothing else. A key that a put or a delete did not reach in a tier is ignored there until the tier has deleted its copy
+Every tier has its own threads, deadlines and circuit breaker (``tier``): a tier that hangs or fails costs only misses.
+A key that a put or a delete did not reach in a tier is ignored there until the tier has deleted its copy
 (``tier.DirtyKeys``). A background thread (``mover``) does write-back, demotion and repairs.
 """
 
@@ -49,22 +49,20 @@ PROMOTIONS = ("always", "second hit", "never")
 
 @dataclass(frozen=True, slots=True)
 class HierarchySettings:
-    """What moves between tiers, and bounds on memory and waiting."""
-
     promote: str = "always"
-    """When a value that a farther tier supplied goes to the nearest: "always", on its "second hit", "never"."""
+    """Promotion of a value that a farther tier supplied to the nearest: "always", on its "second hit", "never"."""
     demote: bool = True
-    """Whether what a tier evicts is offered to the next one (tiers that report it, see ``store.base.Evicting``)."""
+    """True to offer a tier's evicted values to the next tier (for tiers with ``store.base.Evicting``)."""
     write_back: bool = False
-    """False: a put waits for all tiers. True: for the nearest; the others get it later, from memory."""
+    """False: a put waits for all tiers. True: for the nearest; the other tiers get it later, from memory."""
     load_deadline_s: float = 10.0
-    """A load is a miss after this time."""
+    """Time after which a load is a miss."""
     close_deadline_s: float = 10.0
-    """How long ``close`` waits for write-back. What is left is counted as lost."""
+    """Time that ``close`` waits for write-back. What is then unwritten is counted as lost."""
     outbound_bytes: int = 256 << 20
-    """Bound on the values moving between tiers. While it is reached a put waits for all tiers."""
+    """Limit of the values moving between tiers. While it is reached a put waits for all tiers."""
     in_flight_bytes: int = 256 << 20
-    """Bound on the expected bytes being loaded from tiers that are not local, over all threads."""
+    """Limit of the expected bytes being loaded from tiers that are not local, over all threads."""
 
     def __post_init__(self) -> None:
         if self.promote not in PROMOTIONS:
@@ -74,7 +72,7 @@ class HierarchySettings:
 
 
 class TieredStore(TwoPhase):
-    """``tiers``, the nearest first, each with its settings. They are closed with it."""
+    """Store of ``tiers``, the nearest first, each with its settings. They are closed with it."""
 
     def __init__(
         self,
@@ -97,7 +95,8 @@ class TieredStore(TwoPhase):
         self._budget = InFlightBudget(self.settings.in_flight_bytes)
         self._outbound = Outbound(self.settings.outbound_bytes)
         self.tiers = [
-            Tier(store, one, number, self._locks, self._counters, clock) for number, (store, one) in enumerate(tiers)
+            Tier(store, tier_settings, number, self._locks, self._counters, clock)
+            for number, (store, tier_settings) in enumerate(tiers)
         ]
         self._sketch = Sketch()
         self._lock = Lock()
@@ -131,26 +130,29 @@ class TieredStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
-        found = self._held(keys)
+        held_keys = self._held(keys)
         pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
-        return [Presence.HIT if key in found else Presence.PENDING if key in pending else Presence.MISS for key in keys]
+        return [
+            Presence.HIT if key in held_keys else Presence.PENDING if key in pending else Presence.MISS for key in keys
+        ]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """From the nearest tier that has each key, or from what is moving between tiers."""
         keys = self._check(keys)
-        found: dict[bytes, int] = {key: len(moving.value) for key, moving in self._outbound.get(keys).items()}
+        sizes_by_key: dict[bytes, int] = {key: len(moving.value) for key, moving in self._outbound.get(keys).items()}
         for tier in self.tiers:
-            rest = [key for key in keys if key not in found]
-            found.update({key: size for key, size in zip(rest, tier.sizes(rest), strict=True) if size is not None})
-        return [found.get(key) for key in keys]
+            remaining = [key for key in keys if key not in sizes_by_key]
+            sizes_by_key.update(
+                {key: size for key, size in zip(remaining, tier.sizes(remaining), strict=True) if size is not None}
+            )
+        return [sizes_by_key.get(key) for key in keys]
 
     @property
     def leases(self) -> bool:
-        """Only where all tiers do, and are not given up: a value may be in any of them."""
+        """True only if all tiers lease and are never given up: a value may be in any of them."""
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Each tier's own prefix first, as that is cheap; then the keys behind, from all tiers together."""
+        """Return the prefix: first each tier's own, as that is cheap; then the next keys, from all tiers together."""
         keys = self._check(keys)
         reached = [0] * len(self.tiers)
         for tier in self.tiers:
@@ -158,19 +160,21 @@ class TieredStore(TwoPhase):
             if reached[tier.number] == len(keys):
                 return len(keys)
         count = max(reached)
-        asked = [tier for tier in self.tiers if reached[tier.number] < count]
-        if keys[count] not in self._held(keys[count : count + 1], asked):
+        shorter = [tier for tier in self.tiers if reached[tier.number] < count]
+        if keys[count] not in self._held(keys[count : count + 1], shorter):
             return count
-        held = self._held(keys[count:])
-        return next((at for at in range(count, len(keys)) if keys[at] not in held), len(keys))
+        held_keys = self._held(keys[count:])
+        return next((at for at in range(count, len(keys)) if keys[at] not in held_keys), len(keys))
 
     def _held(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
-        """Those of ``keys`` that are in one of ``tiers`` (default: all), or moving between tiers."""
-        held = set(self._outbound.get(keys))
+        """Return the ``keys`` that are in any of ``tiers`` (default: all), or moving between tiers."""
+        held_keys = set(self._outbound.get(keys))
         for tier in self.tiers if tiers is None else tiers:
-            rest = [key for key in keys if key not in held]
-            held.update(key for key, one in zip(rest, tier.lookup(rest), strict=True) if one is Presence.HIT)
-        return held
+            remaining = [key for key in keys if key not in held_keys]
+            held_keys.update(
+                key for key, state in zip(remaining, tier.lookup(remaining), strict=True) if state is Presence.HIT
+            )
+        return held_keys
 
     # --- loading ---
 
@@ -207,8 +211,8 @@ class TieredStore(TwoPhase):
                 far = [key for key in far if self._sketch.seen(key)]
         if not far or not top.breaker.closed:
             return
-        with self._locks.try_lock(far, load.versions) as held:
-            items = [(key, values[key]) for key in far if key in held and key not in top.dirty_keys]
+        with self._locks.try_lock(far, load.versions) as locked:
+            items = [(key, values[key]) for key in far if key in locked and key not in top.dirty_keys]
             if top.settings.local:
                 promoted = sum(write(top, items, copies=True)[0])
             else:
@@ -255,7 +259,7 @@ class TieredStore(TwoPhase):
         """Wait until nothing is moving between tiers; False on timeout."""
         return self._outbound.wait_empty(timeout_s)
 
-    # --- the rest of the contract ---
+    # --- pins, deletion, prefetch, figures ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
         keys = self._check(keys)
@@ -264,13 +268,12 @@ class TieredStore(TwoPhase):
                 tier.post(lambda tier=tier: tier.store.touch(keys))  # type: ignore[misc]
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Pin in every tier that has the key; True where at least one confirms."""
         keys, ttl_s = self._check(keys), check_ttl(ttl_s)
         pinned = [self._ask(tier, lambda tier=tier: tier.store.pin(keys, ttl_s), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(by_tier) for by_tier in zip(*pinned, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """None where a tier has not confirmed: its copy is not read any more, and deleted once the tier answers."""
+        """Delete keys. None if a tier has not confirmed: its copy is not read, and is deleted once the tier answers."""
         keys = self._check(keys)
         with self._locks.exclusive(keys):
             deleted = [tier.delete(keys) for tier in self.tiers]
@@ -282,26 +285,25 @@ class TieredStore(TwoPhase):
         ]
 
     def prefetch(self, keys: Sequence[bytes], at: float) -> list[bool]:
-        """Prefetch in every tier that can; True where at least one confirms."""
         keys = self._check(keys)
         near = [self._ask(tier, lambda tier=tier: bring_near(tier.store, keys, at), keys) for tier in self.tiers]  # type: ignore[misc]
         return [any(by_tier) for by_tier in zip(*near, strict=True)]
 
     def names(self) -> list[NamedValue]:
-        """As in ``named.Listing``: what is in any tier. Waits as long as the tiers take.
+        """Return the names in any tier (``named.Listing``). Waits as long as the tiers take.
 
         Raises:
             InvalidInput: a tier cannot list its names.
         """
         self._check(())
-        found: dict[str, NamedValue] = {}
+        by_name: dict[str, NamedValue] = {}
         for tier in self.tiers:
             if not isinstance(store := bare(tier.store), Listing):
                 raise InvalidInput(f"the {tier.name} tier cannot list names: a constellation, memory and disk can")
-            for one in store.names():
-                if one.key not in tier.dirty_keys:
-                    found.setdefault(one.name, one)
-        return [found[name] for name in sorted(found)]
+            for value in store.names():
+                if value.key not in tier.dirty_keys:
+                    by_name.setdefault(value.name, value)
+        return [by_name[name] for name in sorted(by_name)]
 
     def _ask(self, tier: Tier, work: Callable[[], list[bool]], keys: Sequence[bytes]) -> list[bool]:
         answers = tier.ask(work) if tier.usable(keys) else None
@@ -310,27 +312,26 @@ class TieredStore(TwoPhase):
         return [yes and key not in tier.dirty_keys for key, yes in zip(keys, answers, strict=True)]
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimates of the nearest tiers that hold the keys, summed (an upper bound: tiers load concurrently); infinite
-        when a key is in none.
+        """Estimate the load time: the sum over the nearest tiers that hold the keys (an upper bound: tiers load
+        concurrently); infinite if a key is in none.
         """
-        rest = list(dict.fromkeys(self._check(keys)))
+        remaining = list(dict.fromkeys(self._check(keys)))
         total_s = 0.0
         for tier in self.tiers:
-            if tier.number == 1 and rest:
-                moving = self._outbound.get(rest)
-                rest = [key for key in rest if key not in moving]
-            trusted = [key for key in rest if key not in tier.dirty_keys]
+            if tier.number == 1 and remaining:
+                moving = self._outbound.get(remaining)
+                remaining = [key for key in remaining if key not in moving]
+            trusted = [key for key in remaining if key not in tier.dirty_keys]
             if not trusted or not tier.usable(trusted):
                 continue
             estimate = tier.look(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
             if estimate is not None:
-                seconds, held = estimate
+                seconds, held_keys = estimate
                 total_s += seconds
-                rest = [key for key in rest if key not in held]
-        return math.inf if rest else total_s
+                remaining = [key for key in remaining if key not in held_keys]
+        return math.inf if remaining else total_s
 
     def stats(self) -> dict[str, int | float]:
-        """The hierarchy's figures, and every tier's own with its name in front."""
         self._owner.check()
         figures: dict[str, int | float] = {
             **self._counters.as_dict(),
@@ -352,7 +353,7 @@ class TieredStore(TwoPhase):
 
     def close(self) -> None:
         """Write back for up to ``close_deadline_s``; what then remains is counted as lost."""
-        if self._owner.elsewhere:  # its threads are not here
+        if self._owner.elsewhere:  # its threads run in the parent process
             return
         with self._lock:
             if self._closed:
@@ -376,8 +377,7 @@ class TieredStore(TwoPhase):
 
 
 def _estimate(tier: Tier, keys: list[bytes], now_s: float) -> tuple[float, set[bytes]]:
-    """Seconds to load those of ``keys`` that the tier does not know to be absent, and these keys."""
     if (seconds := tier.store.estimate_load_s(keys, now_s)) < math.inf:
         return seconds, set(keys)
-    held = [key for key in keys if tier.store.estimate_load_s([key], now_s) < math.inf]
-    return (tier.store.estimate_load_s(held, now_s) if held else 0.0), set(held)
+    held_keys = [key for key in keys if tier.store.estimate_load_s([key], now_s) < math.inf]
+    return (tier.store.estimate_load_s(held_keys, now_s) if held_keys else 0.0), set(held_keys)

@@ -1,18 +1,19 @@
-"""One tier of a hierarchy: a store whose every call has a deadline, whose failures are misses, and that can be skipped.
+"""Tier of a hierarchy: a store whose calls have deadlines, whose failures are misses, and that can be skipped.
 
-What happens to a call:
+The life of a call:
 
-1. ``usable``: a tier whose breaker is open, or that owes an answer to a call that was given up, is skipped.
-2. ``start`` hands the call to one of the tier's threads (a local tier runs it in the caller's thread).
-3. ``result_by`` waits for ``deadline_s``: the deadline of the settings, or less where the caller could compute the
+1. ``usable``: a tier whose breaker is open, or that has not answered a call that was given up, is skipped.
+2. ``start`` passes the call to a thread of the tier (a local tier runs it in the caller's thread).
+3. ``result_by`` waits for ``deadline_s``: the deadline of the settings, or less if the caller could compute the
    blocks sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
-   - An error of the store (``TIER_FAILURES``), or an answer that is none: None, a miss; the breaker counts it. Those of
-     loads in a row though lookups between them are answered; not those of stores: what cannot be written may be read.
-   - Too late: None, a miss; the call is given up (``Call.give_up``). Until its answer comes the tier is skipped, so one
-     that hangs is waited for once. A late answer is released; its latency is recorded, so that a slow but sound tier
-     is waited for longer from then on. Without an answer by the deadline of the settings the breaker opens.
-4. While the breaker is open a background probe finds out whether the tier answers again.
+   - An error of the store (``TIER_FAILURES``), or an invalid answer: None, a miss; the breaker counts it. Failures of
+     loads count as consecutive even if lookups between them are answered. Failures of stores do not: what cannot be
+     written may be read.
+   - Too late: None, a miss; the call is given up (``Call.give_up``). Until its answer arrives the tier is skipped, so a
+     tier that hangs is waited for once. A late answer is released; its latency is recorded, so that a slow but sound
+     tier is waited for longer from then on. Without an answer by the deadline of the settings the breaker opens.
+4. While the breaker is open a background probe checks if the tier answers again.
 
 Programming errors (TypeError, …) are raised to the caller.
 """
@@ -40,9 +41,9 @@ _log = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 30.0
 _DIRTY_KEYS_LIMIT = 1 << 18
-"""About 30 MB of keys."""
+"""Limit of dirty keys, about 30 MB."""
 _BACKLOG_LIMIT = 1 << 16
-"""About 15 MB of keys; with blocks of 3 MB, 190 GB stored while a tier was down."""
+"""Limit of the backlog, about 15 MB of keys; with blocks of 3 MB, 190 GB stored while a tier was down."""
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
@@ -65,25 +66,27 @@ class RetryTimer:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """How one tier is called. Deadlines are upper bounds: a prompt that is computed sooner waits less."""
+    """Settings of calls to a tier. Deadlines are upper bounds: a prompt that is computed sooner waits less."""
 
     local: bool = False
-    """Called in the caller's thread, without a deadline: for a tier in this process's memory."""
+    """True to call it in the caller's thread, without a deadline: for a tier in this process's memory."""
     ask_deadline_s: float = 0.5
-    """For lookups, leases, pins and deletions."""
+    """Deadline of lookups, leases, pins and deletions."""
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
     threads: int = 2
     """Concurrent calls to this tier. A call that was given up occupies its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Whether these bytes are a value of this key (for blocks: ``kv.value.is_sound_block``). One that is not is
-    deleted, and loaded from the next tier; without this check it might be promoted before it is decoded.
+    """Check that bytes are a value of a key (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted, and
+    loaded from the next tier; without this check it might be promoted before it is decoded.
     """
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
 class Tier:
-    """``store`` as tier ``number`` (0 is the nearest) of the hierarchy that ``locks`` and ``counters`` belong to."""
+    """Wrapper of ``store`` as tier ``number`` (0 is the nearest) of the hierarchy that owns ``locks`` and
+    ``counters``.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Tier:
         self.counters = counters
         self.breaker = CircuitBreaker(settings.breaker)
         self.mean_value_bytes = 1e6
-        """Moving average over the values loaded: the expected size of the next ones."""
+        """Moving average over the loaded values: the expected size of the next values."""
         self.at_once = store if isinstance(store, AtOnce) and not settings.local else None
         self._locks = locks
         self._workers = TierWorkers(store.name, settings.threads)
@@ -114,13 +117,13 @@ class Tier:
         self._probe_key: bytes | None = None
         self._delete_retry = RetryTimer()
         self._overdue: dict[Call[object], float] = {}
-        """Calls given up and not answered yet, with the time at which the tier counts as hanging."""
+        """Unanswered calls that were given up, with the time at which the tier counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
 
     # --- calls ---
 
     def usable(self, keys: Sequence[bytes]) -> bool:
-        """Whether to call it (about ``keys``). While it is not, it is probed in the background."""
+        """Return True if it may be called (about ``keys``). While it may not, it is probed in the background."""
         if keys and self._probe_key is None:
             self._probe_key = keys[0]
         if self._overdue:
@@ -137,7 +140,7 @@ class Tier:
         return self.breaker.closed and not self._overdue
 
     def deadline_s(self, kind: Kind, size_bytes: int = 0) -> float:
-        """How long the calling thread waits for a call of this kind that moves ``size_bytes``."""
+        """Return how long the calling thread waits for a call of this kind that moves ``size_bytes``."""
         return min(self._longest_s(kind), patience_s(self._latencies[kind], size_bytes))
 
     def _longest_s(self, kind: Kind) -> float:
@@ -146,7 +149,7 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> Call[Result] | None:
-        """Hand ``work`` to a thread of the tier; a local tier runs it here. None: too many calls wait for a
+        """Pass ``work`` to a thread of the tier; a local tier runs it in this thread. None: too many calls wait for a
         thread, which counts as a failure.
         """
         call = Call(work)
@@ -172,12 +175,13 @@ class Tier:
         moved: Callable[[Result], int] = lambda result: 0,
         held: Sequence[bytes] = (),
     ) -> Result | None:
-        """The result of ``call``, if it comes by ``until_s`` and without failure; else None.
+        """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late``: gets the result of a call that was given up, to release what it holds. ``sound``: whether a result
-        is an answer of the tier at all. ``changes``: the keys that the call writes or deletes, now or when it ends
-        late. ``overwrites``: those of them whose copies are dirty once the call is given up, until it ends late with a
-        result that ``stored`` them. ``moved``: bytes that a result has moved. ``held``: keys that the tier says it has.
+        ``on_late``: receives the result of a call that was given up, to release what it holds. ``sound``: checks that a
+        result is an answer of the tier at all. ``changes``: the keys that the call writes or deletes, now or when it
+        ends late. ``overwrites``: the subset whose copies are dirty once the call is given up, until it ends late with
+        a result that ``stored`` them. ``moved``: bytes that a result has moved. ``held``: keys that the tier reported
+        to have.
         """
         if call is None:
             return None
@@ -198,7 +202,7 @@ class Tier:
                 with self._lock:
                     self._overdue.pop(call, None)  # type: ignore[arg-type]
                 if call.dropped:
-                    return  # by our own threads, not by the tier
+                    return  # by this tier's threads, not by the store
                 if result is None or not sound(result):
                     with self._lock:
                         self.breaker.timed_out(self.clock())
@@ -209,7 +213,7 @@ class Tier:
             if call.give_up(ended_late):
                 self.counters.add("tier_deadlines_total", label=self.name)
                 return None
-            # It ended in the meantime: as if in time.
+            # It ended in the meantime: treat it as in time.
             self.dirty_keys.call_ended(changes)
             self.dirty_keys.clear_since(overwrites, mark)
             with self._lock:
@@ -238,14 +242,16 @@ class Tier:
         *,
         changes: Sequence[bytes] = (),
     ) -> Result | None:
-        """``start`` and ``result_by``, within the deadline of the kind "ask"."""
+        """Call ``start`` and ``result_by``, within the deadline of the kind "ask"."""
         until_s = self.clock() + self.deadline_s("ask")
         return self.result_by(self.start(work), until_s, on_late, changes=changes)
 
     def look(
         self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
     ) -> Result | None:
-        """``ask`` for what only reads the store's index: here and now, where the store can (``base.AtOnce``)."""
+        """Call ``ask`` for work that only reads the store's index: in this thread, if the store can
+        (``base.AtOnce``).
+        """
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -253,7 +259,6 @@ class Tier:
         return self.ask(work, on_late)
 
     def release(self, ticket: LoadTicket) -> None:
-        """Without waiting for it."""
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -262,7 +267,6 @@ class Tier:
         self.post(lambda: self.store.release(ticket))
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run ``work`` on a thread of the tier without waiting for it."""
 
         def counted() -> None:
             try:
@@ -273,7 +277,6 @@ class Tier:
         self.start(counted)
 
     def failed(self, kind: Kind = "ask") -> None:
-        """Count a failure towards opening the breaker."""
         with self._lock:
             self.breaker.failed(self.clock(), load=kind == "load")
         self._log_state()
@@ -288,24 +291,23 @@ class Tier:
     # --- probes ---
 
     def _probe_with(self, held: Sequence[bytes]) -> None:
-        """Probe with a key of the load that failed: the tier's index may still answer for others from memory, while
-        values that it has hang.
+        """Probe with a key of the load that failed: the tier's index may still answer for other keys from memory, while
+        loads of its values hang.
         """
         if held:
             self._probe_key = held[0]
 
     def probe_if_due(self) -> None:
-        """Send a background probe if the breaker wants one."""
         key = self._probe_key
         with self._lock:
-            due = key is not None and self.breaker.probe_due(self.clock())
-        if due and key is not None:
+            is_due = key is not None and self.breaker.probe_due(self.clock())
+        if is_due and key is not None:
             self.counters.add("tier_probes_total", label=self.name)
             if not self._workers.submit(Call(lambda: self._probe(key))):
                 self._probed(False)
 
     def _probe(self, key: bytes) -> None:
-        """Look up and load one key, and ignore the results: "absent" is an answer, too."""
+        """Look up and load a key, and ignore the results: "absent" is an answer, too."""
         started_s = self.clock()
         try:
             self.store.lookup([key])
@@ -318,7 +320,7 @@ class Tier:
         except TIER_FAILURES:
             self._probed(False)
             return
-        answered = report is None or all(one.reason not in FAILING_REASONS for one in report.keys)
+        answered = report is None or all(key_report.reason not in FAILING_REASONS for key_report in report.keys)
         self._probed(answered and self.clock() - started_s <= self.settings.load_deadline_s)
 
     def _probed(self, answered: bool) -> None:
@@ -327,7 +329,6 @@ class Tier:
         self._log_state()
 
     def _log_state(self) -> None:
-        """One line each time that the breaker opens or closes."""
         if self._logged_closed is not self.breaker.closed:
             self._logged_closed = self.breaker.closed
             if self._logged_closed:
@@ -335,20 +336,19 @@ class Tier:
             else:
                 _log.warning("tier %s does not answer: skipped, and probed in the background", self.name)
 
-    # --- what it holds ---
+    # --- contents ---
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """The store's answer; dirty keys are missing, and so are all while it does not answer."""
+        """Return the store's answer; dirty keys are missing, and all keys while it does not answer."""
         missing = [Presence.MISS] * len(keys)
         if not keys or not self.usable(keys):
             return missing
         presence = self.look(lambda: self.store.lookup(keys))
         if presence is None or len(presence) != len(keys):
             return missing
-        return [Presence.MISS if key in self.dirty_keys else one for key, one in zip(keys, presence, strict=True)]
+        return [Presence.MISS if key in self.dirty_keys else state for key, state in zip(keys, presence, strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        """As ``lookup``: None where the tier does not answer, or may have an older value."""
         sizes = self.look(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
         if sizes is None or len(sizes) != len(keys):
             return [None] * len(keys)
@@ -364,31 +364,35 @@ class Tier:
         return min(max(length or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """None for a key whose deletion the tier did not confirm, or that a late put may bring back: it is dirty."""
+        """Delete keys. None for a key whose deletion is unconfirmed, or that a late put may restore: it is then
+        dirty.
+        """
         deleted = self.ask(lambda: self.store.delete(keys), changes=keys) if self.usable(keys) else None
         if deleted is None or len(deleted) != len(keys):
             self.dirty_keys.add(keys, deleted=True)
             return [None] * len(keys)
         unknown = {
-            key for key, gone in zip(keys, deleted, strict=True) if gone is None or self.dirty_keys.uncertain(key)
+            key
+            for key, is_deleted in zip(keys, deleted, strict=True)
+            if is_deleted is None or self.dirty_keys.uncertain(key)
         }
         self.dirty_keys.add(unknown, deleted=True)
-        return [None if key in unknown else gone for key, gone in zip(keys, deleted, strict=True)]
+        return [None if key in unknown else is_deleted for key, is_deleted in zip(keys, deleted, strict=True)]
 
     def delete_dirty(self) -> bool:
-        """Delete copies of dirty keys; whether more can be deleted right away. Failures are retried with back-off. What
-        a later release wrote stays, unless a caller's deletion of it is pending.
+        """Delete copies of dirty keys; returns True if more can be deleted at once. Failures are retried with back-off.
+        Values of a later release stay, unless a caller's deletion of them is pending.
         """
         if not self._delete_retry.due(self.clock()):
             return False
         if not (keys := self.dirty_keys.to_delete(_DELETED_AT_ONCE)) or not self.usable(keys):
             return False
-        with self._locks.try_lock(keys) as held:
-            mine = list(held)
+        with self._locks.try_lock(keys) as locked:
+            mine = list(locked)
             if not mine:
                 return False
             deleted = self.ask(lambda: self._delete_outdated(mine), changes=mine)
-            clean = [key for key, gone in zip(mine, deleted or (), strict=False) if gone is not None]
+            clean = [key for key, is_deleted in zip(mine, deleted or (), strict=False) if is_deleted is not None]
             self.dirty_keys.clear(clean)
             self.counters.add("tier_doubts_settled_total", len(clean), self.name)
         if deleted is None or len(clean) == len(mine):
@@ -398,17 +402,17 @@ class Tier:
         return False
 
     def _delete_outdated(self, keys: Sequence[bytes]) -> list[bool | None]:
-        kept = {
+        kept_keys = {
             key
             for key, yes in zip(keys, keeps(self.store, keys), strict=True)
             if yes and not self.dirty_keys.delete_pending(key)
         }
-        outdated = [key for key in keys if key not in kept]
+        outdated = [key for key in keys if key not in kept_keys]
         deleted = dict(zip(outdated, self.store.delete(outdated) if outdated else (), strict=False))
-        return [False if key in kept else deleted.get(key) for key in keys]
+        return [False if key in kept_keys else deleted.get(key) for key in keys]
 
 
-# --- what a tier has missed: keys whose copy there may be outdated, and blocks that it has yet to get ---
+# --- missed changes of a tier: keys whose copy there may be outdated, and blocks that it has yet to get ---
 #
 # A put of a value that may change, or a delete, that did not reach a tier (or may not have) makes its key dirty there:
 # the copy is not read, not counted as present and not overwritten until it has been deleted, or until the late call has
@@ -416,16 +420,16 @@ class Tier:
 
 
 class DirtyKeys:
-    """At most ``limit`` keys; writers must refuse while it is ``full``. Thread-safe."""
+    """Set of at most ``limit`` dirty keys; writers must refuse while it is ``full``. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """Value of ``_count`` when each was last added."""
+        """Value of ``_count`` when each key was last added."""
         self._count = 0
         self._delete_pending: set[bytes] = set()
         self._in_flight: dict[bytes, int] = {}
-        """Given-up calls about each key, dirty or not, that have not ended."""
+        """Number of given-up calls about each key, dirty or not, that have not ended."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -439,11 +443,11 @@ class DirtyKeys:
         return len(self._keys) >= self._limit
 
     def uncertain(self, key: bytes) -> bool:
-        """Whether it is dirty, or a given-up call may still change it."""
+        """Return True if the key is dirty, or a given-up call may still change it."""
         return key in self._keys or key in self._in_flight
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """Mark as dirty; ``deleted``: a caller's deletion is pending. Returns a mark for ``clear_since``."""
+        """Mark keys as dirty; ``deleted``: a caller's deletion is pending. Returns a mark for ``clear_since``."""
         with self._lock:
             self._count += 1
             for key in keys:
@@ -453,7 +457,7 @@ class DirtyKeys:
             return self._count
 
     def call_given_up(self, keys: Iterable[bytes]) -> None:
-        """A call that may change these was given up; ``call_ended`` must follow."""
+        """Record that a call that may change these keys was given up; ``call_ended`` must follow."""
         with self._lock:
             for key in keys:
                 self._in_flight[key] = self._in_flight.get(key, 0) + 1
@@ -461,17 +465,16 @@ class DirtyKeys:
     def call_ended(self, keys: Iterable[bytes]) -> None:
         with self._lock:
             for key in keys:
-                left = self._in_flight.pop(key, 0) - 1
-                if left > 0:
-                    self._in_flight[key] = left
+                remaining = self._in_flight.pop(key, 0) - 1
+                if remaining > 0:
+                    self._in_flight[key] = remaining
 
     def clear_since(self, keys: Iterable[bytes], mark: int) -> None:
-        """These are no longer dirty, except those added again since ``mark``."""
+        """Clear these keys, except those added again since ``mark``."""
         with self._lock:
             self._clear(key for key in keys if self._keys.get(key) == mark)
 
     def to_delete(self, count: int) -> list[bytes]:
-        """Up to ``count`` keys whose deletion would make them clean."""
         with self._lock:
             chosen: list[bytes] = []
             for key in self._keys:
@@ -482,11 +485,10 @@ class DirtyKeys:
             return chosen
 
     def delete_pending(self, key: bytes) -> bool:
-        """Whether a caller has deleted it and the tier has not."""
+        """Return True if a caller has deleted the key and the tier has not."""
         return key in self._delete_pending
 
     def clear(self, keys: Iterable[bytes]) -> None:
-        """These have been deleted in the tier."""
         with self._lock:
             self._clear(keys)
 
@@ -521,7 +523,6 @@ class Backlog:
                 self.dropped += 1
 
     def first(self, count: int) -> dict[bytes, Place]:
-        """The oldest ``count``; they stay."""
         with self._lock:
             return dict(islice(self._places.items(), count))
 

@@ -1,7 +1,7 @@
-"""Worker threads of one tier, so that a tier that hangs blocks only its own threads; and locks on keys.
+"""Worker threads of a tier, so that a tier that hangs blocks only its own threads.
 
-Threads are daemons, started as needed: one stuck in a dead tier must not keep the process alive. Time that a thread
-waits for a processor is this machine's load, not the tier's latency: it is added to the caller's timeout.
+Threads are daemons, started as needed: a thread stuck in a dead tier must not keep the process alive. Time that a
+thread waits for a processor is this machine's load, not the tier's latency: it is added to the caller's timeout.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _LATE_STEP_S = 0.001
 
 
 class Call(Generic[Result]):
-    """One piece of work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
+    """Work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         """``work`` runs in a copy of the caller's context variables."""
         self._work = work
         self._context = copy_context()
         self._lock = threading.Lock()
-        self._running = threading.Lock()  # held until it ends: an Event takes three times as long to set and see
+        self._running = threading.Lock()  # held until it ends; an Event is three times as slow to set and see
         self._running.acquire()
         self._ended = False
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """Given up before a thread began it: the tier was not called."""
+        """True if given up before a thread began it: the tier was not called."""
         self.overdue = False
-        """Given up because it did not end in time."""
+        """True if given up because it did not end in time."""
         self._submitted_s = time.monotonic()
         self._thread = 0
         self._starved_before_s = 0.0
         self.started_s = 0.0
-        """When the caller began to wait, by the caller's clock."""
+        """Time when the caller began to wait, by the caller's clock."""
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self, schedstat: BinaryIO | None = None) -> None:
-        """Do the work, unless it was given up before it began. ``schedstat``: the figures of the thread that does it,
-        kept open, since opening them takes longer than many a call.
+        """Do the work, unless it was given up before. ``schedstat``: the running thread's figures, kept open, since
+        opening them takes longer than many calls.
         """
         self.dropped = self._on_late is not None
         result = error = None
@@ -70,14 +70,13 @@ class Call(Generic[Result]):
             on_late(result)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended."""
         if not self._ended and self._running.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
-            self._running.release()  # for who waits next
+            self._running.release()  # for the next waiter
         return self._ended
 
     @property
     def starved_s(self) -> float:
-        """How long its thread has waited for a processor."""
+        """Seconds that its thread has waited for a processor."""
         if not self.begun:
             return time.monotonic() - self._submitted_s
         return _starved_s(self._thread) - self._starved_before_s if self._thread else 0.0
@@ -96,7 +95,7 @@ class Call(Generic[Result]):
 
 
 class TierWorkers:
-    """At most ``threads`` threads, and a queue of ``waiting`` calls."""
+    """Pool of at most ``threads`` threads with a queue of ``waiting`` calls."""
 
     def __init__(self, name: str, threads: int = 2, waiting: int = 64) -> None:
         self._name = name
@@ -105,12 +104,11 @@ class TierWorkers:
         self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
         self._started = 0
         self._open = 0
-        """Calls that were queued and have not ended."""
         self._running: set[Call[object]] = set()
         self._lock = threading.Lock()
 
     def submit(self, call: Call[object]) -> bool:
-        """Queue the call. False: the queue is full."""
+        """Queue the call; False if the queue is full."""
         with self._lock:
             if self._calls.qsize() >= self._waiting:
                 return False
@@ -122,7 +120,7 @@ class TierWorkers:
         return True
 
     def wait(self, call: Call[Result], timeout_s: float) -> bool:
-        """Whether it ended within ``timeout_s``, extended by the time that its thread was starved of a processor."""
+        """Return True if it ended within ``timeout_s``, extended by the time that its thread lacked a processor."""
         excused_s = 0.0
         while not call.wait(timeout_s):
             if not call.begun and self.all_busy:
@@ -135,19 +133,18 @@ class TierWorkers:
 
     @property
     def all_busy(self) -> bool:
-        """Whether every thread is running a call."""
         with self._lock:
             return len(self._running) >= self._threads
 
     @property
     def all_hung(self) -> bool:
-        """Whether every thread is stuck in a call that was given up: a queued call may never begin."""
+        """True if every thread is stuck in a call that was given up: a queued call may never begin."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
 
     @property
     def any_hung(self) -> bool:
-        """Whether a call that was given up as overdue has not ended yet."""
+        """True if a call that was given up as overdue has not ended yet."""
         with self._lock:
             return any(call.overdue for call in self._running)
 
@@ -166,12 +163,12 @@ class TierWorkers:
                     self._open -= 1
 
     def close(self) -> None:
-        """Threads end after the calls already queued; does not wait for them."""
+        """Let threads end after the calls already queued; does not wait for them."""
         self._calls.put(None)
 
 
 def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
-    """None where the kernel counts nothing."""
+    """Open a thread's scheduling figures; None if the kernel has none."""
     try:
         return open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0)
     except OSError:
@@ -179,7 +176,7 @@ def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
 
 
 def _starved_now_s(schedstat: BinaryIO) -> float:
-    """Total time that the thread was runnable and did not run; 0 where that is not reported."""
+    """Return the seconds that the thread was runnable and did not run; 0 if that is not reported."""
     try:
         numbers = os.pread(schedstat.fileno(), 64, 0).split()
     except OSError:

@@ -1,7 +1,7 @@
-"""One store operation over all tiers: write-through to all concurrently, or write-back: nearest now, the rest later.
+"""Store operation over all tiers: write-through to all concurrently, or write-back to the nearest now and others later.
 
-What became of a call that was given up is unknown. A block is named by its content, so any copy of it is good; but a
-value without a place may replace an older one, so its key is dirty in that tier until the late call has stored it.
+The outcome of a call that was given up is unknown. A block is named by its content, so any copy of it is good. But a
+value without a place may replace an older value, so its key is dirty in that tier until the late call has stored it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Prepared = tuple[_Tickets, _TooLarge, list[int]]
 
 
 class TieredWrite:
-    """Room reserved for ``items``. Raises ValueTooLarge for one that fits none of the tiers that answer."""
+    """Room reserved for ``items``. Raises ValueTooLarge for an item that fits none of the tiers that answer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TieredWrite:
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         """Keys that each tier answered for and did not store."""
         self.reason = ""
-        """Why a tier did not store all that it was given; the first of them."""
+        """First reason of a tier that did not store all its items."""
         self._writes: list[TierWrite] = []
         if any(tier.dirty_keys.full for tier in tiers):
             self._items = {}
@@ -67,14 +67,13 @@ class TieredWrite:
                 self._writes.append(write)
 
     def _oversize(self, every: Sequence[tuple[bytes, Buffer]]) -> list[tuple[bytes, Buffer]]:
-        """Items too large for the nearest tier."""
         return [every[place] for place in self._writes[0].too_large]
 
     def _prepare(self, tier: Tier, items: Sequence[tuple[bytes, Buffer]]) -> TierWrite:
         return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
-        """Called before room is reserved in a tier that cannot take all: the largest item is refused, or none is."""
+        """Raise if an item fits no tier, before room is reserved in a tier that cannot take all items."""
         answered = [write for write in self._writes if write.answered]
         for write in answered:
             for place, error in write.too_large.items():
@@ -83,26 +82,26 @@ class TieredWrite:
                     raise error
 
     def complete(self) -> set[bytes]:
-        """Keys stored in at least one tier. The caller holds the keys (``KeyLocks.exclusive``)."""
+        """Return the keys stored in at least one tier. The caller holds the keys (``KeyLocks.exclusive``)."""
         self._run(self._writes)
-        taken = set[bytes]().union(*self._stored.values())
+        stored = set[bytes]().union(*self._stored.values())
         dirty: set[bytes] = set()
         if self._write_back:
             dirty = {key for key in self._stored[0] if self._leave_to_mover(key)}
-            rest = [(key, value) for key, value in self._items.items() if key not in dirty]
-            rest = [item for item in rest if not self._stored_below(item[0])]
-            if rest:
-                writes = [self._prepare(tier, rest) for tier in self._tiers[1:]]
+            remaining = [(key, value) for key, value in self._items.items() if key not in dirty]
+            remaining = [item for item in remaining if not self._stored_below(item[0])]
+            if remaining:
+                writes = [self._prepare(tier, remaining) for tier in self._tiers[1:]]
                 for write in writes:
                     write.prepare_rest()
                 self._run(writes)
-                taken = taken.union(*self._stored.values())
+                stored = stored.union(*self._stored.values())
         for tier in self._tiers:
-            missed = taken - self._stored[tier.number]
+            missed = stored - self._stored[tier.number]
             missed -= dirty if tier.number else set()
             note_missed(tier, missed, self._places, self._pending[tier.number], self._refused[tier.number])
-        self._outbound.discard(taken - dirty)
-        return taken
+        self._outbound.discard(stored - dirty)
+        return stored
 
     def _leave_to_mover(self, key: bytes) -> bool:
         return self._outbound.add(Moving(key, bytes(self._items[key]), self._lower, True, self._places[key]))
@@ -111,7 +110,7 @@ class TieredWrite:
         return any(key in self._stored[number] for number in self._lower)
 
     def _run(self, writes: Iterable[TierWrite]) -> None:
-        """Run concurrently; local ones start last, as they run in this thread."""
+        """Run writes concurrently; local writes start last, as they run in this thread."""
         ordered = sorted(writes, key=lambda write: write.tier.settings.local)
         for write in ordered:
             write.start()
@@ -129,10 +128,10 @@ def _too_large_in(write: TierWrite, key: bytes) -> bool:
 
 
 class TierWrite:
-    """The part of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
+    """Share of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
 
     ``too_large``: positions of items that can never fit. A thread may go on reading items after its call was given up:
-    a tier with threads must be given immutable ``bytes``. ``copies``: the items are stored elsewhere already, so a tier
+    a tier with threads must be given immutable ``bytes``. ``copies``: the items are already stored elsewhere, so a tier
     that refuses them holds nothing outdated.
     """
 
@@ -142,9 +141,8 @@ class TierWrite:
         self._places = places or (None,) * len(items)
         self._copies = copies
         self.answered = False
-        """Whether the tier answered the request for room."""
         self.certain = False
-        """Whether the result of ``end`` is the tier's answer on all of ``items``."""
+        """True if the result of ``end`` is the tier's answer on all of ``items``."""
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
@@ -154,7 +152,7 @@ class TierWrite:
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = (), copies: bool = False) -> TierWrite:
-        """Reserve room for those of ``items`` whose keys are not dirty there. Where the largest is too large nothing is
+        """Reserve room for the ``items`` whose keys are not dirty there. If the largest is too large nothing is
         reserved or evicted yet (``prepare_rest`` does that).
         """
         self = cls(tier, items, places, copies)
@@ -173,9 +171,11 @@ class TierWrite:
         return self
 
     def prepare_rest(self) -> None:
-        """Where one item was too large for the tier, reserve room for the others."""
-        left, self._left = self._left, []
-        if left and (prepared := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, left))):
+        """Reserve room for the other items if the largest was too large for the tier."""
+        positions, self._left = self._left, []
+        if positions and (
+            prepared := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, positions))
+        ):
             tickets, too_large = prepared
             self._tickets += tickets
             self.too_large |= too_large
@@ -186,7 +186,7 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
-        """Of each item, whether the tier stored and acknowledged it in time."""
+        """Return for each item if the tier stored and acknowledged it in time."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -223,7 +223,6 @@ class TierWrite:
         return done
 
     def _stored(self, outcomes: list[list[bool]]) -> list[int]:
-        """Positions of the items that the tier says it has stored."""
         return [
             at
             for (_, positions), stored in zip(self._tickets, outcomes, strict=False)
@@ -233,12 +232,12 @@ class TierWrite:
 
     @property
     def reason(self) -> str:
-        """Why the tier did not store all, in its words; empty where it gave none."""
+        """Reason, in the tier's words, why it did not store all; empty if it gave none."""
         return next((f"{self.tier.name}: {ticket.reason}" for ticket, _ in self._tickets if ticket.reason), "")
 
     @property
     def refused(self) -> set[bytes]:
-        """Keys that the tier answered for; those of them that it did not store it has refused."""
+        """Keys that the tier answered for. It has refused those that it did not store."""
         if not self.certain:
             return set()
         unanswered = frozenset[bytes]().union(*(ticket.unanswered for ticket, _ in self._tickets))
@@ -262,7 +261,6 @@ def _prepare(tier: Tier, items: Items, places: Places, wanted: list[int]) -> _Pr
 
 
 def _prepare_rest(tier: Tier, items: Items, places: Places, left: list[int]) -> tuple[_Tickets, _TooLarge]:
-    """Drop the largest item until the rest fits."""
     too_large: _TooLarge = {}
     while left:
         tickets, more, left = _prepare(tier, items, places, left)
@@ -277,20 +275,21 @@ def _largest(items: Items, wanted: list[int]) -> int:
 
 
 def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -> tuple[list[bool], TierWrite]:
-    """All phases of a ``TierWrite``: of each item whether it was stored, and the write itself."""
-    one = TierWrite.prepare(tier, items, places, copies)
-    one.prepare_rest()
-    one.start()
-    return one.end(), one
+    """Run all phases of a ``TierWrite``; returns for each item if it was stored, and the write itself."""
+    tier_write = TierWrite.prepare(tier, items, places, copies)
+    tier_write.prepare_rest()
+    tier_write.start()
+    return tier_write.end(), tier_write
 
 
 def note_missed(
     tier: Tier, missed: set[bytes], places: Mapping[bytes, Place | None], pending: set[bytes], refused: set[bytes]
 ) -> None:
-    """``missed`` are stored elsewhere and, as far as is known, not in ``tier``. A value that may change is dirty there,
-    unless its put is ``pending`` (that marks it itself); a block goes to the backlog, unless the tier ``refused`` it.
+    """Record that ``missed`` are stored elsewhere and, as far as known, not in ``tier``. A value that may change is
+    dirty there, unless its put is ``pending`` (which marks it itself); a block goes to the backlog, unless the tier
+    ``refused`` it.
     """
     tier.dirty_keys.add(key for key in missed if places[key] is None and key not in pending)
     blocks = {key: place for key in missed - refused if (place := places[key]) is not None}
-    if tier.number:  # the nearest tier gets what it lacks by promotion when it is read
+    if tier.number:  # the nearest tier gets missing values by promotion when they are read
         tier.backlog.add({key: blocks[key] for key in places if key in blocks})  # in the order of their chain

@@ -1,1 +1,1 @@
-"""Admission control: which requests are refused under overload."""
+"""Admission control: rules that refuse requests under overload."""

@@ -1,14 +1,14 @@
-"""Priorities and fair shares of tenants under overload, around any admission rule.
+"""Priorities and fair shares of tenants under overload, as a wrapper of any admission rule.
 
-Fair shares divide the compute time of the prefill servers. In a sliding window every tenant has a demand (its requests)
-and a usage (those admitted). The total usage is divided by max-min fairness, in proportion to the tenants' weights: no
-tenant gets more than its demand, and what it leaves goes to the others. Once any request was refused, and from a load
-of ``overload`` on, a tenant above its share is refused; a tenant whose whole demand is within its share is not refused
-for its cost. Below that load, and with a single tenant, nothing is refused here: servers never idle for fairness.
+Fair shares divide the compute time of the prefill servers. Within a sliding window each tenant has a demand (all its
+requests) and a usage (its admitted requests). The total usage is divided by max-min fairness, weighted by tenant: no
+tenant gets more than its demand, and the other tenants share the remainder. If the load is ``overload`` or more and
+requests were refused, a tenant above its share is refused; a tenant whose whole demand is within its share is not
+refused for cost. Below that load, or with a single tenant, nothing is refused here: fairness never idles a server.
 
 Load is the larger of the estimated time to first token and time between tokens, each relative to its objective. The
-load at which a request is refused falls with the number of higher priority levels in use, so the lowest priorities are
-refused first. For priorities below 0, the default, one more level counts as in use.
+admissible load of a request falls with each higher priority level in use, so the lowest priorities are refused first.
+For priorities below 0 the default priority always counts as in use.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     share_window_s: float = 60.0
-    """Length of the window of demand and usage."""
+    """Length of the sliding window of demand and usage."""
     overload: float = 0.5
     """Load from which shares are enforced."""
     priority_step: float = 0.2
-    """How much each higher priority level lowers the admissible load."""
+    """Decrease of the admissible load per higher priority level in use."""
     least_load: float = 0.2
     """Load below which no priority is refused."""
     weights: Mapping[str, float] = field(default_factory=lambda: _NONE)
-    """Weights of tenants other than 1."""
+    """Weights of tenants; 1 for a tenant not listed."""
 
     def __post_init__(self) -> None:
         if self.share_window_s <= 0:
@@ -50,7 +50,7 @@ class FairnessSettings:
 
 
 class Fair(RuleAround):
-    """An admission rule with priorities and shares applied before ``rule``."""
+    """Admission rule that checks priorities and shares before ``rule``."""
 
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
@@ -59,11 +59,11 @@ class Fair(RuleAround):
         self.name = f"{rule.name}+fair"
         self._shares = Shares(settings.share_window_s, settings.weights)
         self._levels: dict[int, float] = {}
-        """Priorities by the time of their last request."""
+        """Time of the last request by priority."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         load = self._load(placement)
-        # First what the operator wants (priorities), then what is fair, then what is most: the rule inside.
+        # The order of precedence: the operator's priorities, fairness, then throughput (the wrapped rule).
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
             placement, load
         )
@@ -103,7 +103,7 @@ class Fair(RuleAround):
         since_s = now_s - self.settings.share_window_s
         above = {level for level, at_s in self._levels.items() if level > priority and at_s >= since_s}
         if priority < 0:
-            above.add(0)  # batch work yields even while no other request is there
+            above.add(0)  # batch work yields even if no other request is in progress
         if not above:
             return None
         limit = max(self.settings.least_load, 1.0 - self.settings.priority_step * len(above))
@@ -123,18 +123,18 @@ class Fair(RuleAround):
         return Refusal(reason, self._retry_s(load - self.settings.overload), kind="share")
 
     def _retry_s(self, excess: float) -> float:
-        """Seconds until the queue has shrunk by this much load, without new requests."""
+        """Return the seconds in which the queue shrinks by this load without arrivals."""
         return max(RETRY_S, excess * self.slo.ttft_s)
 
 
 def _cost_s(placement: Placement) -> float:
-    """Compute seconds of the prefill; without an estimate thousands of tokens, which divide as well."""
+    """Return the compute seconds of the prefill, or without an estimate its thousands of uncached tokens."""
     seconds = placement.prefill.estimated_compute_s
     return (placement.request.prompt.tokens - placement.prefill.matched_tokens) / 1000 if seconds is None else seconds
 
 
 _MOST = 65_536
-"""Limit of remembered requests; of a busier window the latest."""
+"""Limit of remembered requests."""
 _REFRESH = 256
 """Recomputations of the shares per window."""
 
@@ -147,7 +147,7 @@ class _Account:
 
 
 class Shares:
-    """Demand, usage and weighted max-min share of each tenant in a sliding window."""
+    """Demand, usage and weighted max-min share per tenant in a sliding window."""
 
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:
         self._window_s = window_s
@@ -159,7 +159,6 @@ class Shares:
         self._level_at_s = -math.inf
 
     def asked(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
-        """Records a request of ``tenant``."""
         self._log.append((now_s, tenant, cost, admitted))
         account = self._accounts.setdefault(tenant, _Account())
         account.requests += 1
@@ -173,22 +172,19 @@ class Shares:
             self._level, self._level_at_s = self._max_min_level(), now_s
 
     def of(self, tenant: str) -> tuple[float, float]:
-        """Usage and share in the window.
-
-        The share is infinite if no other tenant has requests, and if none was refused.
-        """
-        # Alone, or with no request refused, a tenant may use all: servers never idle for fairness.
+        """Return usage and share in the window; the share is infinite without competing tenants or refusals."""
+        # Fairness never idles a server: a tenant may use everything while it is alone or nothing was refused.
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used
-        others = len(self._accounts) > (account is not None)
-        return used, self._weight(tenant) * self._level if others else math.inf
+        has_others = len(self._accounts) > (account is not None)
+        return used, self._weight(tenant) * self._level if has_others else math.inf
 
     def fits(self, tenant: str, cost: float) -> bool:
-        """Whether the tenant's demand with ``cost`` is within its share, and another tenant has requests."""
+        """Return True if other tenants have requests and the tenant's demand plus ``cost`` is within its share."""
         account = self._accounts.get(tenant)
-        asked = 0.0 if account is None else account.asked
-        others = len(self._accounts) > (account is not None)
-        return others and asked + cost <= self._weight(tenant) * self._level
+        demand = 0.0 if account is None else account.asked
+        has_others = len(self._accounts) > (account is not None)
+        return has_others and demand + cost <= self._weight(tenant) * self._level
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
@@ -207,11 +203,11 @@ class Shares:
             self._used -= cost
 
     def _max_min_level(self) -> float:
-        """The share per weight at which the usage is used up; tenants with a smaller demand get their demand."""
-        left = self._used
-        # Water filling: tenants in the order of their demand per weight; each that wants less than an even split of
-        # what is left gets its demand, and the first that wants more sets the level for itself and all behind it.
-        if sum(account.asked for account in self._accounts.values()) <= left * (1 + 1e-9):
+        """Return the share per unit of weight at which the shares add up to the usage."""
+        remaining = self._used
+        # Water filling in the order of demand per weight. A tenant that wants less than an even split of the remaining
+        # usage gets its demand; the first that wants more sets the level for itself and all later tenants.
+        if sum(account.asked for account in self._accounts.values()) <= remaining * (1 + 1e-9):
             return math.inf  # nothing was refused
         weights = 0.0
         wants = []
@@ -221,8 +217,8 @@ class Shares:
             wants.append((account.asked / weight, weight))
         wants.sort()
         for want, weight in wants:
-            if want * weights >= left:
-                return max(0.0, left / weights)
-            left -= want * weight
+            if want * weights >= remaining:
+                return max(0.0, remaining / weights)
+            remaining -= want * weight
             weights -= weight
         return math.inf

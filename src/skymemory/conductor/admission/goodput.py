@@ -1,16 +1,16 @@
-"""The rule ``goodput`` (ours): under overload, admits the requests that maximise the number within both objectives.
+"""The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives.
 
-Each request within its objectives counts one, however much compute it takes. So under overload the cheapest are
-admitted: a rule that looks at the queue alone admits in order of arrival, and one long prompt costs twenty short ones.
+Each such request counts the same, so the cheapest are admitted. A rule that looks at the queue only admits in order of
+arrival, and one long prompt then costs as much as twenty short prompts.
 
-1. Time to first token: refused if the estimate times its learnt error (``LearntTtft``) exceeds the objective.
-2. Time between tokens: refused if the decode servers' load, counting all admitted requests, exceeds a learnt share of
-   the objective (``LearntHeadroom``: contexts grow and estimates err, and a slow batch fails all of its requests). If
-   the prefill will end later than a request usually decodes, the load is forecast for then.
-3. Prefill cost (``Price``): if the shortest queue is longer than ``queue_share`` of the objective, only the cheapest of
-   the recent requests that fit into the servers' time are admitted. With shorter queues all are, so that no server
-   idles because future requests differ from recent ones.
-4. Context size: the same for tokens, if decoding is estimated to take more than ``batch_share`` of its objective.
+1. Time to first token: refuse if the estimate, corrected by its learnt error (``LearntTtft``), exceeds the objective.
+2. Time between tokens: refuse if the decode load of all admitted requests exceeds a learnt share of the objective
+   (``LearntHeadroom``), which leaves room for growing contexts and wrong estimates: a slow batch fails all of its
+   requests. If the prefill will end later than a request usually decodes, the load is forecast.
+3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest of
+   the recent requests that fit into the servers' time. Otherwise admit all, so that no server idles because future
+   requests differ from recent requests.
+4. Context size: the same rule for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skymemory.errors import InvalidInput
 @dataclass(frozen=True, slots=True)
 class GoodputSettings:
     window_s: float = 60.0
-    """How long a request counts as a sample of future ones."""
+    """Age up to which a request counts as a sample of future requests."""
     queue_share: float = 0.5
     """Queue length under overload, as a share of the objective for the first token."""
     use: float = 1.0
@@ -40,7 +40,7 @@ class GoodputSettings:
     fill: float = 0.9
     """Tokens in decode batches under overload, as a share of those that meet the objective."""
     broken: float = 0.2
-    """Share of requests near the limit that may miss their objective."""
+    """Tolerated share of misses among requests near the limit."""
     least_headroom: float = 0.7
     """Lower bound of the learnt limit, as a share of the objective."""
 
@@ -57,8 +57,6 @@ class GoodputSettings:
 
 
 class Goodput(Admission):
-    """Admission rule that maximises requests served within their objectives; see the module."""
-
     name = "goodput"
 
     def __init__(self, slo: Slo, settings: GoodputSettings | None = None) -> None:
@@ -70,14 +68,15 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Requests in progress whose first token was late: decoding is not to blame for their missed objective."""
+        """Ids of requests in progress with a late first token; their missed objective does not count against
+        decoding."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
-        # In the order of the module's rules: a request that would be late anyway is not judged by its cost.
+        # The order of the module's rules: a request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
-        # A queue longer than a decode: what decodes now has left when this prefill ends, so ask for the load of then.
+        # If the queue is longer than a decode, the current batch ends before this prefill does: use a forecast.
         if tbt_s is not None and placement.forecast is not None and (ttft_s or 0.0) > placement.forecast.decode_s:
             tbt_s = placement.forecast.tbt_s(now_s + (ttft_s or 0.0), now_s, placement.request)
         return (
@@ -122,14 +121,13 @@ class Goodput(Admission):
         return placement.slo(self.slo).tbt_s * self._headroom.share
 
     def _prefill_too_long(self, placement: Placement, now_s: float) -> Refusal | None:
-        """Refuses prefills that cost more than those that fit into the servers' time."""
         compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
-        # Costs are of all servers together: the sample is of the whole cluster's requests.
+        # The sample covers the whole cluster, so capacities are sums over all servers.
         servers = 1 + len(placement.prefill.fallbacks)
         room_s = self.settings.queue_share * self.slo.ttft_s - max(0.0, ttft_s - compute_s)
-        if room_s > 0:  # a server must not idle for want of cheaper requests
+        if room_s > 0:  # a server must not idle because no cheaper request arrives
             return None
         max_cost_s = self._prefills.max_cost(servers * self.settings.use, servers * room_s, now_s)
         if compute_s <= max_cost_s:
@@ -138,10 +136,9 @@ class Goodput(Admission):
         return Refusal(reason, max(RETRY_S, compute_s), kind="cost")
 
     def _context_too_large(self, placement: Placement, tbt_s: float | None, now_s: float) -> Refusal | None:
-        """Refuses contexts larger than those that fit into the decode servers' batches."""
         if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
-        # Little's law: batches of ``most`` tokens, each for ``stay_s``, take in ``most / stay_s`` tokens a second.
+        # Little's law: batches of ``most`` tokens that stay for ``stay_s`` admit ``most / stay_s`` tokens per second.
         most, stay_s = self._batches.max_tokens(self._limit_s(placement)) * self.settings.fill, self._batches.stay_s
         if math.isinf(most) or stay_s <= 0:
             return None
@@ -154,13 +151,13 @@ class Goodput(Admission):
 
 
 _MOST = 4096
-"""Limit of remembered requests; the latest are kept."""
+"""Limit of remembered requests."""
 _REFRESH = 64
 """Sorts of the remembered requests per window."""
 
 
 class Price:
-    """The largest cost that fits a capacity if the cheapest requests go first, by a sample of recent requests."""
+    """Largest cost that fits a capacity if the cheapest requests go first, by a sample of recent requests."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -170,11 +167,10 @@ class Price:
         self._sorted_s = -math.inf
 
     def asked(self, cost: float, now_s: float) -> None:
-        """Records a request's cost, admitted or not."""
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
-        # Sorted a few times per window, not per request: the price moves slowly, and up to 4,096 costs are sorted.
+        # Sort a few times per window instead of per request: the price moves slowly, and up to 4,096 costs are sorted.
         while self._asked[0][0] < now_s - self._window_s:
             self._asked.popleft()
         self._sorted = sorted(cost for _, cost in self._asked)
@@ -182,14 +178,14 @@ class Price:
         self._sorted_s = now_s
 
     def max_cost(self, per_s: float, room: float, now_s: float) -> float:
-        """The largest cost that fits; infinite if all fit.
+        """Return the largest cost that fits; infinite if all fit.
 
-        ``per_s``: capacity per second; ``room``: capacity available once beside, negative for a backlog.
+        ``per_s`` is the capacity per second, ``room`` additional capacity available once; a backlog makes it negative.
         """
         if not self._sums:
             return math.inf
-        # The sample's requests came in ``span_s``, in which the servers had ``per_s * span_s`` of capacity. Cheapest
-        # first, those within it fit; the last of them has the price.
+        # The sampled requests arrived within ``span_s``, a capacity of ``per_s * span_s``. In order of cost, the last
+        # request that still fits sets the price.
         span_s = min(self._window_s, now_s - self._asked[0][0])
         fit = bisect_right(self._sums, per_s * span_s + room)
         return math.inf if fit == len(self._sums) else self._sorted[fit - 1] if fit else 0.0
@@ -214,29 +210,29 @@ class LearntTtft:
 
     def came(self, estimated_s: float, took_s: float) -> None:
         if estimated_s >= _SHORT * self._promised_s:
-            # Bounded: one prefill that hung must not multiply the estimates of all behind it.
+            # Bounded: a single hung prefill must not multiply all later estimates.
             factor = min(_MOST_BIAS, max(1 / _MOST_BIAS, took_s / estimated_s))
             self.bias += _STEP * (factor - self.bias)
 
 
 class LearntHeadroom:
-    """Learnt share of the time between tokens up to which requests are admitted.
+    """Learnt share of the objective between tokens up to which requests are admitted.
 
-    A quantile tracker: a missed objective lowers it by a step, a met one raises it by less, so that both balance where
-    a share ``broken`` of the requests near the limit misses.
+    A quantile tracker: a missed objective lowers the share by a step, a met objective raises it by less. The two
+    balance if a share ``broken`` of the requests near the limit miss.
     """
 
     step = 0.01
     near = 0.8
-    """Share of the limit below which an outcome says nothing about it."""
+    """Share of the limit below which an outcome is ignored."""
 
     def __init__(self, least: float, broken: float) -> None:
         self._least, self._broken = least, broken
         self.share = 1.0
 
     def ended(self, load: float, met: bool) -> None:
-        """``load``: the estimated time between tokens of its batch, relative to the objective."""
-        # At the balance the steps cancel: a share ``broken`` of misses times ``step`` down is what the met ones add.
+        """Record an outcome; ``load`` is the batch's estimated time between tokens, relative to the objective."""
+        # In balance, ``broken`` misses times ``step`` down equal the sum of the steps up.
         if load < self.near * self.share:
             return
         if met:
@@ -248,17 +244,16 @@ class LearntHeadroom:
 _FORGETTING = 0.005
 """Weight of an estimate in the moving means."""
 _LEAST = 50
-"""Estimates needed for a line."""
+"""Estimates needed to fit a line."""
 _SPREAD = 0.05
 """Coefficient of variation of the tokens below which no line is fitted."""
 
 
 class Batches:
-    """Admitted requests in progress, and a learnt line: time between tokens by their context tokens."""
+    """Admitted requests in progress, and a learnt line of the time between tokens over their context tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Prompt tokens of the requests in progress."""
         self._seen = 0
         self._mean_tokens = self._mean_tbt_s = self._var = self._cov = 0.0
         self._line: tuple[float, float] | None = None
@@ -266,16 +261,16 @@ class Batches:
         self._inside = 0
         self._since_s = 0.0
         self._waited_s = self._ended = 0.0
-        """Seconds spent in progress, and requests ended; both decay alike."""
+        """Seconds spent in progress, and requests ended; both decay at the same rate."""
 
     def entered(self, tokens: int, tbt_s: float, now_s: float) -> None:
-        """A request was admitted; ``tbt_s`` is the estimate with it."""
+        """Record an admission; ``tbt_s`` is the estimate that includes the request."""
         self._count(now_s)
         self._inside += 1
         self.tokens += tokens
         self._seen += 1
         # Exponentially weighted means, variance and covariance (Finch, "Incremental calculation of weighted mean
-        # and variance", 2009, section 9); plain ones while there are few.
+        # and variance", 2009, section 9); plain means for the first samples.
         weight = max(_FORGETTING, 1 / self._seen)
         off, off_s = self.tokens - self._mean_tokens, tbt_s - self._mean_tbt_s
         self._mean_tokens += weight * off
@@ -287,7 +282,6 @@ class Batches:
             self._line = (self._mean_tbt_s - slope * self._mean_tokens, slope)
 
     def left(self, tokens: int, now_s: float) -> None:
-        """A request ended."""
         self._count(now_s)
         self._inside -= 1
         self.tokens -= tokens
@@ -296,9 +290,9 @@ class Batches:
 
     @property
     def stay_s(self) -> float:
-        """Usual time from admission to the end; 0 while none has ended.
+        """Usual time from admission to the end; 0 before the first end.
 
-        Requests in progress count with their time so far: the first to end are the short ones.
+        Requests in progress contribute their time so far, because the short requests end first.
         """
         return self._waited_s / self._ended if self._ended else 0.0
 
@@ -308,7 +302,7 @@ class Batches:
         self._since_s = now_s
 
     def max_tokens(self, limit_s: float) -> float:
-        """Tokens at which the time between tokens reaches ``limit_s``; infinite while unknown."""
+        """Return the tokens at which the time between tokens reaches ``limit_s``; infinite while unknown."""
         if self._line is None:
             return math.inf
         empty_s, slope_s = self._line

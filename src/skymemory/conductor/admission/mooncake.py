@@ -1,9 +1,8 @@
 """Mooncake's three admission rules (FAST'25, section 4.2.6).
 
 All three refuse on arrival if the time to first token is too long, and check the decode load again after the prefill,
-where a refusal wastes it. They differ in the decode load they see on arrival: none (``Baseline``), the current one
-(``Early``, under which prefill and decode loads oscillate), or the one forecast for the end of the prefill
-(``Predicted``).
+when a refusal wastes it. On arrival they look at different decode loads: none (``Baseline``), the current load
+(``Early``; prefill and decode loads then oscillate), or the load forecast for the end of the prefill (``Predicted``).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Placement, Refusal
 
 _LOOKAHEADS = 12
-"""Points of the forecast to try, each twice as far ahead as the one before."""
+"""Number of forecast times to try; each is twice as far ahead as the last."""
 
 
 def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
-    """A refusal if the estimated time to first token exceeds the objective; without an estimate None."""
+    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if ttft_s is None or ttft_s <= limit_s:
         return None
     reason = f"its first token is estimated to take {ttft_s:.3g} s; the limit is {limit_s:.3g} s"
@@ -26,7 +25,7 @@ def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
 
 
 def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | None, now_s: float) -> Refusal | None:
-    """A refusal if the estimated time between tokens, which all of a batch share, exceeds the objective."""
+    """Return a refusal if the estimate exceeds the objective; None without an estimate."""
     if tbt_s is None or tbt_s <= limit_s:
         return None
     reason = f"tokens are estimated to take {tbt_s * 1000:.4g} ms; the limit is {limit_s * 1000:.4g} ms"
@@ -34,7 +33,7 @@ def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | Non
 
 
 def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> float:
-    """Forecast seconds until the decode servers meet the objective again, without new requests."""
+    """Return the forecast seconds until the decode servers meet the objective again, without new requests."""
     if forecast is None:
         return RETRY_S
     ahead_s = RETRY_S
@@ -46,7 +45,7 @@ def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> 
 
 
 class Baseline(Admission):
-    """Checks the time to first token on arrival, the decode load after the prefill."""
+    """Admission rule that checks time to first token on arrival and decode load after the prefill."""
 
     name = "baseline"
 
@@ -66,15 +65,14 @@ class Baseline(Admission):
 @dataclass(frozen=True, slots=True)
 class EarlySettings:
     promised: bool = False
-    """Count admitted requests that have not joined a batch yet. The published rule does not, and oscillates (figure
-    9)."""
+    """True: also count admitted requests outside any batch. The published rule does not, and oscillates (figure 9)."""
 
 
 class Early(Baseline):
-    """Also checks the current decode load on arrival: the requests in batches and the new one. The new one must count:
-    the check before decoding keeps the load without it below the objective, so none would be refused early.
+    """Rule that also checks on arrival the current decode load, with the new request added to the batches.
 
-    Without a forecast, and with ``promised``, it is the estimate of the chosen server.
+    The new request must count: the check before decoding keeps the load without it below the objective, so no request
+    would be refused early. Without a forecast, or with ``promised``, the load is the estimate of the chosen server.
     """
 
     name = "early"
@@ -94,8 +92,9 @@ class Early(Baseline):
 
 
 class Predicted(Baseline):
-    """Also checks on arrival the decode load that is forecast for the end of the prefill: the mean over the servers,
-    with the new request. Without a forecast it is ``Early``.
+    """Rule that also checks on arrival the decode load forecast for the end of the prefill.
+
+    The load is the mean over the servers, with the new request added. Without a forecast the rule equals ``Early``.
     """
 
     name = "predicted"

@@ -43,34 +43,35 @@ RULES: Registry[Build] = Registry(
 )
 NAMES = tuple(RULES)
 FAIR = "+fair"
-"""Suffix of a rule's name that adds priorities and fair shares, and the options of ``FairnessSettings``."""
+"""Suffix of a rule's name that adds priorities and fair shares, with the options of ``FairnessSettings``."""
 
 
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
-    """The rule of that name. Option values may be text, as from flags; ``weights`` a table or ``gold=3,free=0.5``.
+    """Return the rule named ``name``.
 
-    ``on_arrival``: it refuses on arrival only (``OnArrival``).
+    Option values may be text, as from flags; ``weights`` is a table or text such as ``gold=3,free=0.5``. With
+    ``on_arrival`` the rule refuses on arrival only (``OnArrival``).
 
     Raises:
         InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
     """
     owner, known = f"admission rule {name!r}", options_of(name)
-    plain = {option: value for option, value in options.items() if option != "weights" or option not in known}
-    given = read_options(owner, plain, known)
-    if plain.keys() != options.keys():  # a table has no default to convert to
-        given["weights"] = weights_of(f"option 'weights' of {owner}", options["weights"])
-    found = RULES[name.removesuffix(FAIR)]
-    own = {field.name for field in fields(found.settings)}
-    rule = found.build(slo, found.settings(**{option: given[option] for option in given if option in own}))
+    without_weights = {option: value for option, value in options.items() if option != "weights" or option not in known}
+    values = read_options(owner, without_weights, known)
+    if without_weights.keys() != options.keys():  # a table has no default to convert to
+        values["weights"] = weights_of(f"option 'weights' of {owner}", options["weights"])
+    entry = RULES[name.removesuffix(FAIR)]
+    own = {field.name for field in fields(entry.settings)}
+    rule = entry.build(slo, entry.settings(**{option: values[option] for option in values if option in own}))
     if on_arrival:
         rule = OnArrival(rule)
     if not name.endswith(FAIR):
         return rule
-    return Fair(rule, slo, FairnessSettings(**{option: given[option] for option in given if option not in own}))
+    return Fair(rule, slo, FairnessSettings(**{option: values[option] for option in values if option not in own}))
 
 
 def options_of(name: str) -> dict[str, object]:
-    """The options of a rule with their defaults.
+    """Return the options of a rule with their defaults.
 
     Raises:
         InvalidInput: unknown rule.
@@ -82,7 +83,7 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Weights of tenants from a table or text; ``what`` begins the error.
+    """Return tenant weights from a table or text; ``what`` begins the error message.
 
     Raises:
         InvalidInput: neither a table nor such text, or a weight is not a number.

@@ -1,1 +1,1 @@
-"""Prefix indices: which server holds how much of a prompt, estimated from requests or known from engines' events."""
+"""Prefix indices: the part of a prompt that each server holds, estimated from requests or known from KV events."""

@@ -1,12 +1,13 @@
-"""The contract of prefix indices, and the approximate one, learnt from requests.
+"""The contract of prefix indices, and the approximate index, learnt from requests.
 
-A prompt is a chain of blocks: uint64 hashes, each of a block and all before it (``native.chain_hashes``, seeded by
-``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the fleet.
+A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``, seeded
+by ``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the
+fleet.
 
 The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
-used blocks up to the capacity of the server's cache (``set_capacity``), and evicts the end of a prefix before its head.
-Engines evict by other rules and do not report it; where one reports how much of a prompt was cached, ``correct`` drops
-the rest.
+used blocks, up to the capacity of the server's cache (``set_capacity``), and evicts the end of a prefix before its
+head. Engines evict by other rules and do not report it; if an engine reports how much of a prompt was cached,
+``correct`` drops the other blocks.
 """
 
 from __future__ import annotations
@@ -21,51 +22,50 @@ from skymemory import native
 from skymemory.errors import InvalidInput
 
 Blocks = NDArray[np.uint64]
-"""One dimension, contiguous."""
+"""Chain of block hashes; one dimension, contiguous."""
 
 
 class PrefixIndex(Protocol):
-    """A prefix index. Blocks behind a block that a slot lacks do not count."""
+    """Contract of prefix indices. Blocks after a block that a slot lacks do not count."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Number of leading blocks that each of ``slots`` holds, without a gap.
+        """Return the number of leading blocks that each of ``slots`` holds, without a gap.
 
         Changes no state: a match is not a use.
         """
         ...
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """The server of ``slot`` holds this chain now and has just used it."""
+        """Record that the server of ``slot`` holds this chain and has just used it."""
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """The server reported only ``cached_blocks`` of this chain as cached. Returns the number of blocks dropped.
+        """Correct the index after a report of only ``cached_blocks`` cached blocks; return the number of blocks
+        dropped.
 
-        Blocks that follow the missing one are dropped too, also in other chains.
+        Blocks that follow the missing block are dropped too, also in other chains.
         """
         ...
 
     def forget(self, slot: int) -> None:
-        """Drops all blocks of ``slot``: the server left or restarted."""
+        """Drop all blocks of ``slot``: the server left or restarted."""
         ...
 
-    def blocks_of(self, slot: int) -> int:
-        """Number of blocks of ``slot``."""
-        ...
+    def blocks_of(self, slot: int) -> int: ...
 
 
 BLOCKS_PER_SERVER = 31_250
 """Assumed capacity of a server that does not report it (the endpoint picker's default)."""
 MAX_MATCH = 256
-"""Blocks of a prompt that the endpoint picker matches."""
+"""Number of a prompt's blocks that the endpoint picker matches."""
 Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
-    """See the module.
+    """Prefix index learnt from requests; see the module.
 
-    ``max_match``: limit of blocks learnt and matched per prompt; None: all. ``secret``: an odd 64-bit number for the
-    hash table (``native.PrefixTable``). ``table``: another implementation, for tests.
+    ``max_match`` limits the blocks learnt and matched per prompt; None: all. ``secret`` is an odd 64-bit number for the
+    hash table (``native.PrefixTable``). ``table`` is another implementation, for tests.
 
     Raises:
         InvalidInput: an invalid capacity or secret.
@@ -89,7 +89,7 @@ class ApproximatePrefixIndex:
 
     @property
     def whole_table(self) -> native.PrefixTable | None:
-        """The table, unless ``max_match`` limits what is matched in it."""
+        """Table of blocks, or None if ``max_match`` limits what is matched in it."""
         return self._table if self.max_match is None else None
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
@@ -102,7 +102,7 @@ class ApproximatePrefixIndex:
         chain = self._chain(blocks)
         if not 0 <= cached_blocks < len(chain):
             return 0
-        # The first missing block is enough: the table drops what follows it, in this chain and in others.
+        # Dropping the first missing block is enough: the table also drops its successors in all chains.
         return self._table.drop(slot, int(chain[cached_blocks]))
 
     def forget(self, slot: int) -> None:
@@ -112,13 +112,13 @@ class ApproximatePrefixIndex:
         return self._table.held(slot)
 
     def set_capacity(self, slot: int, blocks: int) -> None:
-        """Sets the capacity of a server's cache; evicts beyond it.
+        """Set the capacity of a server's cache and evict beyond it.
 
         Raises:
             InvalidInput: an invalid capacity.
         """
         try:
-            if self._table.capacity(slot) != blocks:  # asked with every report, changed at a restart
+            if self._table.capacity(slot) != blocks:  # set with every report, but it changes only at a restart
                 self._table.set_capacity(slot, blocks)
         except ValueError as error:
             raise InvalidInput(str(error)) from None
@@ -131,11 +131,11 @@ class ApproximatePrefixIndex:
         return self._table.blocks()
 
     def dump(self, slot: int) -> bytes:
-        """The blocks of ``slot``, for ``load`` (``native.PrefixTable.dump``)."""
+        """Return the blocks of ``slot``, for ``load`` (``native.PrefixTable.dump``)."""
         return self._table.dump(slot)
 
     def load(self, slot: int, dump: bytes) -> None:
-        """Replaces the blocks of ``slot``.
+        """Replace the blocks of ``slot``.
 
         Raises:
             InvalidInput: not the output of ``dump``.

@@ -1,14 +1,14 @@
-"""An engine's KV cache events, decoded, and its blocks by them: a map from the engine's hashes to ours.
+"""Decoded KV cache events of an engine, and the engine's blocks that follow from them.
 
 The fields of events are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence
-number and events. ``router.engines`` decodes messages into these; ``precise.PreciseIndex`` applies them.
+number and events. ``router.engines`` decodes messages into these classes; ``precise.PreciseIndex`` applies them.
 
-An engine reports a block's tokens once, when it stores it, and only its own hash after that. Our hash follows from the
-tokens and our hash of the parent. A block with an unknown parent (whose event was lost, or published before we
+An engine reports a block's tokens once, when it stores the block, and only its own hash after that. Our hash follows
+from the tokens and our hash of the parent. A block with an unknown parent (its event was lost, or published before we
 subscribed) is an *orphan*: it does not count until its parent is reported.
 
-A block is known as long as any medium holds it. Media behind the GPU's memory differ: some report blocks without their
-tokens, some have larger blocks than the engine, and some do not report removals.
+A block is known as long as any medium holds it. Media other than the GPU's memory vary: some report blocks without
+their tokens, some have larger blocks than the engine, and some do not report removals.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from skymemory.conductor.request import seed
 from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
-# Names of media differ: vLLM says ``GPU``, ``CPU`` and ``STORAGE``, its Mooncake connector and LMCache ``cpu``, SGLang
+# Names of media differ: vLLM uses ``GPU``, ``CPU`` and ``STORAGE``, its Mooncake connector and LMCache ``cpu``, SGLang
 # ``CPU_TIER1``. They are grouped as in Dynamo's router (``StorageTier::from_kv_medium``), ignoring case. An unknown
-# name is ``OTHER`` and counts as the slowest.
+# name is ``OTHER``, which counts as the slowest.
 GPU, CPU, DISK, REMOTE, OTHER = MEDIA = ("GPU", "CPU", "DISK", "REMOTE", "OTHER")
-"""The fastest first."""
+"""Media, the fastest first."""
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
         "": GPU,
@@ -43,44 +43,43 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def medium_of(name: str) -> str:
-    """The medium that an engine calls ``name``; an empty name is the GPU's memory."""
-    found = _NAMES.get(name)
-    return _NAMES.get(name.upper(), OTHER) if found is None else found
+    medium = _NAMES.get(name)
+    return _NAMES.get(name.upper(), OTHER) if medium is None else medium
 
 
 EngineHash = int | bytes
-"""The engine's hash of a block; comparable between engines only if they share a hash seed."""
+"""Hash of a block by the engine; comparable between engines only if they share a hash seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A chain of blocks is now in ``medium``, after ``parent`` (None: the beginning of a prompt).
+    """Event: a chain of blocks is now in ``medium``, after ``parent`` (None: the beginning of a prompt).
 
-    Without tokens the event says that blocks which were reported with tokens before are in this medium too, and
-    ``parent`` has no meaning: vLLM's offloading connector reports host memory and disks so.
+    Without tokens, blocks that were reported with tokens earlier are now in this medium too, and ``parent`` has no
+    meaning: vLLM's offloading connector reports host memory and disks this way.
     """
 
     hashes: Sequence[EngineHash]
     parent: EngineHash | None
     tokens: Sequence[int]
-    """Tokens of all blocks in order, ``len(hashes) * block_tokens`` of them; or none."""
+    """Tokens of all blocks in order: ``len(hashes) * block_tokens`` or none."""
     block_tokens: int
-    """May be larger than the engine's blocks outside the GPU's memory (LMCache: 256 tokens)."""
+    """Tokens per block; outside the GPU's memory it may be larger than the engine's (LMCache: 256)."""
     medium: str = GPU
-    """The engine's name of it; see ``medium_of``."""
+    """Name of the medium by the engine; see ``medium_of``."""
     adapter: str = ""
-    """``lora_name``, or ``"#" + str(lora_id)`` where only the id is reported."""
+    """LoRA adapter: ``lora_name``, or ``"#" + str(lora_id)`` if only the id is reported."""
     extra_keys: Sequence[Sequence[object] | None] | None = None
-    """Per block, further input of its hash: the adapter's name, images, and for the first block the cache salt."""
+    """Further input of each block's hash: the adapter's name, images, and for the first block the cache salt."""
     group: int = 0
     """KV cache group, for models with several kinds of layers."""
     goes_on: bool = False
-    """Whether this is a further part of the previous event."""
+    """True if this is a further part of the previous event."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed from ``medium``. Other media may still hold them."""
+    """Event: blocks left ``medium``. Other media may still hold them."""
 
     hashes: Sequence[EngineHash]
     medium: str = GPU
@@ -89,7 +88,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllCleared:
-    """The engine cleared its whole cache."""
+    """Event: the engine cleared its whole cache."""
 
 
 Event = BlocksStored | BlocksRemoved | AllCleared
@@ -104,17 +103,20 @@ class Batch:
 
 
 MAX_ORPHANS = 4096
-"""Limit of orphans per engine; beyond it the oldest is dropped."""
+"""Limit of orphans per engine; beyond it the oldest orphan is dropped."""
 MAX_BEYOND_GPU = 1 << 19
-"""Limit of an engine's blocks in one medium behind the GPU's memory, which may not report removals; beyond it the
-oldest sixteenth is dropped. With 16 tokens per block: 8 million tokens, in 70 to 110 MB of memory."""
+"""Limit of an engine's blocks in a medium other than the GPU's memory, which may not report removals.
+
+Beyond it the oldest sixteenth is dropped. With 16 tokens per block the limit is 8 million tokens, in 70 to 110 MB of
+memory.
+"""
 MAX_RECENT = 1 << 16
-"""Limit of blocks found by their tokens: the last stored in the GPU's memory, if another medium reports chunks."""
+"""Limit of blocks found by their tokens: those last stored in the GPU's memory, if another medium reports chunks."""
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
 
 Change = tuple[str, int]
-"""A medium, of ``MEDIA``, and one of our hashes."""
+"""Medium (of ``MEDIA``) and our hash of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,46 +128,49 @@ class _Orphan:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """An engine's block behind the GPU's memory with another size than ours."""
+    """Block of an engine outside the GPU's memory, of another size than our blocks."""
 
     blocks: int
-    """Number of our blocks that it covers."""
+    """Number of whole blocks of ours that it covers."""
     rest: bool
-    """Whether it ends within one of our blocks; that one and what follows have no hash of ours."""
+    """True if it ends within a block of ours; that block and its successors have no hash of ours."""
 
 
-# Names of a block, and how one leads to another:
+# Names of a block, and how they map:
 #
 #   engine's hash --folded--> its 64 bits, the *name* --media[medium]--> our hash, which prompts are matched by
 #
-# Our hash is chained(our hash of the parent, tokens, extra keys), so a block whose parent has no hash of ours has none
-# either: it waits as an orphan, by its parent's name (``_children``), and ``_settle`` resolves a whole subtree at once.
+# Our hash is chained(our hash of the parent, tokens, extra keys). A block whose parent has no hash of ours has
+# none either: it waits as an orphan under its parent's name (``_children``), and ``_settle`` resolves whole subtrees.
 #
-# Blocks of another size (``_Run``) stand for several of ours. The parts get made-up names (``_names``); the last part
-# has the engine's own where both end together, so that the next block finds its parent under the name that it gives.
+# A block of another size (``_Run``) stands for several of ours. Its parts get artificial names (``_names``); if both
+# sizes end together, the last part has the engine's name, so that the next block finds its parent under that name.
 #
-# Invariants: a name keeps the hash of ours that it got first; it leaves a medium with the removal of its last copy; an
+# Invariants: a name keeps the first hash of ours that it got; it leaves a medium with the removal of its last copy; an
 # orphan's name is in no medium.
 
 
 @dataclass(slots=True)
 class EngineBlocks:
-    """The blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
+    """Blocks of one engine. ``model`` seeds our hashes, with adapter and salt."""
 
     model: str
     block_tokens: int
     media: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Per medium, our hash by the engine's."""
+    """Hash of ours by the engine's name, per medium."""
     given_up: int = 0
-    """Number of orphans dropped."""
+    """Number of dropped orphans."""
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Further copies of a block on the engine. vLLM recomputes the last block of a fully cached prompt and keeps both;
-    it reports the storing and the removal of each."""
+    """Number of additional copies of a block in the engine.
+
+    vLLM recomputes the last block of a fully cached prompt and keeps both copies; it reports the storing and the
+    removal of each.
+    """
     _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
-    """Blocks of another size, by medium and engine hash; their parts have names of their own (``_names``)."""
+    """Blocks of another size, by medium and engine name; their parts have names of their own (``_names``)."""
     _recent: dict[int, int] | None = None
-    """Our hashes of blocks last stored in the GPU's memory, by the hash of their tokens; None before any chunk."""
+    """Hashes of ours last stored in the GPU's memory, by the hash of their tokens; None before the first chunk."""
     _with_removals: set[str] = field(default_factory=set)
     """Media with reported removals."""
     _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
@@ -173,11 +178,10 @@ class EngineBlocks:
 
     @property
     def orphans(self) -> int:
-        """Number of blocks with an unknown parent."""
         return len(self._orphans)
 
     def stored(self, event: BlocksStored) -> Iterator[Change]:
-        """Applies an event; yields our blocks that are in a medium now, with orphans that it resolves.
+        """Apply an event; yield our blocks that are now in a medium, including orphans that it resolves.
 
         Raises:
             InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
@@ -193,8 +197,8 @@ class EngineBlocks:
                     f"the engine's blocks have {event.block_tokens} tokens, the router's {self.block_tokens}: set the "
                     "router's block_tokens to the engine's --block-size"
                 )
-            blocks, rest = divmod(event.block_tokens, self.block_tokens)
-            run = _Run(blocks, rest > 0)
+            blocks, remainder = divmod(event.block_tokens, self.block_tokens)
+            run = _Run(blocks, remainder > 0)
         if len(event.tokens) != len(event.hashes) * event.block_tokens or (run is not None and run.blocks == 0):
             if medium != GPU:
                 return self._left_out(len(event.hashes))
@@ -215,7 +219,7 @@ class EngineBlocks:
         yield from ()
 
     def _known(self, medium: str, hashes: Sequence[EngineHash]) -> Iterator[Change]:
-        """Blocks reported without tokens: looked up in the other media."""
+        """Yield blocks reported without tokens, which are looked up in the other media."""
         for engine_hash in hashes:
             name = folded(engine_hash)
             ours = self._ours(name)
@@ -229,7 +233,7 @@ class EngineBlocks:
         names = [folded(engine_hash) for engine_hash in event.hashes]
         keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
         if event.parent is not None:
-            # Behind a known parent adapter and salt are in its hash; only the first block of a prompt brings them.
+            # The hash of a known parent includes adapter and salt; only a prompt's first block has them in the event.
             parent = folded(event.parent)
             before = self._ours(parent)
         else:
@@ -247,9 +251,9 @@ class EngineBlocks:
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
             parts = _names(name, self._runs.setdefault((medium, name), run))
-            # Its tokens first: a chunk's parent, as LMCache reports it, is not to be trusted.
-            if found := self._found(piece, len(parts)):
-                for part, before in zip(parts, found, strict=True):
+            # Search by tokens first: the parent of a chunk, as reported by LMCache, is unreliable.
+            if recent := self._found(piece, len(parts)):
+                for part, before in zip(parts, recent, strict=True):
                     self._count_copy(medium, part)
                     yield from self._settle(medium, part, before)
             else:
@@ -269,7 +273,9 @@ class EngineBlocks:
         tokens: bytes,
         keys: Sequence[tuple[object, ...]] | None,
     ) -> Generator[Change, None, int | None]:
-        """Our blocks after ``before`` (None: after the unknown ``parent``). Returns our hash of the last, if known."""
+        """Yield our blocks after ``before`` (None: after the unknown ``parent``); return our hash of the last, if
+        known.
+        """
         size = self.block_tokens * TOKEN_BYTES
         for at, name in enumerate(names):
             piece = tokens[at * size : (at + 1) * size]
@@ -286,35 +292,36 @@ class EngineBlocks:
         return before
 
     def _found(self, tokens: bytes, blocks: int) -> list[int]:
-        """Our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not found.
+        """Return our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not
+        found.
 
-        Needed for LMCache: it reports parent 0 for a chain that starts in the middle of a prompt, leaves out chunks
-        that it has already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither
-        adapter nor salt. But it stores what was just computed.
+        Needed for LMCache. It reports parent 0 for a chain that starts within a prompt, leaves out chunks that it has
+        already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither adapter nor salt.
+        But it stores what was just computed.
         """
         if self._recent is None:
             self._recent = {}
-        size, found = self.block_tokens * TOKEN_BYTES, list[int]()
+        size, hashes = self.block_tokens * TOKEN_BYTES, list[int]()
         for at in range(blocks):
             piece = tokens[at * size : (at + 1) * size]
             ours = self._recent.get(hash(piece))
-            if ours is None or (found and ours != chained(found[-1], piece, ())):
+            if ours is None or (hashes and ours != chained(hashes[-1], piece, ())):
                 return []
-            found.append(ours)
-        return found
+            hashes.append(ours)
+        return hashes
 
     def _count_copy(self, medium: str, name: int) -> None:
-        """Counts a further copy, only in media with reported removals: elsewhere the count would only grow."""
+        """Count an additional copy, only in media with reported removals: elsewhere the count would only grow."""
         if name in self.media.get(medium, ()) and (medium == GPU or medium in self._with_removals):
             self._more_copies[medium, name] = self._more_copies.get((medium, name), 0) + 1
 
     def _settle(self, medium: str, name: int, ours: int) -> Iterator[Change]:
-        """Adds a block with a known hash, then the orphans that waited for it, and so on."""
+        """Add a block with a known hash, then, repeatedly, the orphans that waited for it."""
         # A stack instead of recursion: chains of orphans are as long as prompts.
         ready = [(medium, name, ours)]
         while ready:
             medium, name, ours = ready.pop()
-            # A name reported twice keeps its first hash: else the first would never be removed.
+            # A name reported twice keeps its first hash: otherwise that hash would never be removed.
             ours = self.media.setdefault(medium, {}).setdefault(name, ours)
             yield medium, ours
             for where, child in self._children.pop(name, ()):
@@ -323,59 +330,59 @@ class EngineBlocks:
                     ready.append((where, child, chained(ours, orphan.tokens, orphan.keys)))
 
     def removed(self, event: BlocksRemoved) -> Iterator[Change]:
-        """Applies a removal; yields our blocks that left a medium."""
+        """Apply a removal; yield our blocks that left a medium."""
         medium = medium_of(event.medium)
         self._with_removals.add(medium)
-        held = self.media.get(medium, {})
+        hashes = self.media.get(medium, {})
         for engine_hash in event.hashes:
-            whole = folded(engine_hash)
-            run = self._runs.get((medium, whole))
-            names = [whole] if run is None else _names(whole, run)
+            engine_name = folded(engine_hash)
+            run = self._runs.get((medium, engine_name))
+            names = [engine_name] if run is None else _names(engine_name, run)
             for name in names:
                 self._give_up(medium, name)  # removed before its parent was reported: it must not come back
                 if self._another_copy(medium, name):
                     continue
-                ours = held.pop(name, None)
+                ours = hashes.pop(name, None)
                 if ours is not None:
                     yield medium, ours
-            if run is not None and names[-1] not in held:
-                del self._runs[medium, whole]
+            if run is not None and names[-1] not in hashes:
+                del self._runs[medium, engine_name]
 
     def surplus(self) -> Iterator[Change]:
-        """Drops the oldest blocks of media over their limit."""
-        for medium, held in self.media.items():
-            if medium == GPU or len(held) <= MAX_BEYOND_GPU:
+        """Drop the oldest blocks of media over their limit."""
+        for medium, hashes in self.media.items():
+            if medium == GPU or len(hashes) <= MAX_BEYOND_GPU:
                 continue
-            for name in list(islice(held, len(held) - MAX_BEYOND_GPU + MAX_BEYOND_GPU // 16)):
+            for name in list(islice(hashes, len(hashes) - MAX_BEYOND_GPU + MAX_BEYOND_GPU // 16)):
                 self._more_copies.pop((medium, name), None)
-                yield medium, held.pop(name)
-        for each in list(islice(self._runs, max(0, len(self._runs) - MAX_BEYOND_GPU))):
-            del self._runs[each]
+                yield medium, hashes.pop(name)
+        for run in list(islice(self._runs, max(0, len(self._runs) - MAX_BEYOND_GPU))):
+            del self._runs[run]
         if self._recent is not None and len(self._recent) > MAX_RECENT:
             for tokens in list(islice(self._recent, len(self._recent) - MAX_RECENT + MAX_RECENT // 16)):
                 del self._recent[tokens]
 
     @property
     def media_without_removals(self) -> list[str]:
-        """Media behind the GPU's memory without a reported removal."""
+        """Media other than the GPU's memory without a reported removal."""
         return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
 
     def drop_copies(self, ours: Collection[int]) -> None:
-        """The engine lacked these blocks of ours: forget counted copies of them."""
+        """Forget counted copies of blocks that the engine turned out to lack."""
         for medium, name in [*self._more_copies]:
             if self.media.get(medium, {}).get(name) in ours:
                 del self._more_copies[medium, name]
 
     def _another_copy(self, medium: str, name: int) -> bool:
-        """Removes one copy; whether another is left."""
+        """Remove a copy; return True if another remains."""
         more = self._more_copies.pop((medium, name), 0)
         if more > 1:
             self._more_copies[medium, name] = more - 1
         return more > 0
 
     def _ours(self, name: int) -> int | None:
-        for held in self.media.values():
-            ours = held.get(name)
+        for hashes in self.media.values():
+            ours = hashes.get(name)
             if ours is not None:
                 return ours
         return None
@@ -398,15 +405,16 @@ class EngineBlocks:
 
 
 def folded(engine_hash: EngineHash) -> int:
-    """An engine's hash as 64 bits; of bytes the last eight, as vLLM shortens them."""
+    """Return an engine's hash as 64 bits; of bytes the last eight, as vLLM shortens them."""
     if isinstance(engine_hash, int):
         return engine_hash & _MASK
     return int.from_bytes(engine_hash[-8:], "big")
 
 
 def _names(name: int, run: _Run) -> list[int]:
-    """Names of our blocks within a larger block of the engine. If both end together the last one has the engine's name,
-    which following blocks refer to as their parent.
+    """Return the names of our blocks within a larger block of the engine.
+
+    If both sizes end together, the last part has the engine's name, which following blocks refer to as their parent.
     """
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
@@ -415,7 +423,7 @@ def _names(name: int, run: _Run) -> list[int]:
 
 
 def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
-    """Our hash of a block after ``before``.
+    """Return our hash of a block after ``before``.
 
     Further input of the engine's hash (images, embeddings) changes ours, so that neither the block nor its successors
     match a prompt with the same text only.
@@ -427,7 +435,7 @@ def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
 
 
 def _own_keys(event: BlocksStored, at: int) -> tuple[object, ...]:
-    """Input of a block's hash beside tokens and adapter."""
+    """Return the input of a block's hash other than tokens and adapter."""
     keys = event.extra_keys[at] if event.extra_keys is not None else None
     if not keys:
         return ()

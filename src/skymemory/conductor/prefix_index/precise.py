@@ -1,12 +1,12 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
-Engines number their batches of events. A gap means that events were lost: the engine's slot is *stale* and matches
-nothing until the lost batches are replayed, the engine reports that it cleared its cache, or the subscriber resumes
-with an empty slot (``resume_empty``). Then blocks stored before are not found, which costs hits, but no block is
-matched that is gone. Engines do not evict the ends of prefixes first: a held block whose prefix is gone does not count.
+Engines number their batches of events. A gap means lost events: the engine's slot is *stale* and matches nothing until
+the lost batches are replayed, the engine reports that it cleared its cache, or the subscriber resumes with an empty
+slot (``resume_empty``). After the latter, blocks stored earlier are not found, which costs hits, but no evicted block
+is matched. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not count.
 
-A block may be in several media, and matches while it is in one. Some media do not report removals (LMCache's): of
-those the latest blocks count, and what an engine lacked of a prompt is dropped.
+A block may be in several media, and matches while it is in any of them. Some media (LMCache's) do not report removals:
+only their latest blocks count, and blocks that an engine turned out to lack are dropped.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import Counters
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({GPU: 1.0, CPU: 0.8, DISK: 0.5, REMOTE: 0.5})
-"""Weight of a block by its medium. The first two are llm-d's (``pkg/kvcache/backend.go``), where a medium without a
-weight counts 1, as if nothing had to be loaded; here it does not."""
+"""Weight of a block by its medium.
+
+The first two are llm-d's (``pkg/kvcache/backend.go``). There, a medium without a weight counts 1, as if nothing had to
+be loaded; here it counts the least weight.
+"""
 _NUMBERS: Mapping[str, int] = MappingProxyType({medium: number for number, medium in enumerate(MEDIA)})
-"""Numbers of the media in the table."""
+"""Number of each medium in the table."""
 MAX_WAITING = 1024
-"""Limit of batches kept behind a gap; further ones are dropped and replayed with the rest."""
+"""Limit of batches that wait for the end of a gap; later batches are dropped and replayed."""
 Table = type[native.HolderTable]
 
 
@@ -55,16 +58,16 @@ class _Engine:
     """Number of the next batch."""
     last_live: int = -1
     waiting: dict[int, Batch] = field(default_factory=dict)
-    """Batches behind a gap, by number."""
+    """Batches after a gap, by number."""
     stale: bool = False
     trouble: str = ""
 
 
 class PreciseIndex:
-    """See the module.
+    """Prefix index fed by KV events; see the module.
 
-    ``block_tokens``: tokens per block, of all engines and prompts. ``weights``: by medium, for ``weighted``, where
-    different from ``WEIGHTS``; an unknown medium has the least weight. ``secret``, ``table``: as in
+    ``block_tokens`` is the number of tokens per block, of all engines and prompts. ``weights`` overrides ``WEIGHTS`` by
+    medium, for ``weighted``; an unknown medium has the least weight. ``secret`` and ``table`` are as in
     ``ApproximatePrefixIndex``.
     """
 
@@ -88,37 +91,37 @@ class PreciseIndex:
         self._media: list[str] = []
         """Media with reported blocks, the fastest first."""
         self._order: list[tuple[int, float]] = []
-        """Number and weight of each of them, the largest weight first."""
+        """Number and weight of each medium of ``_media``, the largest weight first."""
         try:
             self._table = table() if secret is None else table(secret)
         except (ValueError, OverflowError) as error:
             raise InvalidInput(str(error)) from None
 
     def follow(self, slot: int, model: str) -> None:
-        """Starts (again) with an empty slot for an engine that serves ``model``."""
+        """Start, or restart, with an empty slot for an engine that serves ``model``."""
         self.forget(slot)
         self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
-        """Applies a batch, live or ``replayed``; False if batches from ``missing(slot)`` on are missing. With ``more``
-        the next call continues it under the same number (replayed batches only).
+        """Apply a batch, live or ``replayed``; return False if batches from ``missing(slot)`` on are missing.
 
-        A live number that is not above the last one means that the engine restarted: its slot is emptied.
+        With ``more`` the next call continues the batch under the same number (replayed batches only). A live number
+        that is not above the last live number means that the engine restarted: its slot is emptied.
 
         Raises:
-            InvalidInput: an unknown slot, or events that cannot be used (blocks of another size): the slot is empty
-                from then on, and ``trouble`` says why.
+            InvalidInput: an unknown slot, or unusable events (blocks of another size). The slot is then empty, and
+                ``trouble`` returns the reason.
         """
-        # States of a slot, by the number of the batch that comes (``expected`` is the next):
+        # Cases by the number of the batch (``expected`` is the next number):
         #
-        #   number < expected     known already: a replay overlaps with live batches
-        #   number = expected     applied, then all waiting batches that follow without a gap
-        #   number > expected     a gap: the slot is stale, the batch waits, the caller asks for a replay of ``missing``
-        #   live, not rising      the engine restarted and counts from 0: the slot begins empty, and not stale
+        #   number < expected     known: a replay overlaps with live batches
+        #   number = expected     apply it, then all waiting batches that follow without a gap
+        #   number > expected     a gap: the slot is stale, the batch waits, the caller requests a replay of ``missing``
+        #   live, not rising      the engine restarted and counts from 0: the slot starts empty and not stale
         #
-        # Invariant: while a slot is not stale its blocks are what the engine reported before ``expected``. It stays
-        # stale while batches wait, or while a live one from ``expected`` on was seen: beyond ``MAX_WAITING`` they are
-        # not kept.
+        # Invariant: while a slot is not stale, its blocks are what the engine reported before ``expected``. It stays
+        # stale while batches wait, or if a live batch from ``expected`` on was received: beyond ``MAX_WAITING`` batches
+        # are not kept.
         engine = self._engine(slot)
         if not replayed:
             if batch.sequence <= engine.last_live:
@@ -132,7 +135,7 @@ class PreciseIndex:
             if not engine.stale:
                 self.counters.add("event_gaps")
                 engine.stale = True
-            # After a clear nothing of before matters, lost or not: the gap is closed without a replay.
+            # After a clear no earlier batch matters, lost or not: the gap is closed without a replay.
             if any(isinstance(event, AllCleared) for event in batch.events):
                 self._clear(slot)
                 engine.expected = batch.sequence
@@ -142,9 +145,9 @@ class PreciseIndex:
             else:
                 return False
         self._take(slot, engine, batch, more)
-        while (held := engine.waiting.pop(engine.expected, None)) is not None:
-            self._take(slot, engine, held)
-        engine.waiting = {number: one for number, one in engine.waiting.items() if number > engine.expected}
+        while (next_batch := engine.waiting.pop(engine.expected, None)) is not None:
+            self._take(slot, engine, next_batch)
+        engine.waiting = {number: waiting for number, waiting in engine.waiting.items() if number > engine.expected}
         engine.stale = bool(engine.waiting) or engine.last_live >= engine.expected
         return not engine.stale
 
@@ -160,12 +163,12 @@ class PreciseIndex:
             raise
 
     def take(self, slot: int, event: Event) -> None:
-        """Applies one event without a number, for engines that do not number them."""
+        """Apply an event of an engine that does not number its events."""
         blocks = self._engine(slot).blocks
         if isinstance(event, AllCleared):
             self._clear(slot)
             return
-        # Groups other than the first are of layers with sliding windows or state: they hold no whole prefixes.
+        # Other groups than the first have layers with sliding windows or state, and hold no whole prefixes.
         if event.group != 0:
             self.counters.add("events_of_other_groups")
             return
@@ -178,7 +181,7 @@ class PreciseIndex:
             self._take_away(slot, blocks.removed(event))
 
     def resume_empty(self, slot: int, sequence: int) -> None:
-        """Gives up lost batches: empties the slot and continues with batch ``sequence``."""
+        """Give up lost batches: empty the slot and continue with batch ``sequence``."""
         engine = self._engine(slot)
         self.counters.add("slots_begun_anew")  # a metric's name; words: keep
         self._clear(slot)
@@ -189,64 +192,62 @@ class PreciseIndex:
             self.apply(slot, batch, replayed=True)
 
     def stale(self, slot: int) -> bool:
-        """Whether events of ``slot`` are missing, so that it matches nothing."""
+        """Return True if events are missing; the slot then matches nothing."""
         return self._engine(slot).stale
 
     def missing(self, slot: int) -> int:
-        """Number of the first missing batch."""
         return self._engine(slot).expected
 
     def trouble(self, slot: int) -> str:
-        """Why the events of ``slot`` cannot be used; empty if they can."""
+        """Return the reason why the slot's events are unusable, or an empty text."""
         engine = self._engines.get(slot)
         return "" if engine is None else engine.trouble
 
     def orphans(self, slot: int) -> int:
-        """Number of blocks of ``slot`` with an unknown parent."""
         return self._engine(slot).blocks.orphans
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
         return self.match_weighted(blocks, slots)[0]
 
     def weighted(self, blocks: Blocks, slots: Sequence[int]) -> list[float]:
-        """As ``match``, with each block counting the largest weight of its media."""
+        """Return ``match`` with each block weighted by the best of its media."""
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
-        """``match`` and ``weighted`` in one walk along the chain."""
+        """Return ``match`` and ``weighted`` of a single walk."""
         return self._walk(blocks, slots, self._order)
 
     @property
     def beyond_gpu(self) -> bool:
-        """Whether any block was reported outside the GPU's memory."""
+        """True if any block was reported outside the GPU's memory."""
         return any(medium != GPU for medium in self._media)
 
     def costs(self, blocks: Blocks, slots: Sequence[int], costs: Mapping[str, float]) -> list[float]:
-        """Sum of ``costs`` over the blocks that ``match`` counts, each by the fastest of its media."""
+        """Return the sum of ``costs`` over the blocks that ``match`` counts, each by the fastest of its media."""
         order = [(_NUMBERS[medium], costs.get(medium, 0.0)) for medium in self._media]
         return self._walk(blocks, slots, order)[1]
 
     def _walk(
         self, blocks: Blocks, slots: Sequence[int], order: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
-        # A stale slot may hold blocks that are gone by now, and a wrong hit costs a whole prefill: it matches nothing.
+        # A stale slot may hold evicted blocks, and a wrong hit costs a whole prefill: it matches nothing.
         chain = np.ascontiguousarray(blocks, dtype=np.uint64).data
-        fresh = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
-        found = self._table.match(chain, fresh, order)
-        if len(fresh) == len(slots):
-            return found
-        depths, sums = (dict(zip(fresh, figures, strict=True)) for figures in found)
+        usable = [slot for slot in slots if (engine := self._engines.get(slot)) is not None and not engine.stale]
+        matches = self._table.match(chain, usable, order)
+        if len(usable) == len(slots):
+            return matches
+        depths, sums = (dict(zip(usable, figures, strict=True)) for figures in matches)
         return [int(depths.get(slot, 0)) for slot in slots], [float(sums.get(slot, 0.0)) for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """No effect: the engine reports it."""
+        """Do nothing: the engine reports its blocks itself."""
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Drops the missing blocks from media without reported removals; returns how many.
+        """Drop the missing blocks from media without reported removals; return their number.
 
-        In other media nothing is dropped: an engine reports a block only once. But counted copies of missing blocks
-        are forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would otherwise
-        be assumed to hold them indefinitely.
+        Other media drop nothing, since an engine reports a block only once. But counted copies of missing blocks are
+        forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would otherwise be
+        assumed to hold them forever.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):
@@ -255,9 +256,9 @@ class PreciseIndex:
         engine.blocks.drop_copies(set(lacked))
         if not (media_without_removals := engine.blocks.media_without_removals):
             return 0
-        fresh = self.match(blocks, (slot,))[0]
+        matched = self.match(blocks, (slot,))[0]
         self._take_away(slot, ((medium, block) for medium in media_without_removals for block in lacked))
-        return fresh - self.match(blocks, (slot,))[0]
+        return matched - self.match(blocks, (slot,))[0]
 
     def forget(self, slot: int) -> None:
         if slot in self._engines:
@@ -266,12 +267,12 @@ class PreciseIndex:
 
     @property
     def table_rows(self) -> int:
-        """Distinct blocks, summed over the media."""
+        """Number of distinct blocks, summed over the media."""
         return self._table.blocks()
 
     def blocks_of(self, slot: int) -> int:
         engine = self._engines.get(slot)
-        return 0 if engine is None else len(set().union(*(held.values() for held in engine.blocks.media.values())))
+        return 0 if engine is None else len(set().union(*(names.values() for names in engine.blocks.media.values())))
 
     def _engine(self, slot: int) -> _Engine:
         engine = self._engines.get(slot)
@@ -281,10 +282,10 @@ class PreciseIndex:
 
     def _add(self, slot: int, changes: Iterable[Change]) -> None:
         for medium, block in changes:
-            # Media are added at their first block: most fleets have one, and each costs a lookup per block and server.
+            # Media are added at their first block: most fleets have a single medium, and each costs lookups per match.
             if medium not in self._media:
-                self._media = [each for each in MEDIA if each == medium or each in self._media]
-                weights = [(_NUMBERS[each], self._weights[each]) for each in self._media]
+                self._media = [name for name in MEDIA if name == medium or name in self._media]
+                weights = [(_NUMBERS[name], self._weights[name]) for name in self._media]
                 self._order = sorted(weights, key=lambda one: one[1], reverse=True)
             self._table.add(_NUMBERS[medium], slot, block)
 
@@ -294,6 +295,6 @@ class PreciseIndex:
 
     def _clear(self, slot: int) -> None:
         engine = self._engines[slot]
-        for medium, held in engine.blocks.media.items():
-            self._take_away(slot, ((medium, block) for block in held.values()))
+        for medium, names in engine.blocks.media.items():
+            self._take_away(slot, ((medium, block) for block in names.values()))
         engine.blocks = EngineBlocks(engine.blocks.model, self.block_tokens, counters=self.counters)

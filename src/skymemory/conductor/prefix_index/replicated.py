@@ -1,4 +1,4 @@
-"""An approximate prefix index that is kept over restarts (snapshots) and shared between routers (deltas).
+"""Approximate prefix index that survives restarts (snapshots) and is shared between routers (deltas).
 
 A snapshot, little-endian::
 
@@ -6,15 +6,15 @@ A snapshot, little-endian::
     24 length of the kind 4, kind in UTF-8
     then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
 
-The *kind* names the unit and size of blocks; hashes of another kind are unusable. A parent is the position of a block
-of the same server, from 0; blocks are in the order of their last use, the latest first.
+The *kind* names the unit and size of blocks; hashes of another kind are unusable. A parent is the position, from 0, of
+a block of the same server. Blocks are in the order of their last use, the latest first.
 
-A delta, little-endian (servers are named, since slots are each replica's own)::
+A delta, little-endian (it names the server, because each replica has its own slots)::
 
     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
 
-Replicas publish only what they learnt themselves, not what they absorbed. That a server left or restarted is not
-published: every replica checks its servers itself.
+Replicas publish only what they learnt themselves, not what they absorbed. They do not publish that a server left or
+restarted: every replica checks its servers itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
 _TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
 _MAX_NAME_BYTES = 4096
 MAX_DELTAS = 8192
-"""Limit of the log of deltas; older ones are lost to replicas that have not read them."""
+"""Limit of the log of deltas; replicas that fall further behind miss the oldest deltas."""
 MAX_BLOCKS = 1 << 20
 _DELTA_HEAD = struct.Struct("<BHI")
 _LEARNT, _DROPPED = 1, 2
@@ -50,7 +50,7 @@ _LEARNT, _DROPPED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Blocks of one server; ``dump`` is ``native.PrefixTable``'s."""
+    """Blocks of one server; ``dump`` is in the format of ``native.PrefixTable``."""
 
     capacity: int
     dump: bytes
@@ -58,41 +58,38 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Blocks of all servers, by name."""
-
     kind: str
     servers: Mapping[str, Held] = field(default_factory=dict)
 
 
 def rows_of(dump: bytes) -> NDArray[np.void]:
-    """Rows of a table's dump: fields ``hash`` and ``parent`` (the position of a row; all ones: none)."""
+    """Return the rows of a table's dump: fields ``hash`` and ``parent`` (the position of a row; all bits set: none)."""
     return np.frombuffer(dump, dtype=_TABLE_ROW)
 
 
 def take_snapshot(index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> Snapshot:
-    """``slots``: of the fleet's servers, by name."""
     return Snapshot(kind, {name: Held(index.capacity_of(slot), index.dump(slot)) for name, slot in slots.items()})
 
 
 def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots: Mapping[str, int]) -> int:
-    """Loads the blocks of servers that are in the fleet; returns how many.
+    """Load the blocks of servers that are in the fleet; return their number.
 
     Raises:
-        InvalidInput: another kind of blocks, or invalid rows. The index is empty then.
+        InvalidInput: another kind of blocks, or invalid rows. The index is then empty.
     """
-    # Hashes of blocks of other sizes would match nothing, but fill the table up to each server's capacity.
+    # Hashes of blocks of another size would never match, but would fill the table up to each server's capacity.
     if snapshot.kind != kind:
         raise InvalidInput(f"a snapshot of blocks of kind {snapshot.kind!r}; this router's are {kind!r}")
     restored = 0
     try:
-        for name, held in snapshot.servers.items():
+        for name, entry in snapshot.servers.items():
             slot = slots.get(name)
             if slot is not None:
-                index.set_capacity(slot, held.capacity)
-                index.load(slot, held.dump)
+                index.set_capacity(slot, entry.capacity)
+                index.load(slot, entry.dump)
                 restored += index.blocks_of(slot)
     except ValueError as error:
-        # All or nothing: half a snapshot would look like servers with cold caches.
+        # All or nothing: a partial snapshot would look like servers with cold caches.
         for slot in slots.values():
             index.forget(slot)
         raise InvalidInput(f"an invalid snapshot: {error}") from None
@@ -101,19 +98,20 @@ def restore(index: ApproximatePrefixIndex, snapshot: Snapshot, kind: str, slots:
 
 def pack_snapshot(snapshot: Snapshot) -> bytes:
     parts = [_text(snapshot.kind)]
-    for name, held in snapshot.servers.items():
-        rows = rows_of(held.dump)
+    for name, entry in snapshot.servers.items():
+        rows = rows_of(entry.dump)
         stored = np.empty(len(rows), dtype=_STORED_ROW)
         stored["hash"], stored["parent"] = rows["hash"], rows["parent"]
-        parts += [_text(name), _SERVER.pack(held.capacity, len(rows)), stored.tobytes()]
+        parts += [_text(name), _SERVER.pack(entry.capacity, len(rows)), stored.tobytes()]
     body = b"".join(parts)
     return _head(len(snapshot.servers), _crc(len(snapshot.servers), body)) + body
 
 
 def unpack_snapshot(data: bytes) -> Snapshot:
-    """
+    """Return the snapshot in ``data``.
+
     Raises:
-        InvalidInput: not a snapshot, or a truncated or damaged one; LaterFile for a later version.
+        InvalidInput: not a snapshot, or truncated or damaged; LaterFile for a later version.
     """
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise InvalidInput(f"not a snapshot of a prefix index: it begins with {data[:8].hex() or 'nothing'}")
@@ -126,7 +124,7 @@ def unpack_snapshot(data: bytes) -> Snapshot:
         raise InvalidInput("a truncated or damaged snapshot: the checksum differs")
     try:
         kind, at = _read_text(data, _HEAD.size)
-        found: dict[str, Held] = {}
+        entries: dict[str, Held] = {}
         for _ in range(servers):
             name, at = _read_text(data, at)
             capacity, blocks = _SERVER.unpack_from(data, at)
@@ -135,12 +133,12 @@ def unpack_snapshot(data: bytes) -> Snapshot:
             at += stored.nbytes
             rows = np.zeros(blocks, dtype=_TABLE_ROW)
             rows["hash"], rows["parent"] = stored["hash"], stored["parent"]
-            found[name] = Held(capacity, rows.tobytes())
+            entries[name] = Held(capacity, rows.tobytes())
     except (struct.error, ValueError) as error:
         raise InvalidInput(f"an unreadable snapshot: {error}") from None
     if at != len(data):
         raise InvalidInput(f"a snapshot with {len(data) - at} extra bytes")
-    return Snapshot(kind, found)
+    return Snapshot(kind, entries)
 
 
 def _head(servers: int, crc: int) -> bytes:
@@ -168,7 +166,7 @@ def _read_text(data: bytes, at: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learnt:
-    """A server holds this chain."""
+    """Delta: a server holds this chain."""
 
     server: str
     blocks: Blocks
@@ -176,7 +174,7 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A server lacks this block and its successors."""
+    """Delta: a server lacks this block and its successors."""
 
     server: str
     block: int
@@ -186,10 +184,10 @@ Delta = Learnt | Dropped
 
 
 class SharedPrefixIndex(ApproximatePrefixIndex):
-    """An approximate index with a log of deltas for other replicas; absorbs theirs.
+    """Approximate index with a log of deltas for other replicas, which also absorbs theirs.
 
-    ``name_of``: the server's name of a slot, ``slot_of``: the slot of a name; None if unknown. Deltas are numbered
-    from 0; ``log_end`` is the number of the next.
+    ``name_of`` returns the name of a slot's server, ``slot_of`` the slot of a name; None if unknown. Deltas are
+    numbered from 0; ``log_end`` is the number of the next delta.
     """
 
     def __init__(
@@ -212,10 +210,10 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
             self._append(slot, lambda name: Learnt(name, self._chain(blocks)))
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        gone = super().correct(slot, blocks, cached_blocks)
-        if gone:
+        dropped = super().correct(slot, blocks, cached_blocks)
+        if dropped:
             self._append(slot, lambda name: Dropped(name, int(blocks[cached_blocks])))
-        return gone
+        return dropped
 
     def _append(self, slot: int, delta: Callable[[str], Delta]) -> None:
         name = self._name_of(slot)
@@ -225,18 +223,17 @@ class SharedPrefixIndex(ApproximatePrefixIndex):
 
     @property
     def log_start(self) -> int:
-        """Number of the oldest delta in the log."""
         return self.log_end - len(self._log)
 
     def since(self, number: int) -> list[Delta] | None:
-        """Deltas from ``number`` on; None if some of them are not in the log."""
-        # None: the log is bounded, so a publisher that was cut off for long has lost some; it counts them and goes on.
+        """Return the deltas from ``number`` on; None if some of them are not in the log."""
+        # The log is bounded: a publisher that was disconnected for long counts the lost deltas and continues.
         if not self.log_start <= number <= self.log_end:
             return None
         return list(islice(self._log, number - self.log_start, None))
 
     def absorb(self, deltas: Iterable[Delta]) -> None:
-        """Applies deltas of other replicas; skips servers that are not in our fleet."""
+        """Apply deltas of other replicas; skip servers that are not in our fleet."""
         for delta in deltas:
             slot = self._slot_of(delta.server)
             if slot is None:
@@ -258,10 +255,10 @@ def pack_delta(delta: Delta) -> bytes:
 
 
 def unpack_deltas(data: bytes) -> Iterator[Delta]:
-    """The deltas in ``data``.
+    """Yield the deltas in ``data``.
 
     Raises:
-        InvalidInput: invalid bytes, after yielding the deltas before them.
+        InvalidInput: invalid bytes, after the deltas before them.
     """
     at = 0
     while at < len(data):

@@ -1,1 +1,1 @@
-"""Prefill and decode scheduling after Mooncake: which server prefills, what it loads, which server decodes."""
+"""Prefill and decode scheduling after Mooncake: choice of the prefill server, its loads, and the decode server."""

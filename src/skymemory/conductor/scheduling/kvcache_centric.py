@@ -1,28 +1,29 @@
-"""Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant that takes what is cheaper per server.
+"""Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant that takes the cheapest way per server.
 
-For each server the time to the first token is estimated, with the missing KV computed or loaded from elsewhere. The
-published rule compares lengths: a server loads if the longest prefix anywhere is ``balancing_threshold`` times its own.
-The two publications differ where the ratio equals the threshold: ``arxiv`` loads, ``fast25`` computes. ``cheaper``
-needs no threshold: it loads if that is sooner, or loads one part and computes the other if that is sooner still.
+The time to first token is estimated per server, with the missing KV computed or loaded from elsewhere. The published
+rule compares lengths: a server loads if the longest prefix anywhere is ``balancing_threshold`` times its own. The two
+publications differ if the ratio equals the threshold: ``arxiv`` loads, ``fast25`` computes. ``cheaper`` needs no
+threshold: a server loads if that is faster than computing, or loads one part and computes the other if that is faster
+still.
 
-Left open by the publications and decided here: the ratio to a server that holds nothing is infinite; loads proceed
-while the request waits in the queue, so the longer of the two counts; of a fully cached prompt one token is computed;
-far tiers count like servers.
+Decisions that the publications leave open: the ratio to a server that holds nothing is infinite; a load proceeds while
+the request waits in the queue, so the longer of the two counts; a fully cached prompt still computes one token; far
+tiers count like servers.
 
 Hot prefixes replicate as a by-product: a server that gets a prompt counts as holding it from then on.
 
-How much to load and how much to compute. A server holds the first ``held`` blocks, another place the first ``end``.
-Loading can start at once, computing when the queue has drained. The server computes from ``held`` on while the back is
-loaded (Cake, 2024): later tokens attend to more and cost more to compute. With the split at block ``split``::
+Split of loading and computing. A server holds the first ``held`` blocks, another place the first ``end``. Loading can
+start at once, computing when the queue has drained. The server computes from ``held`` on while the back is loaded
+(Cake, 2024), because later tokens attend to more and cost more to compute. With the split at block ``split``::
 
     ready  = wait + compute(held..split)          the front is computed
     rest   = compute(end..)                       held nowhere
     late   = max(0, load(split..end) - ready)     still loading then
     finish = ready + max(late, rest) + min(late, rest) / layers
 
-A server that loads layer by layer computes the rest as layers arrive (Mooncake §5.2, ``cost_model.loaded_s``); one that
-cannot has ``layers`` = 1. ``finish`` is the maximum of ``ready + rest``, ``(1 - 1/layers)·ready + load/layers + rest``
-and ``load + rest/layers``. ``ready`` is convex in the split and ``load`` linear, so their maximum is convex, and
+A server that loads layer by layer computes the rest as layers arrive (Mooncake §5.2, ``cost_model.loaded_s``);
+otherwise ``layers`` is 1. ``finish`` is the maximum of ``ready + rest``, ``(1 - 1/layers)·ready + load/layers + rest``
+and ``load + rest/layers``. As ``ready`` is convex in the split and ``load`` linear, the maximum is convex, and
 bisection finds its minimum.
 """
 
@@ -57,22 +58,21 @@ from skymemory.errors import InvalidInput
 
 VARIANTS = ("cheaper", "arxiv", "fast25")
 NETWORK = "network"
-"""The medium between servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheCentricSettings:
     variant: str = "cheaper"
     balancing_threshold: float = 2.0
-    """Published variants: ratio of the longest prefix anywhere to the server's own at which it loads."""
+    """Ratio of the longest prefix anywhere to the server's own from which it loads (published variants)."""
     cake: bool = True
-    """With ``cheaper``: compute the front while the back is loaded."""
+    """True: compute the front while the back is loaded (``cheaper`` only)."""
     split_gain: float = 0.01
-    """A split is computed only if it could save this share of the time to the first token."""
+    """Minimum gain, as a share of the time to first token, for which a split is computed."""
     layers: int = 0
-    """Layers loaded one by one while the rest is computed; 1: the load precedes the rest; 0: the model's layers."""
+    """Number of layers that are loaded one by one while the rest is computed; 1: load first; 0: the model's layers."""
     delay_weight: float = 0.3
-    """With ``cheaper``: weight of the delay of later requests (``DelayPrice``); 0: only its own time counts."""
+    """Weight of the delay of later requests (``DelayPrice``, ``cheaper`` only); 0: only its own time counts."""
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -86,7 +86,7 @@ class KvCacheCentricSettings:
 
 
 class _SplitCandidate(NamedTuple):
-    """A server that may finish sooner with a split."""
+    """Server that may finish sooner with a split."""
 
     floor_s: float
     """Lower bound of the finish, for any split."""
@@ -95,16 +95,16 @@ class _SplitCandidate(NamedTuple):
     end: int
     in_wait_s: float
     load_s: float
-    """Time to load all that the source has more."""
+    """Seconds to load what the source has and the server lacks."""
     rest_s: float
-    """Time to compute what the source lacks."""
+    """Seconds to compute what the source lacks."""
 
 
 class KvCacheCentric(PrefillScheduler):
-    """See the module.
+    """KVCache-centric prefill scheduler; see the module.
 
-    ``kv_token_bytes``: KV of one token in all ``layers``. ``fleet``: further servers to load from. ``links``: waits at
-    the servers' links; None: caused by the loads planned here.
+    ``kv_token_bytes`` is the KV of one token in all ``layers``. ``fleet`` has further servers to load from. ``links``
+    are waits at the servers' links; None: those caused by the loads planned here.
     """
 
     name = "kvcache-centric"
@@ -140,7 +140,7 @@ class KvCacheCentric(PrefillScheduler):
         return [-_priced(wait_s, ttft_s - wait_s, rate) for wait_s, ttft_s in waits]
 
     def fetch(self, estimates: Estimates) -> None:
-        # A source that holds no more than the poorest server helps none of them.
+        # A source that holds no more than the poorest server helps no server.
         least = min(estimates.blocks)
         sources = self._sources(estimates, least)
         if not sources:
@@ -165,70 +165,69 @@ class KvCacheCentric(PrefillScheduler):
         return self._price.rate(len(estimates.slots), estimates.now_s) if self._priced else 0.0
 
     def _sources(self, estimates: Estimates, least: int) -> list[Source]:
-        """Sources of more than ``least`` blocks, without those dominated by another."""
-        found: list[Source] = []
+        sources: list[Source] = []
         blocks, now_s = estimates.request.prompt.blocks, estimates.now_s
         network = self._network
         if network is not None and len(blocks):
             servers, depths = estimates.servers, estimates.known
             if self._fleet is not None and len(self._fleet) > len(servers):
-                others = [server for server in self._fleet if server.healthy and server.slot not in estimates.slots]
-                servers = [*servers, *others]
-                depths = [*depths, *self.index.match(blocks, [server.slot for server in others])]
+                further = [server for server in self._fleet if server.healthy and server.slot not in estimates.slots]
+                servers = [*servers, *further]
+                depths = [*depths, *self.index.match(blocks, [server.slot for server in further])]
             token_s = self._kv_token_bytes / network.bytes_per_s
-            # What is under way to a server is not there to be loaded from it: ``known``, not ``blocks``.
+            # ``known``, not ``blocks``: blocks that are still under way to a server cannot be loaded from it.
             waits_s = self._link_waits.waits_out_s([server.slot for server in servers], now_s)
             for server, count, wait_s in deepest(servers, depths, waits_s, least):
-                found.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
+                sources.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
         if self._far is not None and len(blocks):
             for tier, count, medium in self._far.far(blocks):
                 if count > least:
                     token_s = self._kv_token_bytes / medium.bytes_per_s
-                    found.append(Source(tier, -1, count, 0.0, medium.latency_s, token_s))
-        return undominated(found) if len(found) > 1 else found
+                    sources.append(Source(tier, -1, count, 0.0, medium.latency_s, token_s))
+        return undominated(sources) if len(sources) > 1 else sources
 
     def _by_ratio(self, estimates: Estimates, sources: list[Source]) -> None:
-        """The published rule: load from the longest, then nearest, prefix if the ratio reaches the threshold."""
+        """Apply the published rule: load from the longest, then nearest, prefix if the ratio reaches the threshold."""
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
-        # Algorithm 1 compares lengths: how long the load takes is not asked before the choice. ``cheaper`` mends that.
+        # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
         end = tokens_of(prompt, best.blocks)
-        for at, held in enumerate(estimates.held):
-            if end <= held:
+        for at, held_tokens in enumerate(estimates.held):
+            if end <= held_tokens:
                 continue
-            ratio = end / held if held else math.inf
+            ratio = end / held_tokens if held_tokens else math.inf
             if ratio > threshold or (ratio == threshold and self.settings.variant == "arxiv"):
                 slot = estimates.slots[at]
-                load_s = best.load_s(end - held, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
+                load_s = best.load_s(end - held_tokens, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
                 estimates.ttfts_s[at] = finish_s(estimates.waits_s[at], load_s, rest_s, self._layers)
-                estimates.loads[at] = Load(best, held, end, load_s, rest_s)
+                estimates.loads[at] = Load(best, held_tokens, end, load_s, rest_s)
 
     def _by_seconds(self, estimates: Estimates, sources: list[Source]) -> None:
-        """Each server computes or loads, whichever is sooner; then splits are tried where they may win."""
+        """Let each server compute or load, whichever is faster; then try splits that may win."""
         prompt, ttfts, waits = estimates.request.prompt, estimates.ttfts_s, estimates.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
-        # 1. Every source for every server: compute all, or load all that the source has more. The sooner one is kept.
-        # 2. A split can only win where the load is visible. Its floor, wait + rest, is what stays if front and load
-        #    cost nothing; pairs whose floor is not below the best are dropped before any bisection.
-        # 3. ``_split`` bisects the remaining ones in the order of their floors.
+        # 1. For each source and server: compute all, or load all that the source has more; keep the faster.
+        # 2. A split can win only if the load is visible. Its floor, wait + rest, remains if front and load cost
+        #    nothing; pairs with a floor that is not below the best are dropped before any bisection.
+        # 3. ``_split`` bisects the remaining pairs in the order of their floors.
         #
-        # With S sources and N servers that is S·N closed forms, and some ten evaluations each for a few pairs.
+        # With S sources and N servers: S·N closed forms, and about ten evaluations each for a few pairs.
         in_waits_s = self._link_waits.waits_in_s(estimates.slots, estimates.now_s)
         candidates: list[_SplitCandidate] = []
         for source in sources:
             end = tokens_of(prompt, source.blocks)
             rests = self._rests_s(estimates, end)
-            for at, held in enumerate(estimates.held):
-                if end <= held:
+            for at, held_tokens in enumerate(estimates.held):
+                if end <= held_tokens:
                     continue
                 wait_s, rest_s = waits[at], rests[at]
-                load_s = source.load_s(end - held, in_waits_s[at])
+                load_s = source.load_s(end - held_tokens, in_waits_s[at])
                 ttft_s = finish_s(wait_s, load_s, rest_s, layers)
                 if ttft_s < ttfts[at]:
                     ttfts[at] = ttft_s
-                    estimates.loads[at] = Load(source, held, end, load_s, rest_s)
-                # A load that is hidden behind the queue or the computation leaves nothing to gain.
+                    estimates.loads[at] = Load(source, held_tokens, end, load_s, rest_s)
+                # A load that is hidden by the queue or the computation leaves nothing to gain.
                 floor_s = wait_s + rest_s
                 if cake and floor_s < (1.0 - gain) * ttfts[at] and source.blocks > estimates.blocks[at] + 1:
                     candidates.append(_SplitCandidate(floor_s, at, source, end, in_waits_s[at], load_s, rest_s))
@@ -236,7 +235,6 @@ class KvCacheCentric(PrefillScheduler):
             self._split(estimates, candidates)
 
     def _rests_s(self, estimates: Estimates, end: int) -> Sequence[float]:
-        """Compute seconds per server if it has the first ``end`` tokens."""
         count, tokens = len(estimates.slots), estimates.request.prompt.tokens
         speeds = self.speeds
         if type(speeds) is GivenSpeeds and tokens:
@@ -244,14 +242,13 @@ class KvCacheCentric(PrefillScheduler):
         return speeds.prefills_s(estimates.slots, tokens, [end] * count)
 
     def _split(self, estimates: Estimates, candidates: list[_SplitCandidate]) -> None:
-        """Tries splits in the order of their lower bounds, until none can beat the best."""
         waits, ttfts, gain = estimates.waits_s, estimates.ttfts_s, self.settings.split_gain
         rate = self._rate(estimates)
 
         def price(at: int, ttft_s: float) -> float:
             return _priced(waits[at], ttft_s - waits[at], rate) if rate else ttft_s
 
-        # In the currency of ``scores``: with a price on delay the soonest server need not be the best.
+        # In the unit of ``scores``: with a price on delay the soonest server need not be the best.
         best = min(ttfts) if not rate else min(price(at, ttft_s) for at, ttft_s in enumerate(ttfts))
         closer = []
         for chance in candidates:
@@ -267,13 +264,13 @@ class KvCacheCentric(PrefillScheduler):
             best = min(best, price(chance.at, ttfts[chance.at]))
 
     def _floor_s(self, estimates: Estimates, chance: _SplitCandidate) -> float:
-        """A tighter lower bound: where both parts would meet if each token of the front cost as little as the first."""
+        """Return a tighter lower bound: the finish if each token of the front cost as little as the first."""
         at, prompt = chance.at, estimates.request.prompt
         first = tokens_of(prompt, estimates.blocks[at] + 1)
         token_s = (estimates.alone_s[at] - self._seconds(estimates.slots[at], prompt)(first)) / (
             first - estimates.held[at]
         )
-        # Moving the border by one token adds ``token_s`` to the front and takes ``source.token_s`` off the load.
+        # Moving the split by one token adds ``token_s`` to the front and removes ``source.token_s`` from the load.
         over_s = chance.load_s + chance.rest_s / self._layers - chance.floor_s
         if over_s <= 0.0 or token_s <= 0.0:
             return chance.floor_s
@@ -284,7 +281,7 @@ class KvCacheCentric(PrefillScheduler):
         self, estimates: Estimates, chance: _SplitCandidate, known: dict[tuple[object, ...], tuple[int, float]]
     ) -> None:
         at, source, end, prompt = chance.at, chance.source, chance.end, estimates.request.prompt
-        held, wait_s, alone_s = estimates.held[at], estimates.waits_s[at], estimates.alone_s[at]
+        held_tokens, wait_s, alone_s = estimates.held[at], estimates.waits_s[at], estimates.alone_s[at]
         rest_s, in_wait_s, layers = chance.rest_s, chance.in_wait_s, self._layers
         seconds = self._seconds(estimates.slots[at], prompt)
 
@@ -293,20 +290,19 @@ class KvCacheCentric(PrefillScheduler):
             ready_s = wait_s + alone_s - seconds(tokens)
             return finish_s(ready_s, source.load_s(end - tokens, in_wait_s), rest_s, layers)
 
-        # Servers with equal inputs, such as idle ones, share one result, so that they tie.
-        alike = (source, held, wait_s, in_wait_s, alone_s, rest_s)
+        # Servers with equal inputs, such as idle servers, share a result, so that they tie.
+        alike = (source, held_tokens, wait_s, in_wait_s, alone_s, rest_s)
         if alike not in known:
             known[alike] = best_split(finish_at, estimates.blocks[at], source.blocks)
         split, ttft_s = known[alike]
         if ttft_s < estimates.ttfts_s[at]:
-            begin = max(held, tokens_of(prompt, split))
+            begin = max(held_tokens, tokens_of(prompt, split))
             load_s = source.load_s(end - begin, in_wait_s)
             compute_s = alone_s - seconds(begin) + rest_s
             estimates.ttfts_s[at] = ttft_s
             estimates.loads[at] = Load(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
-        """Compute seconds of the prompt at that server, as a function of its cached tokens."""
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)
         if type(speeds) is GivenSpeeds:  # Other speeds differ by server.
             prefill_s = speeds.cost.prefill_s
@@ -315,12 +311,12 @@ class KvCacheCentric(PrefillScheduler):
 
 
 def _priced(wait_s: float, work_s: float, rate: float) -> float:
-    """Seconds until it is done, plus the delay that its work causes others."""
+    """Return the seconds to the end of the work, plus the delay that it causes to later requests."""
     return wait_s + work_s * (1.0 + rate * (wait_s + work_s / 2.0))
 
 
 def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> float:
-    """End of a prefill whose front is computed at ``ready_s`` and whose load is complete at ``loaded_s``."""
+    """Return the end of a prefill whose front is computed at ``ready_s`` and whose load is complete at ``loaded_s``."""
     late_s = loaded_s - ready_s
     if late_s <= 0.0:
         return ready_s + rest_s
@@ -330,9 +326,9 @@ def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> flo
 
 
 def best_split(finish_at: Callable[[int], float], held: int, end: int) -> tuple[int, float]:
-    """The split from ``held`` to ``end - 1`` with the earliest finish, and that finish; the first of equal ones.
+    """Return the split from ``held`` to ``end - 1`` with the earliest finish, and that finish; the first of ties.
 
-    ``finish_at``: finish by split; must be convex.
+    ``finish_at`` maps a split to its finish and must be convex.
     """
     low, high = held, end - 1
     while low < high:

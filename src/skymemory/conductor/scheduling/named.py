@@ -63,12 +63,15 @@ def prefill_scorer(
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
-    """The prefill scheduler of that name, for a ``Picker``. Option values may be text.
+    """Return the prefill scheduler named ``name``, for a ``Picker``. Option values may be text.
 
-    ``holdings``: the prefix index. ``media``: bandwidths by name, ``network`` being the one between servers; None: the
-    network of ``cost``'s machine. ``far``: tiers behind all servers. ``links``: waits at the servers' links; None:
-    caused by its own plans. ``fleet``: further servers to load from. ``prefill_cost``: of servers that are not one
-    machine, such as pipelines.
+    Args:
+        holdings: the prefix index.
+        media: bandwidths by name, ``network`` being the network between servers; None: that of ``cost``'s machine.
+        far: tiers that all servers can load from.
+        links: waits at the servers' links; None: those caused by its own plans.
+        fleet: further servers to load from.
+        prefill_cost: cost on servers that are not a single machine, such as pipelines.
 
     Raises:
         InvalidInput: unknown scheduler or option (with a suggestion), or an invalid value.
@@ -95,10 +98,13 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """A ``Scheduler``: prefills by the scheduler of that name, decoding by the shortest time between tokens.
+    """Return a ``Scheduler`` with that prefill scheduler, which chooses decode servers by time between tokens.
 
-    ``decode`` None: prefill servers decode too. ``kv_tokens``: KV cache of a decode server. ``decode_s``: usual time of
-    decoding; None: learnt. ``options``: further arguments of ``prefill_scorer``, with ``holdings``.
+    Args:
+        decode: decode servers; None: prefill servers decode too.
+        kv_tokens: KV cache capacity of a decode server.
+        decode_s: usual duration of decoding; None: learnt.
+        options: further arguments of ``prefill_scorer``, with ``holdings``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.
@@ -106,6 +112,6 @@ def build(
     picker = Picker(prefill, prefill_scorer(name, cost=cost, fleet=prefill, **options), seed)
     if decode is None:
         return Scheduler(picker, None, admission)
-    # Decode servers are chosen for every request: their ties must not follow those of the prefill servers.
+    # Another seed: ties among decode servers must not follow those among prefill servers.
     decoding = LeastTbt(cost, decode, kv_tokens, decode_s)
     return Scheduler(picker, Picker(decode, decoding, seed + 1), admission, decoding)

@@ -1,6 +1,6 @@
-"""Prefill schedulers: estimate the time to the first token per server, and track the servers' queues.
+"""Prefill schedulers: they estimate the time to first token per server, and track the servers' queues.
 
-Each server computes its prompts in order, one after the other. A group of machines that prefills as a pipeline is one
+A server computes its prompts in order, one after the other. A group of machines that prefills as a pipeline is one
 server with a cost model of the group.
 """
 
@@ -21,48 +21,46 @@ from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds,
 
 
 class FarTiers(Protocol):
-    """Storage tiers that every server can load from."""
+    """Storage tiers from which every server can load."""
 
     def far(self, blocks: Blocks) -> Sequence[tuple[str, int, Medium]]:
-        """Tiers that hold part of a prompt: name, number of leading blocks, medium."""
+        """Return the tiers that hold part of a prompt: name, number of leading blocks, medium."""
         ...
 
 
 class Source(NamedTuple):
-    """A place to load a prompt's prefix from."""
+    """Place to load a prompt's prefix from."""
 
     name: str
-    """Of the server or tier."""
     slot: int
     """Slot of the server; -1 for a tier."""
     blocks: int
-    """Number of leading blocks that it holds."""
+    """Number of leading blocks."""
     wait_s: float
     """Seconds until its outgoing link is free."""
     latency_s: float
     token_s: float
-    """Seconds per loaded token."""
 
     def load_s(self, tokens: int, in_wait_s: float) -> float:
-        """Seconds to load ``tokens``, if the receiver's incoming link is free in ``in_wait_s``."""
+        """Return the seconds to load ``tokens``, if the receiver's incoming link is free in ``in_wait_s``."""
         return max(self.wait_s, in_wait_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
 
 
 def undominated(sources: Sequence[Source]) -> list[Source]:
-    """The sources that no other dominates; of equal ones the first."""
-    # Sorted by blocks: all that are kept so far hold at least as much, so the other three figures decide.
-    kept: list[Source] = []
+    """Return the sources that no other dominates; of equal sources the first."""
+    # Sorted by blocks: all kept sources hold at least as much as the next, so the other three figures decide.
+    best: list[Source] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
         if not any(
             other.wait_s <= one.wait_s and other.latency_s <= one.latency_s and other.token_s <= one.token_s
-            for other in kept
+            for other in best
         ):
-            kept.append(one)
-    return kept
+            best.append(one)
+    return best
 
 
 class LinkWaits(Protocol):
-    """Seconds until each server's outgoing and incoming link are free."""
+    """Seconds until each server's outgoing and incoming links are free."""
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> Sequence[float]: ...
 
@@ -89,7 +87,7 @@ class PlannedLinks:
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
-        """Books a load of ``seconds`` from ``source`` (-1: a tier) to ``target``."""
+        """Book a load of ``seconds`` from ``source`` (-1: a tier) to ``target``."""
         if source >= 0:
             self.out_s[source] = max(self.out_s.get(source, now_s), now_s) + seconds
         self.in_s[target] = max(self.in_s.get(target, now_s), now_s) + seconds
@@ -102,9 +100,9 @@ class PlannedLinks:
 def deepest(
     servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
 ) -> list[tuple[Server, int, float]]:
-    """Candidates to load from: the server with a free outgoing link that holds most, and busy ones that hold more.
+    """Return the servers to load from: the deepest with a free outgoing link, and busy servers that hold more.
 
-    Each with its number of blocks, above ``least``, and the wait at its outgoing link.
+    Each comes with its number of blocks, above ``least``, and the wait at its outgoing link.
     """
     busy: list[tuple[Server, int, float]] = []
     free: Server | None = None
@@ -114,7 +112,7 @@ def deepest(
                 busy.append((server, count, wait_s))
             else:
                 free, least = server, count
-    more = [one for one in busy if one[1] > least]
+    more = [candidate for candidate in busy if candidate[1] > least]
     return more if free is None else [(free, least, 0.0), *more]
 
 
@@ -124,71 +122,65 @@ UNDER_WAY_BLOCKS = 4096
 
 
 class Load(NamedTuple):
-    """The part of a prompt that is loaded."""
-
     source: Source
     split_tokens: int
     end_tokens: int
     load_s: float
-    """Seconds from now until it is complete."""
+    """Seconds from now until the load is complete."""
     compute_s: float
 
     @property
     def link_s(self) -> float:
-        """Seconds that it occupies the links."""
+        """Seconds for which it occupies the links."""
         return (self.end_tokens - self.split_tokens) * self.source.token_s
 
 
 @dataclass(slots=True, eq=False)
 class Estimates:
-    """Estimates for a request at each of some servers; lists are in their order."""
+    """Estimates for a request on each of some servers; lists are in their order."""
 
     request: Request
     servers: Sequence[Server]
     slots: list[int]
     known: Sequence[int]
-    """Leading blocks that each holds."""
+    """Leading blocks that each server holds."""
     blocks: Sequence[int]
-    """Leading blocks that each holds or will hold after its queue."""
+    """Leading blocks that each server holds or will hold after its queue."""
     held: list[int]
-    """``blocks`` in tokens."""
+    """Tokens of ``blocks``."""
     waits_s: list[float]
     alone_s: list[float]
-    """Time to compute all that is not held."""
+    """Seconds to compute what is not held."""
     ttfts_s: list[float]
     now_s: float
     loads: dict[int, Load] = field(default_factory=dict)
-    """Loads, by position in the lists."""
+    """Loads by position."""
 
     def plan(self, at: int) -> Plan:
-        held, wait_s = self.held[at], self.waits_s[at]
+        held_tokens, wait_s = self.held[at], self.waits_s[at]
         load = self.loads.get(at)
         if load is None:
-            return Plan(held, held, 0, "", wait_s, 0.0, self.alone_s[at])
+            return Plan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
         source, split, end = load.source.name, load.split_tokens, load.end_tokens
-        return Plan(held, split, end - split, source, wait_s, load.load_s, load.compute_s)
+        return Plan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
 
 
 @runtime_checkable
 class PipelineCost(Protocol):
-    """Cost of a pipeline of machines."""
-
     def drain_s(self, tokens: float, cached: float) -> float:
-        """The last part of a prefill's seconds, in which the first machine is free again."""
+        """Return the last part of a prefill's seconds, during which the first machine is free again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Recorded when a request is sent."""
-
     prefill: int
-    """Its ticket in the queue."""
+    """Ticket in the queue."""
     plan: Plan
 
 
 class PrefillScheduler(Indexed, ABC):
-    """Base of the scorers of prefill servers. ``cost`` None: learnt from requests."""
+    """Base of the scorers of prefill servers. If ``cost`` is None, it is learnt from requests."""
 
     name = ""
 
@@ -205,7 +197,7 @@ class PrefillScheduler(Indexed, ABC):
         self._queues = native.PrefillQueues(overdue)
         self._sent: RequestNotes[_Sent] = RequestNotes()
         self._last: Estimates | None = None
-        """Of the last ranked request: ``routed`` books what was decided by it."""
+        """Estimates of the last ranked request, which ``routed`` books."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         estimates = self._last = self._estimate(request, servers, now_s)
@@ -220,17 +212,17 @@ class PrefillScheduler(Indexed, ABC):
 
     @abstractmethod
     def scores(self, estimates: Estimates) -> list[float]:
-        """Higher is better."""
+        """Return a score per server; higher is better."""
 
     def fetch(self, estimates: Estimates) -> None:
-        """Adds loads, and the times to first token with them, to ``estimates``."""
+        """Add loads, and the times to first token with them, to ``estimates``."""
 
     def load_s(self, server: Server, now_s: float) -> float:
-        """Prefill backlog of the server in seconds."""
+        """Return the prefill backlog in seconds."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
-        # Booked is what was decided, not what a second estimate would say: caches and links may have changed since.
+        # Book the estimates of the decision, not new estimates: caches and links may have changed since.
         slot, last = server.slot, self._last
         if last is None or last.request is not request or slot not in last.slots:
             last = self._estimate(request, (server,), now_s)
@@ -239,7 +231,7 @@ class PrefillScheduler(Indexed, ABC):
         super().routed(request, server, now_s)
         work_s = last.ttfts_s[at] - last.waits_s[at]
         drain_s = 0.0
-        # A pipeline's first machine is free before its last one is done: the next prefill begins ``drain_s`` earlier.
+        # A pipeline's first machine is free before its last, so the next prefill begins ``drain_s`` earlier.
         if self._pipeline is not None:
             drain_s = min(work_s, self._pipeline.drain_s(request.prompt.tokens, plan.cached_tokens))
         prefill = self._queues.add(slot, work_s - drain_s, now_s, drain_s)
@@ -247,13 +239,13 @@ class PrefillScheduler(Indexed, ABC):
         self.booked(last, at, now_s)
 
     def booked(self, estimates: Estimates, at: int, now_s: float) -> None:
-        """The request of ``estimates`` was sent to the server at position ``at``."""
+        """Record that the request of ``estimates`` was sent to the server at position ``at``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self._sent.take(request, server)
         if sent is not None:
             seconds, plan = self._queues.remove(server.slot, sent.prefill, now_s), sent.plan
-            if seconds is not None and plan.load_s <= plan.queue_s:  # Otherwise it may have waited for the load.
+            if seconds is not None and plan.load_s <= plan.queue_s:  # otherwise it may have waited for the load
                 cached = plan.cached_tokens if cached_tokens is None else cached_tokens
                 self.speeds.observe(server.slot, request.prompt.tokens, cached, seconds)
         super().succeeded(request, server, now_s, cached_tokens)
@@ -276,22 +268,21 @@ class PrefillScheduler(Indexed, ABC):
         slots = [server.slot for server in servers]
         known = self.held_blocks(prompt, servers)
         blocks = self.matched_blocks(prompt, servers, known)
-        held = self.matched_tokens(prompt, blocks)
+        held_tokens = self.matched_tokens(prompt, blocks)
         waits_s = self._queues.waits_s(servers, now_s)
-        alone_s = self.speeds.prefills_s(slots, prompt.tokens, held)
+        alone_s = self.speeds.prefills_s(slots, prompt.tokens, held_tokens)
         ttfts_s = [wait + alone for wait, alone in zip(waits_s, alone_s, strict=True)]
-        estimates = Estimates(request, servers, slots, known, blocks, held, waits_s, alone_s, ttfts_s, now_s)
+        estimates = Estimates(request, servers, slots, known, blocks, held_tokens, waits_s, alone_s, ttfts_s, now_s)
         self.fetch(estimates)
         return estimates
 
 
 def tokens_of(prompt: Prompt, blocks: int) -> int:
-    """Tokens of a prompt's first ``blocks`` blocks."""
     return min(prompt.tokens, int(blocks * prompt.block_tokens))
 
 
 class RandomServer(PrefillScheduler):
-    """Random: all servers tie, and the picker draws."""
+    """Random choice: all servers tie, and the picker draws."""
 
     name = "random"
 
@@ -309,7 +300,7 @@ class LeastQueue(PrefillScheduler):
 
 
 class CacheAware(PrefillScheduler):
-    """Shortest time to the first token, with each server using only its own cache."""
+    """Shortest time to first token, with each server using only its own cache."""
 
     name = "cache-aware"
 

@@ -1,1 +1,1 @@
-"""Strategies of routing, one file each, all under the contract of ``base.Scorer``."""
+"""Routing strategies, each in its own file; their contract is ``picker.Scorer``."""

@@ -1,10 +1,8 @@
-"""What several routing strategies share.
+"""Shared parts of routing strategies.
 
-Notes on sent requests, loads and their bound, the threshold of a match, hashes equal on every machine, and ``Indexed``,
-the base of strategies with a prefix index.
-
-Their contract is ``picker.Scorer``. ``picker.Picker`` does the rest for all of them: health, adapters, ties, requests
-in flight.
+Notes on sent requests, loads and their bound, the threshold of a match, hashes that are equal on every machine, and
+``Indexed``, the base of strategies with a prefix index. The contract of strategies is ``picker.Scorer``;
+``picker.Picker`` handles health, adapters, ties and requests in flight for all of them.
 """
 
 from __future__ import annotations
@@ -26,25 +24,27 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
 
 MOST_UNDER_WAY = 8192
-"""Limit of a prompt's blocks that count from when it is sent."""
+"""Limit of a prompt's blocks that count as held once it is sent."""
 ANSWERING = 4096
 """Limit of requests being answered whose estimate is remembered."""
 BELIEVABLE = 0.5
 """Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
-Blocks of characters and the engine's own block size make small differences meaningless."""
+
+Smaller differences are meaningless, due to blocks of characters and the engine's own block size.
+"""
 Note = TypeVar("Note")
 
 
 class RequestNotes(Generic[Note]):
-    """Notes on sent requests, by request and server. A request may be sent to a server twice; notes are then a queue.
+    """Notes on sent requests, by request and server; repeated sends to the same server queue their notes.
 
-    Requests are identified as objects (two equal ones may be in flight) and kept alive, so that ids are not reused.
+    Requests are identified as objects (two equal requests may be in flight) and kept alive, so that ids are not reused.
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[Request, Note]] = {}
         self._further: dict[tuple[int, int], list[Note]] = {}
-        """Notes of repeated sends to the same server; rare."""
+        """Notes of repeated sends; rare."""
 
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
@@ -55,16 +55,16 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
-        """Removes and returns the note; None without one, as after ``forget``."""
+        """Remove and return the note; None without a note, for example after ``forget``."""
         key = (id(request), server.slot)
-        found = self._open.pop(key, None)
-        if found is None:
+        entry = self._open.pop(key, None)
+        if entry is None:
             return None
         if self._further and key in self._further:
             self._open[key] = (request, self._further[key].pop(0))
             if not self._further[key]:
                 del self._further[key]
-        return found[1]
+        return entry[1]
 
     def forget(self, server: Server) -> None:
         for key in [key for key in self._open if key[1] == server.slot]:
@@ -73,15 +73,16 @@ class RequestNotes(Generic[Note]):
 
 
 Sent = tuple[int, int, Any]
-"""Recorded when a request is sent: leading blocks by the index, the ticket of the prompt in flight (0: none), and the
-strategy's own note. A plain tuple, since every request makes one.
+"""Record of a sent request: leading blocks by the index, ticket of the prompt under way (0: none), strategy's own note.
+
+A plain tuple, because every request creates it.
 """
 STALE_S = 5.0
 """Age from which a report is ignored."""
 
 
 def requests_at(server: Server, now_s: float) -> float:
-    """Requests at a server: reported, which includes other clients', or ours in flight, whichever are more."""
+    """Return the requests at a server: the larger of the reported number, which includes other clients', and ours."""
     report = server.reported
     if report is None or now_s - report.at_s > STALE_S:
         return float(server.in_flight)
@@ -93,16 +94,17 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """The fewest requests first, whatever the prompt: for a ``reason``, or by the strategy itself."""
+    """Rank by the fewest requests, whatever the prompt; ``reason`` explains why, if the strategy usually does not."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:
-    """Requests that a server may have including the new one: ``factor`` × the mean, rounded up.
+    """Return the number of requests that a server may have, including the new request: ``factor`` × the mean, rounded
+    up.
 
     Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016). Rounded down,
-    none of eight servers could take a second request while one is in flight.
+    none of eight servers could take a second request while a request is in flight.
     """
     return math.ceil(factor * (sum(loads) + 1.0) / len(loads))
 
@@ -132,7 +134,6 @@ class GainThreshold:
         return matched_tokens > self.tokens and matched_tokens > self.ratio * prompt_tokens
 
     def why_not(self, matched_tokens: float, prompt_tokens: int) -> str:
-        """The reason given if the match is below the threshold."""
         if not prompt_tokens:
             return "load only: the prompt is empty"
         if matched_tokens <= 0:
@@ -149,7 +150,7 @@ _MASK = (1 << 64) - 1
 
 
 def hash_words(*words: bytes) -> int:
-    """A 64-bit hash of several words with their lengths, equal on every machine."""
+    """Return a 64-bit hash of several words with their lengths, equal on every machine."""
     state = blake2b(digest_size=8)
     for word in words:
         state.update(len(word).to_bytes(8, "little"))
@@ -158,38 +159,35 @@ def hash_words(*words: bytes) -> int:
 
 
 def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
-    """Model, adapter and salt, which separate caches."""
+    """Return the words that separate caches."""
     return request.model.encode(), request.adapter.encode(), request.salt.encode()
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mixes each value over 64 bits (the finaliser of splitmix64)."""
+    """Mix each value over 64 bits (the finaliser of splitmix64)."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
 class NameHashes:
-    """Hashes of server names, each computed once."""
-
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
 
     def of(self, name: str) -> int:
         known = self._of.get(name)
         if known is None:
-            if len(self._of) >= 4096:  # names of pods change with every restart
+            if len(self._of) >= 4096:  # bounded: names of pods change with every restart
                 self._of.clear()
             known = self._of[name] = hash_words(name.encode())
         return known
 
 
 class Indexed(Scorer):
-    """A strategy with a prefix index.
+    """Base of strategies with a prefix index.
 
-    A prompt counts as held by its server from when it is sent: requests queued behind it will find it cached. Until its
-    first byte it is *under way*, which a failure undoes; then the index learns it. (An index fed by events ignores
-    that.)
+    A prompt counts as held by its server once it is sent: requests queued after it will find it cached. Until its first
+    byte it is *under way*, which a failure undoes; then the index learns it. (An index fed by events ignores that.)
     """
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
@@ -199,16 +197,19 @@ class Indexed(Scorer):
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """``believed`` and the prompt's last block of requests being answered: some servers report cached tokens at
-        the end. Most do not, so requests are not kept alive: the last block detects a reused id."""
+        """Believed blocks and last prompt block of requests being answered.
+
+        Some servers report cached tokens at the end. Most do not, so requests are not kept alive: the last block
+        detects a reused id.
+        """
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
-        """Tokens of each number of leading blocks."""
+        """Return the tokens of each number of leading blocks."""
         per_block, tokens = prompt.block_tokens, prompt.tokens
         return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
 
     def held_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
-        """Leading blocks of the prompt that each server holds by the index."""
+        """Return the leading blocks of the prompt that each server holds, by the index."""
         if not len(prompt.blocks):
             return [0] * len(servers)
         return self.index.match(prompt.blocks, [server.slot for server in servers])
@@ -216,7 +217,7 @@ class Indexed(Scorer):
     def matched_blocks(
         self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
     ) -> Sequence[int]:
-        """``held_blocks`` (``held``, if known), with the prompts under way at each server."""
+        """Return ``held_blocks`` (``held``, if known), increased by the prompts under way to each server."""
         held = self.held_blocks(prompt, servers) if held is None else held
         if not len(prompt.blocks) or not len(self._under_way):
             return held
@@ -225,18 +226,18 @@ class Indexed(Scorer):
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         self.note(request, server, self.held_blocks(request.prompt, (server,))[0])
 
-    # A prompt's blocks at its server, from send to answer: under way (``note``), then learnt by the index (``arrived``,
-    # ``learn``), and dropped from it where the engine reports that it had less than believed (``corrected``). That
-    # report is about the time before this prompt was computed, so the prompt itself is learnt again afterwards.
+    # Blocks of a prompt at its server, from send to answer: under way (``note``), learnt by the index (``arrived``,
+    # ``learn``), and dropped from it if the engine reports that it had fewer than believed (``corrected``). The report
+    # describes the time before this prompt was computed, so the prompt itself is learnt again afterwards.
 
     def note(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
-        """The request is sent to a server that holds ``believed`` of its blocks."""
+        """Record that the request is sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
         ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
         self._notes.note(request, server, (believed, ticket, estimated))
 
     def arrived(self, request: Request, server: Server) -> Sent | None:
-        """The prompt is no longer under way; returns its note, if any."""
+        """End the time under way of the prompt; return its record, if any."""
         sent = self._notes.take(request, server)
         if sent is not None:
             _, ticket, _ = sent
@@ -248,13 +249,13 @@ class Indexed(Scorer):
         self.learn(request, server, self.arrived(request, server), cached_tokens)
 
     def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
-        """The server holds the prompt now; ``sent`` is from ``arrived``."""
+        """Record that the server now holds the prompt; ``sent`` comes from ``arrived``."""
         prompt = request.prompt
         blocks = prompt.blocks
         if not len(blocks):
             return
         believed = 0 if sent is None else sent[0]
-        if believed:  # Without a belief there is nothing to correct.
+        if believed:  # otherwise there is nothing to correct
             if cached_tokens is None:
                 self._answering[id(request), server.slot] = believed, blocks.item(-1)
                 if len(self._answering) > ANSWERING:
@@ -263,7 +264,7 @@ class Indexed(Scorer):
                 self._correct(prompt, server, believed, cached_tokens)
         report = server.reported
         if report is not None and report.cache_blocks and report.block_tokens and self._set_capacity is not None:
-            # The original endpoint picker ignores the report, and matches blocks that were evicted long ago.
+            # The original endpoint picker ignores the report, and matches blocks that were long evicted.
             tokens = report.cache_blocks * report.block_tokens * server.read_per_token
             self._set_capacity(server.slot, max(1, int(tokens / prompt.block_tokens)))
         self.index.learn(server.slot, blocks)
@@ -274,7 +275,7 @@ class Indexed(Scorer):
         if not believed or not len(blocks) or blocks.item(-1) != last:
             return
         if self._correct(request.prompt, server, believed, cached_tokens):
-            self.index.learn(server.slot, blocks)  # By now it holds the prompt.
+            self.index.learn(server.slot, blocks)  # by now the server holds the prompt
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         self.arrived(request, server)
@@ -287,10 +288,10 @@ class Indexed(Scorer):
         self.index.forget(server.slot)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
-        """Drops blocks that the server lacked of ``believed``; whether any were dropped."""
-        held = int(cached_tokens / prompt.block_tokens)
-        # One block more than reported is allowed: engines compute the last one of a fully cached prompt again.
-        return held + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, held) > 0
+        """Drop the blocks of ``believed`` that the server lacked; return True if any were dropped."""
+        confirmed = int(cached_tokens / prompt.block_tokens)
+        # One block more than reported is allowed, because engines recompute the last block of a fully cached prompt.
+        return confirmed + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, confirmed) > 0
 
 
 def under_way(most_blocks: int, secret: int | None) -> native.UnderWay:

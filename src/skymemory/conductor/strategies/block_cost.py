@@ -1,9 +1,9 @@
 """Block cost: blocks to prefill, less blocks held, plus blocks that the server's requests occupy.
 
-Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least
-``prefill_scale · max(0, (tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``,
-a shared block counting once. Dynamo uses its engines' events, or without them what it sent. Differences: no queue in
-the router (Dynamo holds requests back when all servers are overloaded), and no credit for tiers.
+Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least ``prefill_scale · max(0,
+(tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``; a shared block counts
+once. Dynamo uses its engines' events, or without them the requests that it sent. Differences: no queue in the router
+(Dynamo holds requests back when all servers are overloaded), and no credit for tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockCostSettings:
     overlap_credit: float = 1.0
     """Credit for a held block, 0 to 1."""
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.prefill_scale < 0 or not 0 <= self.overlap_credit <= 1:
@@ -39,24 +39,23 @@ class BlockCost(Indexed):
         super().__init__(index)
         self.settings = settings or BlockCostSettings()
         self._kept: dict[int, Counter[int]] = {}
-        """Per slot, the blocks of its requests with reference counts."""
+        """Blocks of each slot's requests, with reference counts."""
         self._open: RequestNotes[bool] = RequestNotes()
-        """Requests in flight, with a note that they are."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         settings, prompt = self.settings, request.prompt
-        # Dynamo adds work (prefill) and memory (blocks kept while decoding) in one unit: blocks, not seconds.
-        held = self.matched_blocks(prompt, servers)
+        # Dynamo adds work (prefill) and memory (blocks kept while decoding) in the same unit: blocks, not seconds.
+        held_blocks = self.matched_blocks(prompt, servers)
         per_block = prompt.block_tokens
         chain = prompt.blocks
         prefills = [
             settings.prefill_scale
             * max(0.0, (server.prefill_tokens + prompt.tokens) / per_block - settings.overlap_credit * blocks)
-            for server, blocks in zip(servers, held, strict=True)
+            for server, blocks in zip(servers, held_blocks, strict=True)
         ]
         decodes = [self._blocks_with(server.slot, chain) for server in servers]
         scores = [-prefill - decode for prefill, decode in zip(prefills, decodes, strict=True)]
-        matched = self.matched_tokens(prompt, held)
+        matched = self.matched_tokens(prompt, held_blocks)
         weights = (("tokens held", matched), ("blocks to prefill", prefills), ("blocks of its requests", decodes))
         return Ranking(scores, matched, weights=weights)
 
@@ -81,21 +80,21 @@ class BlockCost(Indexed):
     def _release(self, request: Request, server: Server) -> None:
         if self._open.take(request, server) is None:
             return
-        kept = self._kept[server.slot]
+        references = self._kept[server.slot]
         for block in request.prompt.blocks.tolist():
-            if kept[block] > 1:
-                kept[block] -= 1
+            if references[block] > 1:
+                references[block] -= 1
             else:
-                del kept[block]
+                del references[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
-        """Distinct blocks of the slot's requests including this one, whose chain is present up to some block."""
-        kept = self._kept.get(slot)
-        if not kept:
+        """Return the number of distinct blocks of the slot's requests including this request."""
+        references = self._kept.get(slot)
+        if not references:
             return float(len(chain))
-        # A server keeps whole chains from their beginnings, so what it keeps of this one is a head of it: bisect.
+        # A server keeps whole chains from their start, so what it keeps of this chain is a prefix of it: bisect.
         low, high = 0, len(chain)
         while low < high:
             middle = (low + high) >> 1
-            low, high = (middle + 1, high) if chain.item(middle) in kept else (low, middle)
-        return float(len(kept) + len(chain) - low)
+            low, high = (middle + 1, high) if chain.item(middle) in references else (low, middle)
+        return float(len(references) + len(chain) - low)

@@ -1,4 +1,4 @@
-"""Estimates of prefill times per server, by a given cost model or learnt from first bytes, and the price of delay."""
+"""Estimates of prefill times per server, from a cost model or learnt from first bytes, and the price of delay."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from skymemory.native.twin.ttft import delays_s
 
 
 class PrefillCost(Protocol):
-    """The part of ``cost_model.CostModel`` needed here."""
-
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds to prefill ``tokens``, the first ``cached`` of them cached, on an idle machine."""
+        """Return the seconds on an idle machine if the first ``cached`` of ``tokens`` are cached."""
         ...
 
 
@@ -29,22 +27,21 @@ class Speeds(ABC):
 
     def __init__(self) -> None:
         self._totals: dict[int, PrefillTotals] = {}
-        """The last reported of each slot."""
 
     @abstractmethod
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
-        """Seconds of a prompt of ``tokens`` per server, given the tokens cached there."""
+        """Return the seconds of a prompt of ``tokens`` on each server, given the tokens cached there."""
 
     @abstractmethod
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        """Records a measured prefill."""
+        """Record a measured prefill."""
 
     @abstractmethod
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        """Records the time of a prompt with its whole answer."""
+        """Record the time of a prompt with its whole answer."""
 
     def read_reports(self, servers: Sequence[Server]) -> None:
-        """Observes the mean of the prefills that an engine reports since its last report."""
+        """Observe the mean prefill since each engine's last report."""
         for server in servers:
             report = server.reported
             now = None if report is None else report.prefills
@@ -52,22 +49,24 @@ class Speeds(ABC):
             if now is before or now is None:
                 continue
             self._totals[server.slot] = now
-            if before is None or (ended := now.requests - before.requests) <= 0:
+            if before is None or (requests := now.requests - before.requests) <= 0:
                 continue  # its first report, or it restarted
-            # Totals count the engine's tokens; curves are over ours, in which prompts are asked for.
-            ratio = server.read_per_token / ended
+            # Totals count the engine's tokens; curves are over our tokens.
+            ratio = server.read_per_token / requests
             tokens, computed = (now.tokens - before.tokens) * ratio, (now.computed - before.computed) * ratio
-            self.observe(server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / ended)
+            self.observe(
+                server.slot, round(tokens), round(tokens - computed), (now.seconds - before.seconds) / requests
+            )
 
     def forget(self, slot: int) -> None:
         self._totals.pop(slot, None)
 
 
 class GivenSpeeds(Speeds):
-    """A cost model, corrected by a factor per server learnt from its prefills.
+    """Cost model, corrected by a factor per server learnt from its prefills.
 
-    Similar servers get the same factor. With individual ones no two idle servers would tie, and noise of a few
-    thousandths would send nearly all requests to one of them.
+    Similar servers share a factor. With individual factors no two idle servers would tie, and noise of a few
+    thousandths would send nearly all requests to the same server.
     """
 
     KEPT, ENOUGH, MOST = 32, 8, 16.0
@@ -81,21 +80,20 @@ class GivenSpeeds(Speeds):
         self.cost = cost
         self._ratios: dict[int, deque[float]] = {}
         self._own: dict[int, float] = {}
-        """Measured factor of each server."""
         self._factors: dict[int, float] = {}
         self._count = 0
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         if not tokens:
             return [0.0] * len(slots)
-        # A cost model may be slow, and many servers hold the same number of tokens: none.
+        # A cost model may be slow, and many servers hold the same number of tokens, namely none.
         seconds: dict[int, float] = {}
-        for held in cached:
-            if held not in seconds:
-                seconds[held] = self.cost.prefill_s(tokens, held)
+        for count in cached:
+            if count not in seconds:
+                seconds[count] = self.cost.prefill_s(tokens, count)
         if not self._factors:
-            return [seconds[held] for held in cached]
-        return [seconds[held] * self._factors.get(slot, 1.0) for slot, held in zip(slots, cached, strict=True)]
+            return [seconds[count] for count in cached]
+        return [seconds[count] * self._factors.get(slot, 1.0) for slot, count in zip(slots, cached, strict=True)]
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
         expected_s = self.cost.prefill_s(max(1, tokens), max(0, min(cached, tokens - 1)))
@@ -103,16 +101,16 @@ class GivenSpeeds(Speeds):
             return
         ratios = self._ratios.setdefault(slot, deque(maxlen=self.KEPT))
         ratios.append(seconds / expected_s)
-        # A median: one prefill beside a hung request or a cold start must not count as the server's speed.
+        # The median, because a single prefill during a hang or a cold start must not set the server's speed.
         if len(ratios) >= self.ENOUGH:
             new = slot not in self._own
             self._own[slot] = min(self.MOST, max(1.0 / self.MOST, median(ratios)))
             self._count += 1
-            if new or self._count % self.EVERY == 0:  # comparing takes a sort of all servers
+            if new or self._count % self.EVERY == 0:  # comparing sorts all servers
                 self._compare()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
-        pass  # The model is known: a whole answer, with its decoding in it, corrects nothing.
+        pass  # the model is known: a whole answer, which includes decoding, corrects nothing
 
     def forget(self, slot: int) -> None:
         super().forget(slot)
@@ -127,19 +125,19 @@ class GivenSpeeds(Speeds):
 
 
 Line = tuple[float, float, float]
-"""Fixed seconds, seconds per computed token, and the relative increase of those per token attended to (twice)."""
+"""Coefficients of a curve: fixed seconds, seconds per computed token, and ``bend`` (see ``LearnedSpeeds``)."""
 UNKNOWN: Line = (0.02, 1e-4, 0.0)
-"""Before any observation: 10,000 tokens per second. Only proportions matter then."""
+"""Curve before any observation: 10,000 tokens per second. Until then only proportions matter."""
 _NO_LINE: Line = (math.nan, math.nan, math.nan)
 Point = tuple[float, float, float]
 """Prompt tokens, cached tokens, seconds."""
 
 
 class LearnedSpeeds(Speeds):
-    """A curve per server through its latest observations, robust to outliers.
+    """Curve per server through its latest observations, robust to outliers.
 
-    It has the shape of ``cost_model``: n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))``. A
-    server with fewer than ``ENOUGH`` observations uses the curve of all servers.
+    It has the shape of ``cost_model``: n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))``
+    seconds. A server with fewer than ``ENOUGH`` observations uses the curve of all servers.
     """
 
     KEPT = 32
@@ -155,59 +153,58 @@ class LearnedSpeeds(Speeds):
         self._of_whole: Line | None = None
         self._count = 0
         self.changes = 0
-        """Counts changes of curves."""
         self.curves = array("d", UNKNOWN)
-        """For ``native.TtftRanker``: the common curve, then one per slot, NaNs without one."""
+        """Curves for ``native.TtftRanker``: the common curve, then a curve per slot, NaNs if there is none."""
 
     def line(self, slot: int) -> Line:
         return self._lines.get(slot, self._common)
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
-        # Until a streamed answer has shown a prefill alone, the fit of whole answers is the best guess.
+        # Until a streamed answer has shown a prefill alone, the fit of whole answers is the best estimate.
         lines, common = self._lines, self._common
         if not lines and self._of_whole is not None:
             common = self._of_whole
         seconds = []
-        for slot, held in zip(slots, cached, strict=True):
+        for slot, count in zip(slots, cached, strict=True):
             fixed_s, per_token_s, bend = lines.get(slot, common)
-            seconds.append(fixed_s + per_token_s * (tokens - held) * (1.0 + bend * (tokens + held)))
+            seconds.append(fixed_s + per_token_s * (tokens - count) * (1.0 + bend * (tokens + count)))
         return seconds
 
     def observe(self, slot: int, tokens: int, cached: int, seconds: float) -> None:
-        # At least one token is computed even of a fully cached prompt: its logits are needed.
-        held = cached if cached < tokens else tokens - 1
-        point = (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, seconds)
-        seen = self._seen.get(slot)
-        if seen is None:
-            seen = self._seen[slot] = deque(maxlen=self.KEPT)
-        seen.append(point)
+        # At least one token is computed even for a fully cached prompt: its logits are needed.
+        reused = cached if cached < tokens else tokens - 1
+        point = (float(tokens) if tokens > 1 else 1.0, float(reused) if reused > 0 else 0.0, seconds)
+        points = self._seen.get(slot)
+        if points is None:
+            points = self._seen[slot] = deque(maxlen=self.KEPT)
+        points.append(point)
         self._together.append(point)
         self._count += 1
-        # Refit at every observation while they are few, then at every eighth: one point more changes little.
-        if len(seen) >= self.ENOUGH and (len(seen) < 2 * self.ENOUGH or self._count % 8 == 0):
-            self._lines[slot] = line = native.fit_prefills(seen, self.line(slot)[2])
+        # Refit at every observation while they are few, then at every eighth.
+        if len(points) >= self.ENOUGH and (len(points) < 2 * self.ENOUGH or self._count % 8 == 0):
+            self._lines[slot] = line = native.fit_prefills(points, self.line(slot)[2])
             self._show(slot, line)
             self._show_common()
         if len(self._together) >= self.ENOUGH and (self._count < self.KEPT or self._count % 32 == 0):
             self._common = native.fit_prefills(self._together, self._common[2])
             self._show_common()
         elif len(self._together) < self.ENOUGH:
-            # Too few for a curve, but one shows already how far the assumed speed is off.
+            # Too few points for a curve, but enough to scale the assumed speed.
             fixed_s, per_token_s, _ = UNKNOWN
-            off = median(one / (fixed_s + per_token_s * (new - old)) for new, old, one in self._together)
+            off = median(seconds / (fixed_s + per_token_s * (new - old)) for new, old, seconds in self._together)
             self._common = (fixed_s * off, per_token_s * off, 0.0)
             self._show_common()
 
     def observe_whole(self, slot: int, tokens: int, cached: int, output_tokens: int, seconds: float) -> None:
         if self._lines:
-            return  # first bytes are the better teachers
-        held = cached if cached < tokens else tokens - 1
+            return  # first bytes are more precise
+        reused = cached if cached < tokens else tokens - 1
         self._whole.append(
-            (float(tokens) if tokens > 1 else 1.0, float(held) if held > 0 else 0.0, float(output_tokens), seconds)
+            (float(tokens) if tokens > 1 else 1.0, float(reused) if reused > 0 else 0.0, float(output_tokens), seconds)
         )
         self._count += 1
-        seen = len(self._whole)
-        if seen >= 4 * self.ENOUGH and self._count % (8 if seen < 4 * self.KEPT else 32) == 0:
+        count = len(self._whole)
+        if count >= 4 * self.ENOUGH and self._count % (8 if count < 4 * self.KEPT else 32) == 0:
             self._of_whole = native.fit_whole(self._whole)
             self._show_common()
 
@@ -231,21 +228,20 @@ class LearnedSpeeds(Speeds):
 
 
 class DelayPrice(native.DelayPrice):
-    """The delay that a second of compute at a server causes to later requests.
+    """Delay that a second of compute on a server causes to later requests.
 
-    A queue of ``w`` seconds delays all that arrive while it lasts: with arrivals at rate ``r`` that keep a server busy
-    for a share ``b`` of its time, by ``r·w² / (2·(1 − b))`` seconds in total (the value function of such a queue;
-    Hyytiä, Penttinen and Aalto, "Size- and state-aware dispatching problem with queue-specific job sizes", 2012). So
-    ``e`` more seconds cost ``r / (1 − b) · e · (w + e / 2)``. In the formula later requests arrive whatever the queue;
-    ours go elsewhere, which lowers the cost, and errors of estimated waits raise the value of caches: ``weight`` was
-    tuned for both.
+    With arrivals at rate ``r`` and a busy share ``b``, a queue of ``w`` seconds delays later requests by ``r·w² / (2·(1
+    − b))`` seconds in total (the value function of such a queue; Hyytiä, Penttinen and Aalto, "Size- and state-aware
+    dispatching problem with queue-specific job sizes", 2012). So ``e`` more seconds cost ``r / (1 − b) · e · (w + e /
+    2)``. ``weight`` is tuned for two deviations: later requests can go elsewhere, which lowers the cost, and errors of
+    estimated waits raise the value of caches.
 
     Going elsewhere works while some server is free. If even the shortest queue ``q`` (in usual prefills) is long, work
-    delays later requests by about the same wherever it is done: with the share ``q / (q + 1)`` the shortest queue
-    replaces the server's own, and the price rises (``CROWDED``).
+    delays later requests by about the same on any server: with the share ``q / (q + 1)`` the shortest queue replaces
+    the server's own, and the price rises (``CROWDED``).
 
-    Rate and busy share are measured over ``window_s`` (a request's weight decays to 1/e); with little traffic the price
-    is near 0. ``most_busy``: upper bound of the busy share.
+    Rate and busy share (at most ``most_busy``) are measured over ``window_s``, in which a request's weight decays to
+    1/e; with little traffic the price is near 0.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -257,8 +253,8 @@ class DelayPrice(native.DelayPrice):
         super().__init__(weight, window_s, most_busy)
 
     def delays_s(self, waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, now_s: float) -> list[float]:
-        """Total delay of later requests if this work is appended to each server's queue.
+        """Return the total delay of later requests if this work is appended to each server's queue.
 
-        ``usual_s``: usual duration of a prefill.
+        ``usual_s`` is the usual duration of a prefill.
         """
         return delays_s(waits_s, works_s, usual_s, self.rate(len(waits_s), now_s))

@@ -1,7 +1,7 @@
 """Hash trie: a tree of blocks, each with the set of servers that served it.
 
-Source: vLLM production-stack's prefix router, second of its two ways (chunks of 128 characters, a random one of the
-servers at the deepest node). If all prompts share their first chunk it sends everything to the first server, however
+Source: vLLM production-stack's prefix router, second of its two methods (chunks of 128 characters, a random server of
+those at the deepest node). If all prompts share their first chunk, it sends everything to the first server, however
 long its queue. Differences: servers over the load bound are skipped, then shorter matches count, then load; a match
 must reach a threshold; the tree is bounded and evicts leaves first; what a failed request taught is undone.
 """
@@ -63,20 +63,20 @@ class HashTrie(Scorer):
         loads = loads_of(servers, now_s)
         prompt = request.prompt
         deep = depths(self._sets, prompt.blocks)
-        held = [deep.get(server.slot, 0) for server in servers]
-        tokens = [min(prompt.tokens, int(blocks * prompt.block_tokens)) for blocks in held]
+        deepest = [deep.get(server.slot, 0) for server in servers]
+        tokens = [min(prompt.tokens, int(blocks * prompt.block_tokens)) for blocks in deepest]
         worth = [self._gain.worth(matched, prompt.tokens) for matched in tokens]
         if not any(worth):
             reason = self._gain.why_not(max(tokens), prompt.tokens)
             return ranked_by_load(loads, reason, tokens)
-        # Servers with a match score 1 and more, the others at most 0: a match comes first, then the least load.
+        # Servers with a match score 1 or more, all others at most 0: a match comes first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(blocks) if good and load + 1.0 <= most else -load
-            for blocks, good, load in zip(held, worth, loads, strict=True)
+            for blocks, good, load in zip(deepest, worth, loads, strict=True)
         ]
-        longest = max(held)
-        at_node = [load for blocks, load in zip(held, loads, strict=True) if blocks == longest]
+        longest = max(deepest)
+        at_node = [load for blocks, load in zip(deepest, loads, strict=True) if blocks == longest]
         reason = f"longest match {max(tokens)} of {prompt.tokens} tokens, at {len(at_node)} servers"
         if min(at_node) + 1.0 > most:
             reason += f", all over the bound of {most} requests"
@@ -92,20 +92,20 @@ class HashTrie(Scorer):
             self._learn(request.prompt.blocks, server)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
-        held = self._held.take(request, server)
-        if held is None:
+        known = self._held.take(request, server)
+        if known is None:
             return
-        # Only the blocks that the send had added; those that it found may be held by virtue of other prompts.
-        for block in request.prompt.blocks[held:].tolist():
-            left = self._sets.get(block, 0) & ~(1 << server.slot)
-            if left:
-                self._sets[block] = left
+        # Only the blocks that this send added; the server may hold the earlier blocks due to other prompts.
+        for block in request.prompt.blocks[known:].tolist():
+            servers = self._sets.get(block, 0) & ~(1 << server.slot)
+            if servers:
+                self._sets[block] = servers
             else:
                 self._sets.pop(block, None)
 
     def _learn(self, blocks: Blocks, server: Server) -> None:
         sets, bit = self._sets, 1 << server.slot
-        # From the end to the front, so that the head of a chain is evicted after its tail.
+        # From the end to the start, so that the head of a chain is evicted after its tail.
         for block in reversed(blocks[: self.settings.max_blocks].tolist()):
             sets[block] = sets.get(block, 0) | bit
             sets.move_to_end(block)
@@ -114,18 +114,18 @@ class HashTrie(Scorer):
 
     def forget(self, server: Server) -> None:
         self._held.forget(server)
-        others = ~(1 << server.slot)
-        self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & others))
+        mask = ~(1 << server.slot)
+        self._sets = OrderedDict((block, left) for block, at in self._sets.items() if (left := at & mask))
 
 
 def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int]:
-    """Leading blocks of the chain ``blocks`` that each slot holds; slots with none are left out. ``sets``: slots, as
-    bits of an integer, by a block's hash.
+    """Return the number of leading blocks of the chain that each slot holds, if any; ``sets`` has slots, as bits, by
+    hash.
 
-    A slot that holds a block holds all before it, so the sets shrink along a chain: bisection finds each change in some
-    ten lookups for a prompt of 512 blocks.
+    A slot that holds a block holds all blocks before it, so the sets shrink along a chain: bisection finds each change
+    in about ten lookups for a prompt of 512 blocks.
     """
-    found: dict[int, int] = {}
+    depth_of: dict[int, int] = {}
     hash_at, count = blocks.item, len(blocks)
     known = sets.get(hash_at(0), 0) if count else 0
     at = 0
@@ -142,7 +142,7 @@ def depths(sets: Mapping[int, int], blocks: NDArray[np.uint64]) -> dict[int, int
         ends = known & ~further
         while ends:
             lowest = ends & -ends
-            found[lowest.bit_length() - 1] = at
+            depth_of[lowest.bit_length() - 1] = at
             ends ^= lowest
         known = further
-    return found
+    return depth_of

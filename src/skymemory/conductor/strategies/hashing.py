@@ -1,9 +1,9 @@
 """Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
 
-SimHash: prompts that share most of their blocks go to one server, in any order of the blocks. Source: vLLM
-production-stack's prefix router, first of its two ways. It hashes the 64-bit signature again onto its ring, which loses
-the similarity. Here a prompt goes where the nearest signature was served, if it is near enough and the server is not
-overloaded; else to the least load.
+SimHash: prompts that share most of their blocks go to the same server, in any order of the blocks. Source: vLLM
+production-stack's prefix router, first of its two methods. It hashes the 64-bit signature again onto its ring, which
+loses the similarity. Here a prompt goes to the server of the nearest signature, if that is near enough and the server
+is not overloaded; otherwise to the least load.
 
 CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer: the hash of the adapter and the first 100
 characters, 256 virtual nodes per server, clockwise to a server with at most 1.25 × the mean load. Differences: the
@@ -44,9 +44,8 @@ _SET_BITS = (
 @dataclass(frozen=True, slots=True)
 class SimHashSettings:
     near_bits: int = 12
-    """Largest distance of a similar prompt; unrelated ones differ in 32 ± 4 bits."""
+    """Largest distance of a similar prompt; unrelated prompts differ in 32 ± 4 bits."""
     remembered: int = 256
-    """Latest signatures kept per server."""
     load_factor: float = 1.25
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
@@ -60,31 +59,30 @@ class SimHashSettings:
 
 
 def signature_of(pieces: NDArray[np.uint64]) -> int:
-    """SimHash: each of 64 bits is set if it is in more than half of ``pieces`` (Charikar, equal weights).
+    """Return the SimHash: each of 64 bits is set if it is set in more than half of ``pieces`` (Charikar, equal
+    weights).
 
-    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated
-    signatures.
+    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated signatures.
     """
-    # One row of 64 bits per piece; the sum of a column says in how many pieces that bit is set.
+    # A row of 64 bits per piece; the sum of a column counts the pieces with that bit.
     bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
     counts = np.add.reduce(bits, axis=0, dtype=np.uint32)
     return int.from_bytes(np.packbits(2 * counts > len(pieces)).tobytes(), "little")
 
 
 def distances(signature: int, others: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """Bits in which each of ``others`` differs from ``signature``."""
     differing: NDArray[np.uint64] = np.bitwise_xor(others, np.uint64(signature))
     if hasattr(np, "bitwise_count"):
-        counted: NDArray[np.uint8] = np.bitwise_count(differing)
-        return counted
+        bits: NDArray[np.uint8] = np.bitwise_count(differing)
+        return bits
     words = _SET_BITS[np.ascontiguousarray(differing).view(np.uint16)]  # NumPy 1.26 has no bitwise_count.
     summed: NDArray[np.uint8] = words.reshape(*others.shape, 4).sum(axis=-1, dtype=np.uint8)
     return summed
 
 
 def similarity(bits: float) -> float:
-    """Cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
-    # Of random hyperplanes a share angle/π separates two vectors (Charikar, 2002), so the angle is π · bits / 64.
+    """Return the cosine of the angle between two prompts, as sets of pieces, whose signatures differ in ``bits``."""
+    # A share angle/π of random hyperplanes separates two vectors (Charikar, 2002), so the angle is π · bits / 64.
     return max(0.0, cos(pi * bits / BITS))
 
 
@@ -95,9 +93,9 @@ class NearestSignature(Scorer):
         self.settings = settings or SimHashSettings()
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
         self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
-        """Per slot a ring of the latest signatures, filled with the first at the start."""
+        """Ring of the latest signatures per slot, initially filled with the first signature."""
         self._count: list[int] = []
-        """Per slot, signatures written to its ring so far."""
+        """Number of signatures written to each slot's ring."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
@@ -111,7 +109,7 @@ class NearestSignature(Scorer):
         expected = similarity(best) * prompt.tokens
         if not self._gain.worth(expected, prompt.tokens):
             return ranked_by_load(loads, self._gain.why_not(expected, prompt.tokens))
-        # Near servers score above 32, the others at most 0: all near ones come first, then the least load.
+        # Near servers score above 32, all others at most 0: near servers come first, then the least load.
         most = load_bound(loads, self.settings.load_factor)
         scores = [
             float(BITS - far) if far <= self.settings.near_bits and load + 1.0 <= most else -load
@@ -130,7 +128,7 @@ class NearestSignature(Scorer):
         signature = np.uint64(signature_of(pieces))
         ring, count = self._kept[server.slot], self._count[server.slot]
         if not count:
-            # The whole ring: unused entries would be zeros, which are a signature too, and near to some prompts.
+            # Fill the whole ring: zeros would be a valid signature, near to some prompts.
             ring[:] = signature
         elif not (ring == signature).any():
             ring[count % len(ring)] = signature
@@ -143,7 +141,7 @@ class NearestSignature(Scorer):
             self._count[server.slot] = 0
 
     def _nearest(self, signature: int, servers: Sequence[Server]) -> list[int]:
-        """Per server, distance to the nearest signature it served; ``BITS`` without any."""
+        """Return the distance to the nearest signature that each server served; ``BITS`` without any."""
         counts = self._count
         slots = [server.slot if server.slot < len(counts) and counts[server.slot] else -1 for server in servers]
         known = [slot for slot in slots if slot >= 0]
@@ -180,7 +178,9 @@ class ChwblSettings:
 
 
 class BoundedRing(Scorer):
-    """The first server clockwise of the prompt's hash that is not overloaded; the next ones are fallbacks."""
+    """Consistent hashing: the first server clockwise of the prompt's hash that is not overloaded; the next are
+    fallbacks.
+    """
 
     name = "chwbl"
 
@@ -205,18 +205,17 @@ class BoundedRing(Scorer):
         for place, at in enumerate(order):
             load = loads[at]
             scores[at] = float(len(order) - place) if load + 1.0 <= most else -1.0 - load
-        # Some server is always within the bound, since it is above the mean: the walk ends at one of them.
-        passed = next(place for place, at in enumerate(order) if scores[at] > 0.0)
+        # The least loaded server is always within the bound, so the walk ends.
+        skipped = next(place for place, at in enumerate(order) if scores[at] > 0.0)
         reason = f"by the hash of its first {len(head)} characters"
-        if passed:
-            reason += f", {passed} servers skipped for load (at most {most} requests)"
+        if skipped:
+            reason += f", {skipped} servers skipped for load (at most {most} requests)"
         return Ranking(scores, reasons=(reason,), weights=(("requests there", loads),))
 
     def forget(self, server: Server) -> None:
-        self._names = frozenset()  # Rebuilds the ring without it.
+        self._names = frozenset()  # the ring is rebuilt without it
 
     def _clockwise(self, key: int, servers: Sequence[Server]) -> list[int]:
-        """Positions in ``servers`` in clockwise order from ``key``."""
         at_of = {server.name: at for at, server in enumerate(servers)}
         if not self._names.issuperset(at_of):
             self._build(self._names.union(at_of))
@@ -232,9 +231,9 @@ class BoundedRing(Scorer):
         return order
 
     def _build(self, names: frozenset[str]) -> None:
-        """Builds the ring of all servers seen so far; those not ranked are skipped in a walk."""
+        """Build the ring of all servers ranked so far; a walk skips the servers not ranked now."""
         ordered = sorted(names)
-        # Points of a server follow from its name alone, so that all routers build the same ring.
+        # Points of a server depend on its name only, so that all routers build the same ring.
         nodes = np.arange(self.settings.virtual_nodes, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         points = np.concatenate([mix(nodes + np.uint64(hash_words(name.encode()))) for name in ordered])
         owners = np.repeat(np.arange(len(ordered)), self.settings.virtual_nodes)

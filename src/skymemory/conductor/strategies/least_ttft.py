@@ -1,13 +1,13 @@
-"""Least estimated time to first token: the wait in a server's queue plus the compute of the uncached part. The default.
+"""Least estimated time to first token (the default): wait in the server's queue plus compute of the uncached part.
 
-Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1): caches and queues are both measured in seconds, so
-no weights between them are needed. A hot prefix is computed on another server once the wait for its own takes longer,
-so it replicates by itself. Beyond that:
+Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both measured in seconds, so
+they need no weights. A hot prefix is computed on another server once the wait for its own server takes longer, so it
+replicates by itself. In addition:
 
-- the delay that a request causes to later ones is added (``DelayPrice``);
+- the delay that a request causes to later requests is added (``DelayPrice``);
 - no server gets more than its share of recent requests, whatever its cache saves (``guard_…``);
 - prefill times come from a cost model or are learnt from first bytes (``Speeds``);
-- blocks that events report behind the GPU's memory cost their loading (``Loads``).
+- blocks that events report outside the GPU's memory cost their loading (``Loads``).
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
-    """Weight of the delay of later requests (``DelayPrice``); 0: only its own time counts."""
+    """Weight of the delay of later requests (``DelayPrice``); 0: only the request's own time counts."""
     overdue: float = 0.1
     """Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
     min_match_tokens: int = 0
     min_match_ratio: float = 0.0
     guard_limit: float = 4.0
-    """Requests of a server relative to the mean; infinite: no limit."""
+    """Limit of a server's recent requests, relative to the mean; infinite: no limit."""
     guard_window_s: float = 60.0
     guard_requests: int = 80
-    """Fewer requests in the window are not limited."""
+    """Number of requests in the window below which no server is limited."""
     guard_mean: float = 5.0
-    """Nor are fewer per server. Above 16 servers this exceeds ``guard_requests``: with 80 requests to 64 servers each
-    could get two, and conversations would change servers."""
+    """Mean requests per server below which no server is limited.
+
+    Above 16 servers it exceeds ``guard_requests``: with 80 requests to 64 servers each could get two, and conversations
+    would change servers.
+    """
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
     events: bool = False
-    """Whether the index is fed by the engines' KV events; otherwise by the requests sent."""
+    """True if the engines' KV events feed the index, instead of the requests sent."""
     block_tokens: int = 16
     """Tokens per block of the engines, with ``events``."""
     cpu_load_s: float = 0.0
     """Seconds to load a block from host memory, with ``events``; 0: a fifth of computing it."""
     disk_load_s: float = 0.0
-    """From disk; 0: three quarters."""
+    """Seconds to load a block from disk; 0: three quarters of computing it."""
     remote_load_s: float = 0.0
-    """From another machine; 0: three quarters."""
+    """Seconds to load a block from another machine; 0: three quarters of computing it."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_load_s", "disk_load_s", "remote_load_s"):
@@ -80,12 +83,12 @@ class LeastTtftSettings:
 
 
 def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
-    """Cached tokens, less the equivalent of loading them."""
+    """Return the cached tokens, less the equivalent of loading them."""
     return cached if load is NOTHING else max(0, cached - round(load.blocks * prompt.block_tokens))
 
 
 class _Ranked(Ranking):
-    """The packed result of ``native.TtftRanker``, decoded on access."""
+    """Packed result of ``native.TtftRanker``, decoded on access."""
 
     __slots__ = ("_best", "figures")
     packed: bytes
@@ -129,29 +132,30 @@ class _Ranked(Ranking):
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
 _Estimated = tuple[int, int, float, float, "Load"]
-"""Estimates when a request was sent: the prefill's ticket in the queue, cached tokens, the time of sending, the seconds
-until its prefill, and the loading of the cached part. A plain tuple, since every request makes one.
+"""Estimates of a sent request, as a plain tuple, because every request creates it.
+
+Ticket of the prefill in the queue, cached tokens, time of sending, seconds of wait until its prefill, and loading of
+the cached part.
 """
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
-"""A ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then.
-"""
+"""Ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then."""
 
 
-# The life of a request, and what each call keeps:
+# Calls during the life of a request, and what each records:
 #
 #   rank       held blocks and those under way -> cached tokens -> compute seconds by the server's curve
 #              + wait of the server's queue + price of delaying later requests -> score; nothing is booked
 #   routed     the prompt is under way, its compute seconds join the queue, price and guard count it
-#   succeeded  first byte: it leaves the queue, and the time that it took there teaches the curve
-#   ended      answers that are not streamed: first and last byte are one, so the whole answer teaches (roughly)
-#   failed     it leaves queue and prompts under way; nothing is learnt
+#   succeeded  first byte: the request leaves the queue, and its time there teaches the curve
+#   ended      first and last byte coincide if the answer is not streamed: the whole answer teaches (roughly)
+#   failed     the request leaves the queue and the prompts under way; nothing is learnt
 #
-# ``rank`` exists twice: ``TtftRanker`` does it in one native call, ``_rank_by_parts`` does the same where estimates are
-# overridden, given by a cost model, or include loading. tests/conductor/strategies/test_one_call.py holds them equal.
+# ``rank`` exists twice: ``TtftRanker`` does it in a single native call; ``_rank_by_parts`` does the same if estimates
+# are overridden, come from a cost model, or include loading. tests/conductor/strategies/test_one_call.py compares them.
 
 
 class LeastTtft(Indexed):
-    """See the module. ``cost``: of a prefill on every server; None: learnt per server."""
+    """Least-TTFT strategy; see the module. ``cost`` applies to every server; None: learnt per server."""
 
     name = "least-ttft"
 
@@ -173,15 +177,14 @@ class LeastTtft(Indexed):
         )
         self._table = index.whole_table if isinstance(index, ApproximatePrefixIndex) else None
         self._last: _Last | None = None
-        """The last ranked request."""
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
-        """Whether a subclass overrides the ranker's estimates."""
+        """True if a subclass overrides the ranker's estimates."""
         self._whole: RequestNotes[_Estimated] = RequestNotes()
         """Requests that are not streamed, until they end."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        """One native call if times are learnt and nothing is loaded; else in parts, with the same result."""
+        """Rank in a native call if times are learnt and nothing is loaded, else in parts, with the same result."""
         speeds = self.speeds
         if self._overridden or type(speeds) is not LearnedSpeeds or (self._loads is not None and self._loads.any):
             return self._rank_by_parts(request, servers, now_s)
@@ -213,7 +216,7 @@ class LeastTtft(Indexed):
         loads = self.loads(prompt, slots)
         saved = matched
         if loads:
-            saved = [saved_tokens(prompt, *one) for one in zip(matched, loads, strict=True)]
+            saved = [saved_tokens(prompt, *counts) for counts in zip(matched, loads, strict=True)]
         best_match = max(saved)
         unworthy = best_match if best_match and not self._gain.worth(best_match, prompt.tokens) else 0
         if unworthy:
@@ -234,7 +237,7 @@ class LeastTtft(Indexed):
         return Ranking(scores, matched, ttfts, reasons, weights, estimated_compute_s=prefills)
 
     def _why(self, prompt: Prompt, unworthy: int, held_back: Sequence[Server]) -> tuple[str, ...]:
-        """``unworthy``: tokens of the best match if below the threshold, else 0."""
+        """Return the reasons; ``unworthy`` is a best match below the threshold, in tokens, else 0."""
         reasons = [self._gain.why_not(unworthy, prompt.tokens)] if unworthy else []
         if held_back:
             names = ", ".join(server.name for server in held_back)
@@ -242,36 +245,38 @@ class LeastTtft(Indexed):
         return tuple(reasons)
 
     def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[Load]:
-        """What each server must load of its blocks; empty if all are in GPUs' memories."""
+        """Return the cost per server of loading its blocks; empty if all are in GPU memory."""
         if self._loads is None or not len(prompt.blocks) or not self._loads.any:
             return []
         return self._loads.of(prompt.blocks, slots, self._under_way.depths(prompt.blocks, slots))
 
     def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
-        """Estimated compute seconds of ``request`` per server, given its cached tokens.
+        """Return the estimated compute seconds of ``request`` per server, given its cached tokens.
 
-        A simulator overrides this and ``waits_s`` to add errors: its estimates would else be exact.
+        A simulator overrides this and ``waits_s`` to add errors; otherwise its estimates would be exact.
         """
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
     def waits_s(self, request: Request, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Estimated wait at each server."""
         return self._queues.waits_s(servers, now_s)
 
     def queue_s(self, server: Server, now_s: float) -> float:
-        """Estimated seconds of the prefills that were sent to a server and are not done."""
+        """Return the estimated seconds of the prefills sent to a server that are not done."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         slot, prompt, load = server.slot, request.prompt, NOTHING
-        # The ranking has just computed all of this. It is looked up again only where something changed in between, or
-        # another server than a ranked one took the request.
-        found = self._found(request, server)
-        if found is not None:
-            held, matched, work_s = found
+        # The ranking has just computed all of this. It is computed again only if something changed since, or if the
+        # request goes to a server that was not ranked.
+        ranked = self._found(request, server)
+        if ranked is not None:
+            held_blocks, matched, work_s = ranked
         else:
             blocks = self.held_blocks(prompt, (server,))
-            held, matched = blocks[0], self.matched_tokens(prompt, self.matched_blocks(prompt, (server,), blocks))[0]
+            held_blocks, matched = (
+                blocks[0],
+                self.matched_tokens(prompt, self.matched_blocks(prompt, (server,), blocks))[0],
+            )
             load = next(iter(self.loads(prompt, (slot,))), NOTHING)
             saved = saved_tokens(prompt, matched, load)
             if not self._gain.worth(saved, prompt.tokens):
@@ -279,27 +284,27 @@ class LeastTtft(Indexed):
             work_s = self.prefills_s(request, (slot,), (saved,), now_s)[0] + load.seconds
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
-        self.note(request, server, held, (prefill, matched, now_s, wait_s, load))
+        self.note(request, server, held_blocks, (prefill, matched, now_s, wait_s, load))
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
 
     def _found(self, request: Request, server: Server) -> tuple[int, int, float] | None:
-        """Held blocks, saved tokens and compute seconds from the ranking; None if anything changed since."""
+        """Return held blocks, saved tokens and compute seconds from the ranking; None if anything changed since."""
         last, table, speeds = self._last, self._table, self.speeds
         if last is None or table is None or type(speeds) is not LearnedSpeeds:
             return None
-        self._last = None  # It would keep the prompt alive.
-        asked, servers, figures, unworthy, changes = last
-        if asked is not request or changes != self._changes(table, speeds) or server not in servers:
+        self._last = None  # it would keep the prompt alive
+        ranked, servers, figures, unworthy, changes = last
+        if ranked is not request or changes != self._changes(table, speeds) or server not in servers:
             return None
-        _, work_s, matched, held = _figures_at(figures, _ROW_BYTES * servers.index(server))
+        _, work_s, matched, held_blocks = _figures_at(figures, _ROW_BYTES * servers.index(server))
         if unworthy or not matched:
-            return held, 0, work_s
-        # A ranking asks whether the best match of all servers is worth following, booking whether this server's is.
-        return (held, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
+            return held_blocks, 0, work_s
+        # The ranking checks if the best match of all servers is worth following, booking if this server's match is.
+        return (held_blocks, matched, work_s) if self._gain.worth(matched, request.prompt.tokens) else None
 
     def _changes(self, table: native.PrefixTable, speeds: LearnedSpeeds) -> int:
-        """A sum of growing counters: equal only if nothing that the ranking depends on has changed."""
+        """Return a sum of growing counters: equal only if nothing that the ranking depends on has changed."""
         return table.changes() + self._under_way.changes() + speeds.changes
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
@@ -312,13 +317,12 @@ class LeastTtft(Indexed):
     def _observe(
         self, request: Request, server: Server, now_s: float, cached_tokens: int | None, sent: _Estimated
     ) -> None:
-        """Learns the server's speed from the first byte."""
-        # None where its begin or end did not show: it, or one before it in the queue, was not streamed.
+        # ``seconds`` is None if its start or end is unknown: it, or a request before it in the queue, was not streamed.
         prefill, matched, routed_s, wait_s, load = sent
         seconds = self._queues.remove(server.slot, prefill, now_s)
-        saved = matched if cached_tokens is None else cached_tokens  # The engine's own count, if it gives one.
+        saved = matched if cached_tokens is None else cached_tokens  # prefer the engine's own count
         if load is not NOTHING:
-            if cached_tokens is not None:  # Of a prefix evicted in part only that part was loaded, too.
+            if cached_tokens is not None:  # only the part that was still cached was loaded
                 load = load.part(cached_tokens / matched if matched else 0.0)
             saved = saved_tokens(request.prompt, saved, load)
         if seconds is not None and seconds > load.seconds:
@@ -350,8 +354,8 @@ class LeastTtft(Indexed):
         self._last = None
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> list[int]:
-        """Penalises servers above their share, from the best down, until one within its share leads."""
-        # The penalty keeps their order: if all are above their share the ranking stays as it was.
+        """Penalise servers above their share, from the best down, until a server within its share leads."""
+        # The penalty keeps their order: if all are above their share, the ranking does not change.
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -369,22 +373,23 @@ class LeastTtft(Indexed):
 
 
 COMPUTED: Mapping[str, float] = MappingProxyType({CPU: 0.2, DISK: 0.75, REMOTE: 0.75, OTHER: 1.0})
-"""Cost of loading a block relative to computing it, by medium, where no seconds are given: a fifth from host memory
-(llm-d gives such a block 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), three quarters from disk or another
-machine (Dynamo gives it 0.25, ``disk_cache_hit_weight``), all from an unknown medium."""
+"""Cost of loading a block relative to computing it, by medium, for media without given seconds.
+
+A fifth from host memory (llm-d gives such a block 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), three
+quarters from disk or another machine (Dynamo gives it 0.25, ``disk_cache_hit_weight``), the full cost from an unknown
+medium.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Cost of loading a prompt's blocks into the GPU's memory."""
+    """Cost of loading a prompt's blocks into the GPU's memory: the sum of both fields."""
 
     blocks: float = 0.0
-    """Equivalent number of blocks to compute,"""
+    """Equivalent number of blocks to compute."""
     seconds: float = 0.0
-    """plus seconds."""
 
     def part(self, part: float) -> Load:
-        """The cost of only a part of the blocks."""
         return self if part >= 1 else Load(self.blocks * part, self.seconds * part)
 
 
@@ -401,22 +406,20 @@ class Loads:
 
     @property
     def any(self) -> bool:
-        """Whether any block was reported outside the GPU's memory."""
+        """True if any block was reported outside the GPU's memory."""
         return self._index.beyond_gpu
 
     def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[Load]:
-        """Costs per slot. ``under_way``: leading blocks in the GPU's memory by then, due to prompts under way; may be
-        empty.
-        """
+        """Return the costs per slot. ``under_way`` has the leading blocks of prompts under way; may be empty."""
         loads = self._costs(blocks, slots)
-        # Blocks under way will have been loaded or computed by the time this prompt's turn comes: they cost nothing.
+        # Blocks under way will be in the GPU's memory when this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):
             if depth and loads[at] is not NOTHING:
-                (there,) = self._costs(blocks[:depth], slots[at : at + 1])
-                loads[at] = Load(loads[at].blocks - there.blocks, loads[at].seconds - there.seconds)
+                (free,) = self._costs(blocks[:depth], slots[at : at + 1])
+                loads[at] = Load(loads[at].blocks - free.blocks, loads[at].seconds - free.seconds)
         return loads
 
     def _costs(self, blocks: Blocks, slots: Sequence[int]) -> list[Load]:
         counts = self._index.costs(blocks, slots, self._blocks)
         seconds = self._index.costs(blocks, slots, self._seconds) if self._seconds else [0.0] * len(counts)
-        return [Load(*one) if any(one) else NOTHING for one in zip(counts, seconds, strict=True)]
+        return [Load(*parts) if any(parts) else NOTHING for parts in zip(counts, seconds, strict=True)]

@@ -1,16 +1,16 @@
-"""SGLang's two policies, over a prefix index: ``radix`` (``cache_aware``) and ``lmetric``.
+"""SGLang's two policies over a prefix index: ``radix`` (``cache_aware``) and ``lmetric``.
 
-Radix: load first when servers differ much, else the longest match, else least load. Source: SGLang's router, policy
-``cache_aware``: a tree of request history with one bounded, least-recently-used share per server. Load decides when
-max − min > 64 requests and max > 1.5 × min; otherwise the longest match when it is more than 0.3 of the prompt, else
-least load. Differences: among equal matches the least loaded server wins; failed requests are undone.
+Radix: load first if servers differ much, else the longest match, else least load. Source: SGLang's router, policy
+``cache_aware``: a tree of request history with a bounded, least-recently-used share per server. Load decides if max −
+min > 64 requests and max > 1.5 × min; otherwise the longest match if it is more than 0.3 of the prompt, else least
+load. Differences: among equal matches the least loaded server wins; failed requests are undone.
 
 LMetric: the least product of tokens to compute and requests at the server. Source: SGLang's model gateway, policy
 ``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least ``(prompt − matched) ·
 (requests there + 1)``, then the fewest requests. No weights. Difference: the tree is bounded by the capacity of the
 server's cache.
 
-Both trees are of blocks here, not of characters.
+Both trees have blocks here, not characters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RadixSettings:
     min_match_tokens: int = 0
     min_match_ratio: float = 0.3
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
     def __post_init__(self) -> None:
         if self.balance_absolute < 0 or self.balance_relative < 1:
@@ -54,7 +54,7 @@ class Radix(Indexed):
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
         matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
-        # Both, as published: a gap of 64 means little among thousands of requests, a ratio little among a few.
+        # Both conditions, as published: 64 more requests mean little among thousands, a ratio little among a few.
         most, least = max(loads), min(loads)
         settings, tokens = self.settings, request.prompt.tokens
         if most - least > settings.balance_absolute and most > settings.balance_relative * least:
@@ -62,8 +62,8 @@ class Radix(Indexed):
         elif not self._gain.worth(best := max(matched), tokens):
             reason = self._gain.why_not(best, tokens)
         else:
-            # Loads move a score by less than one token: they decide among equal matches only.
-            scores = [held + 1.0 / (1.0 + load) for held, load in zip(matched, loads, strict=True)]
+            # Loads change a score by less than one token: they decide only among equal matches.
+            scores = [tokens_held + 1.0 / (1.0 + load) for tokens_held, load in zip(matched, loads, strict=True)]
             reason = f"longest match {best} of {tokens} tokens"
             return Ranking(scores, matched, reasons=(reason,), weights=(("requests there", loads),))
         return ranked_by_load(loads, reason, matched)
@@ -76,7 +76,7 @@ _TIE = 1e-6
 @dataclass(frozen=True, slots=True)
 class LMetricSettings:
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
 
 
 class LMetric(Indexed):
@@ -88,6 +88,6 @@ class LMetric(Indexed):
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         matched = self.matched_tokens(request.prompt, self.matched_blocks(request.prompt, servers))
         loads = loads_of(servers, now_s)
-        new = [float(request.prompt.tokens - held) for held in matched]
+        new = [float(request.prompt.tokens - tokens_held) for tokens_held in matched]
         scores = [-work * (load + 1.0) - _TIE * load for work, load in zip(new, loads, strict=True)]
         return Ranking(scores, matched, weights=(("tokens held", matched), ("requests there", loads)))

@@ -21,7 +21,7 @@ from skymemory.conductor.strategies.base import (
 
 
 class RandomChoice(Scorer):
-    """All servers tie, and the picker draws."""
+    """Random choice: all servers tie, and the picker draws."""
 
     name = "random"
 
@@ -30,7 +30,7 @@ class RandomChoice(Scorer):
 
 
 class RoundRobin(Scorer):
-    """The server whose last request is longest ago."""
+    """Round robin: the server whose last request was the longest ago."""
 
     name = "round-robin"
 
@@ -50,7 +50,7 @@ class RoundRobin(Scorer):
 
 
 class LeastLoad(Scorer):
-    """The server with the fewest requests: ours in flight or reported ones, whichever are more."""
+    """Least load: the server with the fewest requests, by the larger of ours in flight and the reported number."""
 
     name = "least-load"
 
@@ -61,16 +61,17 @@ class LeastLoad(Scorer):
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     load_factor: float = 2.0
-    """A session avoids its server while that has more than this × the mean of requests."""
+    """Multiple of the mean number of requests above which a session avoids its server."""
 
     def __post_init__(self) -> None:
         check_factor(self.load_factor)
 
 
 class SessionAffinity(Scorer):
-    """The server whose hash with the session is highest, unless it is overloaded; without a session, least load.
+    """Session affinity: the server whose hash with the session is highest, unless overloaded; without a session, least
+    load.
 
-    Source: prefix-aware-routing ("session affinity"). Rendezvous hashing: no state per session, and a server that
+    Source: prefix-aware-routing ("session affinity"). Rendezvous hashing keeps no state per session, and a server that
     leaves or joins moves only its own share of sessions.
     """
 
@@ -90,7 +91,7 @@ class SessionAffinity(Scorer):
         places = np.empty(len(servers), dtype=np.int64)
         places[np.argsort(drawn, kind="stable")] = np.arange(len(servers))
         most = load_bound(loads, self.settings.load_factor)
-        # Overloaded servers go behind all others, the emptiest of them first.
+        # Overloaded servers rank after all others, the least loaded of them first.
         scores = [
             float(place) if load + 1.0 <= most else -1.0 - load
             for place, load in zip(places.tolist(), loads, strict=True)

@@ -1,15 +1,15 @@
 """``approximate`` and ``precise``: a weighted sum of queue, KV cache usage and matched prefix.
 
 Source: the Gateway API inference extension's endpoint picker: prefix matched / total with weight 3, queue and KV use
-with weight 2 each; its queue scorer puts the shortest queue at 1 and the longest at 0, its KV scorer is 1 − use.
+with weight 2 each; its queue scorer gives 1 to the shortest queue and 0 to the longest, its KV scorer is 1 − use.
 Differences: the index counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported
 capacities; requests sent since a server's report count; a server without a report counts as average, not as empty. The
-prefix is never normalised by the best server: one matched block would then weigh as much as a whole prompt.
+prefix is never normalised by the best server: a single matched block would then weigh as much as a whole prompt.
 
 ``precise`` uses an index fed by the engines' events. Source: llm-d's precise prefix cache scorer. A block in the GPU's
 memory has weight 1, in host memory 0.8, farther away less, by its best medium. A server with lost events holds nothing
-until they are replayed. As there, a sent prompt can count as held for a while (``speculative_s``; off in llm-d, 2 s
-where switched on).
+until they are replayed. As in llm-d, a sent prompt can count as held for a while (``speculative_s``; off by default
+there, 2 s if switched on).
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class WeightedSettings:
 @dataclass(frozen=True, slots=True)
 class ApproximateSettings(WeightedSettings):
     blocks_per_server: int = 31_250
-    """Assumed capacity of a server that does not report its cache's size."""
+    """Capacity if a server reports none."""
     max_match_blocks: int = 256
     """Limit of matched blocks per prompt; 0: all."""
 
 
 class Approximate(Indexed):
-    """Weighted sum with an index learnt from requests."""
-
     name = "approximate"
 
     def __init__(
@@ -60,7 +58,7 @@ class Approximate(Indexed):
         super().__init__(index, under_way_blocks)
         self.settings = settings or ApproximateSettings()
         self._since: dict[int, tuple[float, int]] = {}
-        """By slot: time of its latest report, and requests sent since."""
+        """Time of each slot's latest report, and number of requests sent since."""
         self._gain = GainThreshold(self.settings.min_match_tokens, self.settings.min_match_ratio)
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
@@ -71,8 +69,8 @@ class Approximate(Indexed):
             reasons = (self._gain.why_not(max(shares) * tokens, tokens),)
             shares = [0.0] * len(servers)
         queues, room = self._loads(servers, now_s)
-        # As in the endpoint picker: queues count relative to each other, KV use and prefix absolutely. So one request
-        # more is the whole weight where all other queues are equal.
+        # As in the endpoint picker, queues count relative to each other, KV use and prefix absolutely. If all other
+        # queues are equal, a single additional request costs the whole weight.
         shortest, longest = min(queues), max(queues)
         per_waiting = settings.queue_weight / (longest - shortest) if longest > shortest else 0.0
         scores = [
@@ -86,7 +84,7 @@ class Approximate(Indexed):
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 
     def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
-        """Tokens of the prompt that each server holds, and their weighted share of the prompt, 0 to 1."""
+        """Return the tokens of the prompt that each server holds, and their weighted share of the prompt, 0 to 1."""
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
 
@@ -101,7 +99,6 @@ class Approximate(Indexed):
         self._since.pop(server.slot, None)
 
     def _loads(self, servers: Sequence[Server], now_s: float) -> tuple[list[float], list[float]]:
-        """Queued requests and the free share of the KV cache."""
         queues: list[float] = []
         free: list[float | None] = []
         for server in servers:
@@ -110,8 +107,8 @@ class Approximate(Indexed):
                 queues.append(float(server.prefilling))
                 free.append(None)
             else:
-                # Without what was sent since the report, all requests until the next would go to one server. Of those
-                # only the ones without a first byte can still be waiting.
+                # Without the requests sent since the report, all requests until the next report would go to the same
+                # server. Only sent requests without a first byte can still be waiting.
                 at_s, sent = self._since.get(server.slot, (report.at_s, 0))
                 queues.append(float(report.waiting + (min(sent, server.prefilling) if at_s == report.at_s else 0)))
                 free.append(1.0 - report.kv_usage)
@@ -130,7 +127,7 @@ class PreciseSettings(WeightedSettings):
     block_tokens: int = 16
     """Tokens per block of the engines and the prompts."""
     speculative_s: float = 0.0
-    """How long a sent prompt counts as held; 0: only events count."""
+    """Time for which a sent prompt counts as held; 0: only events count."""
     gpu_weight: float = WEIGHTS[GPU]
     """Weight of a block by its medium (llm-d's ``kvCacheBackendConfigs``)."""
     cpu_weight: float = WEIGHTS[CPU]
@@ -152,8 +149,6 @@ class PreciseSettings(WeightedSettings):
 
 
 class Precise(Approximate):
-    """Weighted sum with an index fed by KV events."""
-
     name = "precise"
 
     def __init__(self, index: PreciseIndex, settings: PreciseSettings | None = None) -> None:
@@ -163,10 +158,10 @@ class Precise(Approximate):
         self._speculative_s = settings.speculative_s
         self._speculative = under_way(MOST_BLOCKS, index.secret)
         self._until: OrderedDict[tuple[int, int], tuple[float, Request, int]] = OrderedDict()
-        """By id of the request and slot, in order of expiry."""
+        """Sent prompts by id of the request and slot, in order of expiry."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
-        # All prompts count for equally long, so they expire in the order in which they were sent.
+        # All prompts count for the same time, so they expire in the order in which they were sent.
         while self._until and next(iter(self._until.values()))[0] <= now_s:
             _, (_, _, ticket) = self._until.popitem(last=False)
             self._speculative.drop(ticket)
@@ -192,9 +187,9 @@ class Precise(Approximate):
     def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
         slots = [server.slot for server in servers]
         blocks, weighted = self._events.match_weighted(prompt.blocks, slots)
-        # Sent prompts count as if in the GPU's memory: that is where the engine is putting them.
+        # Sent prompts count as in the GPU's memory, since the engine is about to put them there.
         if sent := self._speculative.depths(prompt.blocks, slots):
-            weighted = [max(float(one), other) for one, other in zip(sent, weighted, strict=True)]
+            weighted = [max(float(blocks_sent), weight) for blocks_sent, weight in zip(sent, weighted, strict=True)]
             blocks = list(map(max, blocks, sent))
         per_block = prompt.block_tokens / prompt.tokens if prompt.tokens else 0.0
         return self.matched_tokens(prompt, blocks), [min(1.0, count * per_block) for count in weighted]

@@ -9,17 +9,17 @@ NAME = "SkyMemoryConnector"
 
 
 def register() -> None:
-    """Makes the connector known to vLLM by its name, as ``MultiConnector`` looks up its children. vLLM calls this in
-    each of its processes (entry point ``vllm.general_plugins``), and so does the connector's import by module path.
+    """Register the connector under the name by which ``MultiConnector`` looks up its children. vLLM calls this in each
+    of its processes (entry point ``vllm.general_plugins``); importing the connector by module path calls it, too.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    with suppress(ValueError):  # it is known already
+    with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
 def __getattr__(name: str) -> Any:
-    """``SkyMemoryConnector`` and ``CakeScheduler``, imported when vLLM asks for them: all else here runs without it."""
+    """Import ``SkyMemoryConnector`` or ``CakeScheduler`` on request: all other modules run without vLLM."""
     if name in ("SkyMemoryConnector", "CakeScheduler"):
         from skymemory.engine.vllm import connector
 

@@ -1,9 +1,9 @@
 """Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``).
 
-A block is announced by its name in vLLM (its hash), without its tokens: vLLM has announced it with them when it came
-into the GPU's memory, as before its offloading connector's events. It is announced once all ranks have stored it, or
-once it was loaded, and taken back when a lookup finds that the store has lost it. The store is shared, and evicts for
-itself: that a block is gone is known to the engine that looks it up, not to the others.
+An event names a block by vLLM's hash, without its tokens: vLLM announced them when the block came into GPU memory, as
+its offloading connector's events also assume. A block is announced when all ranks have stored it or when it was loaded,
+and withdrawn when a lookup finds that the store has lost it. The store is shared and evicts on its own: only the engine
+that looks up an evicted block learns of it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,33 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _KEPT = 1 << 16
-"""Values; who is announced longest is taken back."""
+"""Maximum number of announced values; the oldest is withdrawn first."""
 
 
 class Announced(NamedTuple):
-    """One event."""
-
     stored: bool
-    """Else taken back."""
+    """True if stored, False if withdrawn."""
     names: list[bytes]
-    """vLLM's block hashes."""
 
 
 class Announcements:
-    """Of one engine's first part of layers. Not thread-safe: vLLM's scheduler is one thread."""
+    """Announcements of an engine's first part. Not thread-safe: vLLM's scheduler is a single thread."""
 
     def __init__(self, ranks: int, kept: int = _KEPT) -> None:
         self._ranks, self._kept = ranks, kept
         self._saving: OrderedDict[bytes, tuple[Sequence[bytes], int]] = OrderedDict()
-        """Of those that the workers were given: the names of a value's blocks, and how many ranks have saved it."""
+        """Values being saved: the names of the value's blocks, and the number of ranks that have saved it."""
         self._stored: OrderedDict[bytes, Sequence[bytes]] = OrderedDict()
         self._events: list[Announced] = []
 
     def saving(self, key: bytes, names: Sequence[bytes]) -> None:
-        """The workers were given a value to save."""
         self._saving[key] = names, 0
         self._saving.move_to_end(key)
         if len(self._saving) > self._kept:
             self._saving.popitem(last=False)
 
     def saved(self, keys: Sequence[bytes]) -> None:
-        """The store has them; once for each rank."""
+        """Count a rank that stored the values, and announce them when all ranks have."""
         for key in keys:
             names, ranks = self._saving.get(key, ((), 0))
             if names and ranks + 1 < self._ranks:
@@ -53,17 +49,16 @@ class Announcements:
                 self.stored(key, names)
 
     def unsaved(self, keys: Sequence[bytes]) -> None:
-        """A rank could not save them."""
         for key in keys:
             self._saving.pop(key, None)
 
     def loaded(self, key: bytes, names: Sequence[bytes]) -> None:
-        """The store has it. It is said again: vLLM may have said that all is gone, and meant its own cache."""
+        """Announce a value again: vLLM may have reported that all blocks are gone, and meant only its own cache."""
         self._stored.pop(key, None)
         self.stored(key, names)
 
     def stored(self, key: bytes, names: Sequence[bytes]) -> None:
-        """The store has it."""
+        """Announce a value unless it is announced."""
         if key not in self._stored:
             self._say(True, names)
         self._stored[key] = names
@@ -72,18 +67,16 @@ class Announcements:
             self._say(False, self._stored.popitem(last=False)[1])
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """The store has them no more."""
         for key in keys:
             if (names := self._stored.pop(key, None)) is not None:
                 self._say(False, names)
 
     def clear(self) -> None:
-        """The cache was reset: what is stored is of other weights."""
+        """Withdraw all values after a cache reset: the stored values belong to other weights."""
         self._saving.clear()
         self.lost(list(self._stored))
 
     def take(self) -> list[Announced]:
-        """Since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -4,8 +4,8 @@
       "kv_connector_module_path": "skymemory.engine.vllm", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "unix:///run/sky.sock"}}'
 
-vLLM makes one in its scheduler and one in each worker, in processes of their own. This class only connects: what is
-decided is in ``scheduler``, what is done in ``worker``.
+vLLM creates a connector in its scheduler and another in each worker, in separate processes. This class only connects:
+``scheduler`` decides, ``worker`` executes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Raises InvalidInput at start for a configuration that would give wrong tokens, or lose requests."""
+    """KV connector. Raises InvalidInput at start for a configuration that would give wrong tokens, or lose requests."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -136,7 +136,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost is a later miss, nothing more."""
+        """False: a lost save is only a later miss."""
         return False
 
     def shutdown(self) -> None:
@@ -149,11 +149,10 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- in the scheduler ---
 
     def go_on_by(self, scheduler: CakeScheduler) -> None:
-        """Behind what was loaded, requests go on as it says."""
+        """Resume requests by ``scheduler`` after their loaded blocks."""
         self.cake_scheduler = scheduler
 
     def _kind_of_store(self) -> str:
-        """Of the one behind a store daemon; else the address says it."""
         if isinstance(self._store, RedisStore):
             return self._store.server_info().get("store", "")
         return self._settings.store.partition(":")[0]
@@ -184,9 +183,8 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What the store has of the blocks that vLLM's own events have named (see ``announcements``)."""
         if self._announcements is None or self._scheduler is None or not self._scheduler.store_kind:
-            return ()  # whether it is near is not known yet
+            return ()  # its locality is not known yet
         return map(self._event, self._announcements.take())
 
     def _event(self, announced: Announced) -> KVCacheEvent:
@@ -211,11 +209,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def has_pending_push_work(self) -> bool:
-        """vLLM goes on stepping for it, without requests and when it stops (see ``Saver.close``)."""
+        """Return True while values are being saved: vLLM then keeps stepping, also without requests and when it
+        stops.
+        """
         return self._scheduler is not None and self._scheduler.saving
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """All of them are the one store's: which of its tiers has a value a store knows only once it has loaded it."""
+        """Attribute all tokens to the store: it knows only after a load which of its tiers had a value."""
         return {self._source(): num_external_tokens} if num_external_tokens else {}
 
     def _source(self) -> CacheHitSource:
@@ -223,16 +223,17 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _SOURCES.get(self._scheduler.store_kind, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     def reset_cache(self) -> bool:
-        """vLLM calls it where the weights may be changed: it updates them, sleeps, or its user says so."""
+        """Reset when vLLM's weights may have changed: vLLM updates them, sleeps, or its user requests it."""
         assert self._scheduler is not None
         pool = self._kv_cache_manager.block_pool
-        done = self._scheduler.reset(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)  # but for the null block
+        # The null block is always in use.
+        done = self._scheduler.reset(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)
         replace(self._report, context=self._seeds.context(self._seeds.generation).describe()).log()
         return done
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return False, self._scheduler.finished(request)  # values are copied out at each step's end: no block is held
+        return False, self._scheduler.finished(request)  # values are copied out at each step's end: no block is kept
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -268,13 +269,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads started with the metadata; no forward waits for one."""
+        """Do nothing: loads started with the metadata, and no forward pass waits for them."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is scheduled when all layers of its values are there."""
+        """Do nothing: a request is scheduled when all layers of its values are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """All layers of a value are copied out together, after the forward."""
+        """Do nothing: all layers of a value are copied out together, after the forward pass."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -327,8 +328,8 @@ def _check_untested() -> None:
 
 
 def cakes(config: Any) -> bool:
-    """Whether Cake can be had: no step is under way when the number of computed tokens is raised, and the model runner
-    takes it from the scheduler: version 1 with each step, version 2 when a request is resumed.
+    """Return True if Cake is possible: no step is running when the number of computed tokens is raised, and the model
+    runner takes that number from the scheduler (version 1 with each step, version 2 when a request is resumed).
     """
     scheduler = config.scheduler_config
     return not scheduler.async_scheduling and (
@@ -337,18 +338,18 @@ def cakes(config: Any) -> bool:
 
 
 class CakeScheduler(Scheduler):  # type: ignore[misc]
-    """``--scheduler-cls skymemory.engine.vllm.CakeScheduler``: vLLM's, with Cake for model runner version 2. A request
-    that goes on behind loaded blocks is preempted, keeps its blocks, and is resumed by the next step.
+    """``--scheduler-cls skymemory.engine.vllm.CakeScheduler``: vLLM's scheduler, with Cake for model runner version 2.
+    A request that continues after loaded blocks is preempted, keeps its blocks, and is resumed by the next step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for one in (self.connector, *getattr(self.connector, "_connectors", ())):
-            if isinstance(one, SkyMemoryConnector):
-                one.go_on_by(self)
+        for connector in (self.connector, *getattr(self.connector, "_connectors", ())):
+            if isinstance(connector, SkyMemoryConnector):
+                connector.go_on_by(self)
 
     def resume(self, request: Any) -> None:
-        """To be called before its number of computed tokens is raised."""
+        """Preempt the request for a resume; call this before its number of computed tokens is raised."""
         self.running.remove(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED
@@ -356,9 +357,11 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
         self._enqueue_waiting_request(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Requests that are to be resumed hold blocks: they give them up like those that run."""
+        """Reset; requests that wait for their resume give up their blocks like running requests."""
         if reset_running_requests:
-            for request in [one for one in self.kv_holding_waiting if one.status is RequestStatus.PREEMPTED]:
+            for request in [
+                waiting for waiting in self.kv_holding_waiting if waiting.status is RequestStatus.PREEMPTED
+            ]:
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
@@ -367,16 +370,14 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
 
 
 class _Door:
-    """``CakeDoor`` of vLLM's KV cache manager."""
-
     def __init__(self, connector: SkyMemoryConnector, config: Any) -> None:
         self._connector = connector
         self._needs_scheduler = config.use_v2_model_runner
         self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
-        """Called while vLLM schedules the request's first chunk, whose blocks it has; its own count of computed tokens
-        comes afterwards.
+        """Reserve blocks while vLLM schedules the request's first chunk, which has its blocks. vLLM counts that chunk's
+        computed tokens afterwards.
         """
         if self._needs_scheduler and self._connector.cake_scheduler is None:
             return False
@@ -399,8 +400,6 @@ class _Door:
 
 
 class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report, by name."""
-
     data: dict[str, Any]
 
     def reset(self) -> None:
@@ -418,7 +417,7 @@ class SkyMemoryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class SkyMemoryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The counts at ``/metrics``, as ``vllm:skymemory_saved_values_total`` and the like."""
+    """Counts at ``/metrics``, such as ``vllm:skymemory_saved_values_total``."""
 
     def __init__(self, *of_vllm: Any) -> None:
         super().__init__(*of_vllm)
@@ -436,8 +435,8 @@ class SkyMemoryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for counted, amount in transfer_stats_data.items():
-            name, _, reason = counted.partition(" ")
+        for label, amount in transfer_stats_data.items():
+            name, _, reason = label.partition(" ")
             labels = [*self.per_engine_labelvalues[engine_idx], *([reason] if reason else [])]
             self._counters[name].labels(*labels).inc(amount)
 

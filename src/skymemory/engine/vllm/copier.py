@@ -1,12 +1,12 @@
-"""Blocks of vLLM's KV cache, copied out of its tensors and into them.
+"""Copies of blocks out of vLLM's KV cache tensors and into them.
 
-A value is ``(layers, blocks, bytes of one block of one layer)``, packed. The bytes of a block are vLLM's own, in the
-order in which they lie in memory, and are never looked into.
+A value is ``(layers, blocks, bytes of one block of one layer)``, packed. The bytes of a block are opaque, in vLLM's
+memory order.
 
 On an accelerator a call only queues its work. Three streams keep the order: the model's own (``compute``), ``out`` and
-``in``. A read gathers blocks on ``compute``, behind the forward that wrote them and before the next one, and copies
-what was gathered on ``out``. A write copies on ``in``, behind all that ``compute`` had been given when the load began:
-until then the blocks may be another request's. Nothing hangs on layers' hooks, which replayed CUDA graphs skip.
+``in``. A read gathers blocks on ``compute``, after the forward pass that wrote them and before the next, and copies the
+gathered bytes on ``out``. A write copies on ``in``, after all work that ``compute`` had when the load began: until then
+the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs skip them.
 """
 
 from __future__ import annotations
@@ -24,54 +24,52 @@ import numpy.typing as npt
 from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
-"""Device memory that a copier takes for reads; ``_WRITES`` values more for writes."""
+"""Device memory of a copier for reads; ``_WRITES`` further values are for writes."""
 _PINNED_BYTES = 64 << 20
 _PINNED_VALUES = 256
-"""Host memory is pinned for so much at once, since each time takes some milliseconds."""
+"""Amount of host memory pinned at once, since each allocation takes some milliseconds."""
 _READS = 64
 _WRITES = 4
 Stream = Literal["compute", "out", "in"]
 
 
 class Mark(Protocol):
-    """A point in the work that a device was given."""
+    """Point in the work queue of a device."""
 
     def done(self) -> bool:
-        """Whether the device has come so far; so have the bytes then."""
+        """Return True if the device has reached the mark; its bytes are then in place."""
 
-    def wait(self) -> None:
-        """Until ``done``; from any thread."""
+    def wait(self) -> None: ...
 
     def seconds_after(self, earlier: Any) -> float:
-        """Between two marks of ``BlockCopier.mark``, both done."""
+        """Return the seconds between two marks of ``BlockCopier.mark``, both done."""
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of one group of layers."""
+    """Copier of complete blocks of one group of layers."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block over all layers."""
+        """Bytes of a block over all layers."""
 
     def mark(self) -> Mark:
-        """All that the model was given to compute so far. Called by the model's thread, as is ``read``."""
+        """Mark all work of the model queued so far. Called by the model's thread, as is ``read``."""
 
-    def buffers(self, size_bytes: int) -> list[memoryview]:
-        """One or more pieces of host memory, each of this size, that ``read`` copies into."""
+    def buffers(self, size_bytes: int) -> list[memoryview]: ...
 
     def read(self, blocks: Sequence[int], out: memoryview) -> Mark:
-        """Copy ``blocks`` into ``out``, which has them when the mark is done. What the model is given to compute from
-        now on may overwrite them.
+        """Copy ``blocks`` into ``out``, which is valid when the mark is done. Later work of the model may overwrite the
+        blocks.
         """
 
     def write(self, blocks: Sequence[int], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """Copy into ``blocks``, behind ``after``, what ``value``, of ``of`` blocks, has for them behind its first
-        ``skipped`` ones. ``value`` may change as soon as this returns. Called by any thread.
+        """Copy into ``blocks``, after ``after``, the blocks of ``value`` that follow its first ``skipped``. ``of``:
+        number of blocks in ``value``. ``value`` may change as soon as this returns. Called by any thread.
         """
 
 
 class Now:
-    """What was done when the call returned."""
+    """Mark of work that was done when the call returned."""
 
     __slots__ = ("at_s",)
 
@@ -89,10 +87,10 @@ class Now:
 
 
 class CpuCopier:
-    """For contiguous blocks in this process's memory."""
+    """Copier of contiguous blocks in this process's memory."""
 
     def __init__(self, layers: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """``layers``: for each a view ``(blocks, bytes)`` of its tensor."""
+        """``layers``: a view ``(blocks, bytes)`` of each layer's tensor."""
         self._layers = layers
         self._layer_bytes = int(layers[0].shape[1])
 
@@ -123,20 +121,20 @@ class Device(Protocol):
     """All that differs between a CPU and an accelerator."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
-        """Queue ``work`` on a stream, behind ``after`` of others."""
+        """Queue ``work`` on a stream, after the marks ``after`` of other streams."""
 
     def memory(self, size_bytes: int) -> Any:
-        """The device's, as a tensor of bytes."""
+        """Allocate device memory as a tensor of bytes."""
 
     def host_memory(self, size_bytes: int) -> Any:
-        """That the device copies from and to by itself."""
+        """Allocate host memory that the device can copy from and to by itself."""
 
     def index(self, blocks: Sequence[int]) -> Any:
-        """Numbers of blocks on the device; called in ``work``."""
+        """Return block numbers as a device tensor; called in ``work``."""
 
 
 class Host:
-    """A CPU: what it is given is done at once."""
+    """CPU: work is done at once."""
 
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
         work()
@@ -156,7 +154,7 @@ class Host:
 
 
 class _Recorded:
-    """An event of CUDA's. Who waits for it sleeps."""
+    """CUDA event. A thread that waits for it sleeps."""
 
     def __init__(self, stream: Any) -> None:
         import torch
@@ -175,7 +173,7 @@ class _Recorded:
 
 
 class Cuda:
-    """A CUDA device; ``compute`` is the stream that is current in the thread that asks."""
+    """CUDA device; ``compute`` is the current stream of the calling thread."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -207,22 +205,20 @@ class Cuda:
     def index(self, blocks: Sequence[int]) -> Any:
         import torch
 
-        # From memory that is not pinned the copy would wait for all that the stream has to do.
+        # From memory that is not pinned the copy would wait for all work of the stream.
         return torch.tensor(blocks, pin_memory=True).to(self._device, non_blocking=True)
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Staging for one value."""
-
     device: Any
     free: Mark
-    """When it may be used again."""
+    """Mark after which the slot may be used again."""
     host: npt.NDArray[np.uint8] | None = None
 
 
 class TorchCopier:
-    """For blocks in any order of strides, on any device that can queue."""
+    """Copier of blocks with any strides, on any device with a work queue."""
 
     def __init__(self, views: Sequence[Any], value_blocks: int, device: Device, staging_bytes: int) -> None:
         """``views`` of ``(layers, blocks, ...)``, in the order of the layers; values have up to ``value_blocks``."""
@@ -259,7 +255,7 @@ class TorchCopier:
         staged, host = slot.device[: len(out)], torch.frombuffer(out, dtype=torch.uint8)
 
         def gather() -> None:
-            with torch.inference_mode():  # in which vLLM may have made the caches
+            with torch.inference_mode():  # vLLM may have made the caches in inference mode
                 index = self._device.index(blocks)
                 for view, rows in self._parts(staged, len(blocks)):
                     torch.index_select(view, 1, index, out=rows)
@@ -294,7 +290,6 @@ class TorchCopier:
             self._writes.put(slot)
 
     def _parts(self, staged: Any, blocks: int) -> list[tuple[Any, Any]]:
-        """Each view with its part of the packed bytes, of its type and ``(layers, blocks, ...)`` as well."""
         parts, at = [], 0
         for view, view_bytes in zip(self._views, self._view_bytes, strict=True):
             size = len(view) * blocks * view_bytes
@@ -304,35 +299,30 @@ class TorchCopier:
 
 
 class PartCopier:
-    """Copies the values of a part: of its groups of layers, one behind the other in each value."""
+    """Copier of a part's values: in each value its groups of layers follow one another."""
 
     def __init__(self, groups: Sequence[BlockCopier]) -> None:
         self._groups = groups
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of each group."""
         return sum(group.block_bytes for group in self._groups)
 
     def mark(self) -> Mark:
-        """``BlockCopier.mark``."""
         return self._groups[0].mark()
 
     def buffers(self, size_bytes: int) -> list[memoryview]:
-        """``BlockCopier.buffers``."""
         return self._groups[0].buffers(size_bytes)
 
     def read(self, blocks: Sequence[Sequence[int]], out: memoryview) -> Mark:
-        """``BlockCopier.read`` of each group's blocks."""
         marks, at = [], 0
         for group, some in zip(self._groups, blocks, strict=True):
             size_bytes = len(some) * group.block_bytes
             marks.append(group.read(some, out[at : at + size_bytes]))
             at += size_bytes
-        return marks[-1]  # one stream has them in this order
+        return marks[-1]  # a single stream has them in this order
 
     def write(self, blocks: Sequence[Sequence[int]], value: memoryview, skipped: int, of: int, after: Mark) -> Mark:
-        """``BlockCopier.write`` into each group's blocks."""
         marks, at = [], 0
         for group, some in zip(self._groups, blocks, strict=True):
             size_bytes = of * group.block_bytes
@@ -348,10 +338,9 @@ def copier_of(
     *,
     staging_bytes: int = STAGING_BYTES,
 ) -> BlockCopier:
-    """For the tensors that vLLM registers, by name of their layers; values have up to ``value_blocks``.
+    """Return a copier for the tensors that vLLM registers, by layer name; values have up to ``value_blocks``.
 
-    Raises InvalidInput where no dimension is that of the ``blocks``, layers differ in size, or the device is not
-    supported.
+    Raises InvalidInput if no dimension is that of the ``blocks``, layers differ in size, or the device is unsupported.
     """
     import torch
 
@@ -393,7 +382,6 @@ def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
 
 
 def device_of(device: Any) -> Device:
-    """Raises InvalidInput for one that is not supported."""
     if device.type == "cpu":
         return Host()
     if device.type != "cuda":
@@ -402,21 +390,21 @@ def device_of(device: Any) -> Device:
 
 
 def _by_block(name: str, tensor: Any, blocks: int) -> Any:
-    """The tensor as ``(blocks, ...)``, the rest in the order in which it lies in memory, of the widest integers."""
+    """Return the tensor as ``(blocks, ...)`` of the widest integers, other dimensions in memory order."""
     import torch
 
-    shape, found = tuple(tensor.shape), 0
+    shape, block_dim = tuple(tensor.shape), 0
     if shape[0] == 2 != blocks and len(shape) > 1 and shape[1] % blocks == 0:
-        found = 1  # keys and values apart
-    if shape[found] % blocks:
+        block_dim = 1  # keys and values are separate
+    if shape[block_dim] % blocks:
         raise InvalidInput(
             f"the KV cache of {name} has shape {shape} and strides {tensor.stride()}: expected {blocks} blocks first, "
             "or behind keys and values"
         )
-    # A backend may cut vLLM's blocks in several of its own.
-    view = tensor.unflatten(found, (blocks, -1)).movedim(found, 0)
-    rest = sorted(range(1, view.dim()), key=lambda at: (-view.stride(at), at))
-    view = view.permute(0, *rest)
+    # A backend may cut vLLM's blocks into several of its own.
+    view = tensor.unflatten(block_dim, (blocks, -1)).movedim(block_dim, 0)
+    other_dims = sorted(range(1, view.dim()), key=lambda at: (-view.stride(at), at))
+    view = view.permute(0, *other_dims)
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[view.element_size()]
     for wide in (torch.int64, torch.int32, torch.int16):
         if wide.itemsize > same.itemsize and view.stride(-1) == 1 and _divisible(view, wide.itemsize):
@@ -425,22 +413,21 @@ def _by_block(name: str, tensor: Any, blocks: int) -> Any:
 
 
 def _divisible(view: Any, size_bytes: int) -> bool:
-    """Whether elements of this size can be made of those along the last dimension."""
     count = size_bytes // view.element_size()
-    return not any(one % count for one in (view.shape[-1], view.storage_offset(), *view.stride()[:-1]))
+    return not any(number % count for number in (view.shape[-1], view.storage_offset(), *view.stride()[:-1]))
 
 
 def _stacked(layers: Sequence[Any]) -> list[Any]:
-    """``(layers, blocks, ...)`` in one view where the layers lie at equal distances in one allocation, as vLLM 0.32
-    makes them: one kernel copies all. Else a view for each.
+    """Return ``(layers, blocks, ...)`` as a single view if the layers lie at equal distances in one allocation, as in
+    vLLM 0.32: a single kernel then copies all. Else return a view of each.
     """
     first = layers[0]
     places = [layer.storage_offset() for layer in layers]
     step = places[1] - places[0] if len(places) > 1 else 0
     alike = all(
-        (one.untyped_storage().data_ptr(), one.shape, one.stride(), one.dtype, one.storage_offset())
+        (layer.untyped_storage().data_ptr(), layer.shape, layer.stride(), layer.dtype, layer.storage_offset())
         == (first.untyped_storage().data_ptr(), first.shape, first.stride(), first.dtype, places[0] + at * step)
-        for at, one in enumerate(layers)
+        for at, layer in enumerate(layers)
     )
     if step <= 0 or not alike:
         return [layer.unsqueeze(0) for layer in layers]
@@ -448,9 +435,9 @@ def _stacked(layers: Sequence[Any]) -> list[Any]:
 
 
 def _nothing() -> None:
-    """Marks the end of what is before it."""
+    """Do nothing: the mark after it ends the previous work."""
 
 
 def _natural(name: str) -> list[object]:
-    """Layer 2 before layer 10, in every process."""
+    """Sort layer 2 before layer 10, in every process."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,8 +1,8 @@
-"""The context of vLLM's blocks: all that makes two engines' keys and values different.
+"""Context of vLLM's blocks: all that makes two engines' keys and values different.
 
 vLLM's own block hashes name neither model nor data type, and its blocks are packed in a way that depends on the
-attention backend. Two engines share blocks where every part below is the same. Each engine says its own in its log
-(``EngineReport``), where `skymemory doctor` reads it.
+attention backend. Two engines share blocks if every part of the context is equal. Each engine logs its own context
+(``EngineReport``), and `skymemory doctor` reads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _KEPT_SEEDS = 65536
 
 
 def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
-    """The context of a ``VllmConfig`` without adapter and salt, which are each request's; ``layouts`` by part."""
+    """Return the context of a ``VllmConfig`` without adapter and salt, which belong to requests; ``layouts`` by
+    part.
+    """
     model = config.model_config
     fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_IDENTITY}
     kinds = [fields, str(model.quantization), str(getattr(model, "quantization_config", None)), *_other_kinds(model)]
@@ -55,8 +57,8 @@ def context_of(config: Any, layouts: Sequence[OpaqueLayout]) -> CacheContext:
 
 
 def _other_kinds(model: Any) -> list[object]:
-    """What keys and values of some models depend on beside the configuration: LongRoPE takes other factors in engines
-    that allow long prompts, and an engine may prepare all images otherwise.
+    """Return further facts that keys and values of some models depend on: LongRoPE takes other factors in engines that
+    allow long prompts, and an engine may preprocess all images differently.
     """
     kinds: list[object] = []
     rope = _found(model.hf_config.to_dict(), "rope_type") or _found(model.hf_config.to_dict(), "type")
@@ -69,16 +71,15 @@ def _other_kinds(model: Any) -> list[object]:
 
 
 def _found(fields: object, name: str) -> Any:
-    """The first value of this name in a configuration, however deep."""
     if not isinstance(fields, dict):
         return None
-    return fields.get(name) or next(filter(None, (_found(each, name) for each in fields.values())), None)
+    return fields.get(name) or next(filter(None, (_found(value, name) for value in fields.values())), None)
 
 
 def layout_of(
     config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
 ) -> OpaqueLayout:
-    """One worker's share of a part's values: ``blocks_per_value`` blocks of each layer, layer by layer."""
+    """Return the layout of a worker's share of a part's values: ``blocks_per_value`` blocks, layer by layer."""
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
@@ -110,7 +111,6 @@ def _device() -> str:
 
 
 def _attention(config: Any, spec: Any) -> str:
-    """The attention backend, and on a CPU the instructions that its packing is for."""
     from vllm.platforms import current_platform
 
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
@@ -126,7 +126,6 @@ def _attention(config: Any, spec: Any) -> str:
 
 
 def weights_digest(model: Any, load_format: object) -> str:
-    """Names the weights: a digest of their files, or of how they are drawn where there are none."""
     load_format = str(getattr(load_format, "value", load_format))
     if load_format == "dummy":
         return f"dummy weights, seed {model.seed}"
@@ -141,11 +140,10 @@ def weights_digest(model: Any, load_format: object) -> str:
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
-    """The folder of a model that vLLM has loaded from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     config = None
-    with suppress(ValueError):  # no name of the hub's
+    with suppress(ValueError):  # not a name of the hub
         config = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(config, str):
         raise InvalidInput(f"the files of {name!r} are not in the hub's cache: {_AS_FOLDER}")
@@ -153,33 +151,33 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def folder_digest(folder: Path, *, code: bool = False) -> str:
-    """SHA-256 over names and contents of a folder's files of weights and settings, with ``code`` of Python files, too;
-    bytes are read once, later looks go by path, inode, size and times.
+    """Return the SHA-256 over names and contents of a folder's weight and settings files, with ``code`` also of Python
+    files. Bytes are read once; later calls compare path, inode, size and times.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     known = _Digests()
     for path in sorted(_files(folder, code)):
-        found.update(f"{path.relative_to(folder)} {known.of(path)}\n".encode())
+        digest.update(f"{path.relative_to(folder)} {known.of(path)}\n".encode())
     known.keep()
-    return f"sha256:{found.hexdigest()}"
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _files(folder: Path, code: bool = False) -> Iterable[Path]:
-    without = tuple(one for one in _NOT_WEIGHTS if not (code and one == ".py"))
+    without = tuple(suffix for suffix in _NOT_WEIGHTS if not (code and suffix == ".py"))
     return (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(without))
 
 
 def _looks_of(folder: Path) -> str:
-    """Of its files without their contents; inode and times change with them."""
-    looks = ((path.name, path.stat()) for path in sorted(_files(folder)))
-    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in looks])
+    """Describe the folder's files without their contents; inode and times change with the contents."""
+    stats = ((path.name, path.stat()) for path in sorted(_files(folder)))
+    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats])
 
 
 class _Digests:
-    """Digests of files by path, inode, size and times, kept from process to process in the user's cache folder. When an
-    inode was changed last cannot be set back, as the time of its contents can.
+    """Digests of files by path, inode, size and times, kept between processes in the user's cache folder. The change
+    time of an inode cannot be set back, unlike the modification time of its contents.
     """
 
     def __init__(self) -> None:
@@ -206,60 +204,58 @@ class _Digests:
     def keep(self) -> None:
         if self._known == self._before:
             return
-        kept = dict(list(self._known.items())[-_KEPT_DIGESTS:])
-        with suppress(OSError):  # only a later start is slower
+        newest = dict(list(self._known.items())[-_KEPT_DIGESTS:])
+        with suppress(OSError):  # then only a later start is slower
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_private(self._path, json.dumps(kept))
+            write_private(self._path, json.dumps(newest))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine writes into its log when it starts: its context by field, and what else decides its hits."""
+    """Log entry of an engine at its start: its context by field, and other facts that decide its hits."""
 
     vllm: str
-    """Version."""
     skymemory: str
     store: str
     """Address, without a password."""
     role: str
     """``kv_role``: kv_producer saves, kv_consumer loads, kv_both does both."""
     block_tokens: int
-    """Of vLLM's blocks."""
+    """Tokens of a vLLM block."""
     value_tokens: int
-    """Stored under one key."""
+    """Tokens stored under a key."""
     value_bytes: int
-    """Of one worker."""
+    """Bytes of a worker's value."""
     longest_tokens: int
     """``max_model_len``: of a prompt and its answer."""
     context: dict[str, str | int | bool]
     """``CacheContext.describe``, without the adapter and the salt of a request."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Digests of those that were requested, by name."""
+    """Digests of the requested adapters, by name."""
 
     def log(self) -> None:
-        """One line at INFO."""
-        shown = replace(self, store=without_password(self.store))
-        _log.info("%s%s", _ENGINE, json.dumps(asdict(shown)))
+        without_secret = replace(self, store=without_password(self.store))
+        _log.info("%s%s", _ENGINE, json.dumps(asdict(without_secret)))
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> EngineReport:
-        """Of the engine that started last in these lines of a log.
+        """Read the report of the engine that started last in these lines of a log.
 
         Raises:
-            InvalidInput: none did; with the reason, where the connector refused to start.
+            InvalidInput: no engine started; with the reason if the connector refused to start.
         """
-        found: EngineReport | None = None
+        report: EngineReport | None = None
         refused = ""
         for line in lines:
             if (table := _json_behind(_ENGINE, line)) is not None:
-                found = cls._of(table)
-            elif found is not None and isinstance(named := _json_behind(_ADAPTER, line), dict):
-                found.adapters.update(named)
+                report = cls._of(table)
+            elif report is not None and isinstance(named := _json_behind(_ADAPTER, line), dict):
+                report.adapters.update(named)
             elif match := _REFUSED.search(line):
                 refused = f": {match[1].strip()}"
-        if found is None:
+        if report is None:
             raise InvalidInput(f"vLLM has not started with this connector{refused or _NO_LINE}")
-        return found
+        return report
 
     @classmethod
     def _of(cls, table: Any) -> EngineReport:
@@ -276,33 +272,31 @@ _NO_LINE = f": no line {_ENGINE.strip()!r} is in its log, which VLLM_LOGGING_LEV
 
 
 def _json_behind(mark: str, line: str) -> Any:
-    """What was logged behind ``mark``; None in other lines."""
-    _, is_there, rest = line.partition(mark)
+    _, is_there, text = line.partition(mark)
     with suppress(ValueError):
-        return json.JSONDecoder().raw_decode(rest)[0] if is_there else None
+        return json.JSONDecoder().raw_decode(text)[0] if is_there else None
     return None
 
 
 class Seeds:
-    """Digests of requests' contexts: the engine's, with their adapter and their salt.
+    """Digests of requests' contexts: the engine's context with the request's adapter and salt.
 
-    Where weights are changed in place, the files of the model do not name them any more. vLLM resets its caches then,
-    and a *generation* begins: a random number in the context. So nothing is shared with what was stored before, nor
-    with other engines, whose weights may be others. The first is empty.
+    After weights are changed in place, the model's files no longer name them. vLLM then resets its caches, and a new
+    *generation* begins: a random number in the context. So nothing is shared with earlier blocks, or with other
+    engines, whose weights may differ. The first generation is the empty string.
     """
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
         self._known: dict[tuple[str, str, str], bytes] = {}
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
-        """Digest of each adapter, and what its files looked like then."""
+        """Digest of each adapter, and the state of its files at that time."""
         self._changed: set[tuple[int, str, str]] = set()
         self._reloaded: set[tuple[int, str, str]] = set()
-        """Adapters loaded in place from other files: vLLM's own cache has blocks of before under their names."""
+        """Adapters loaded in place from other files: vLLM's own cache has older blocks under their names."""
         self.generation = ""
 
     def reset(self) -> None:
-        """A generation begins."""
         self.generation = os.urandom(16).hex()
         self._known.clear()
         self._reloaded.clear()
@@ -313,9 +307,10 @@ class Seeds:
         return replace(self._context, weights=f"{self._context.weights}, generation {generation}")
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
-        """None for a request whose tokens do not say what is computed: embeddings, or a prompt that is still sent.
+        """Return the digest of a request's context; None if its tokens do not determine what is computed (embeddings,
+        or a prompt that is still being sent).
 
-        ``generation``: of the engine that prefills it; empty: of this one.
+        ``generation``: of the engine that prefills the request; empty: of this engine.
         """
         generation = generation or self.generation
         if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
@@ -335,28 +330,27 @@ class Seeds:
         return self._known[what]
 
     def has_stale_blocks(self, request: Any) -> bool:
-        """Whether blocks that vLLM itself has cached under the request's names may be of other weights."""
         lora = request.lora_request
         return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
 
     def _adapter(self, lora: Any) -> str:
-        """Name and digest of an adapter's files as they were when it was first requested, which is when vLLM reads
-        them; empty where they cannot be read, and where they have changed: vLLM may have read them again, or not.
+        """Return name and digest of an adapter's files as of the first request, when vLLM reads them. Empty if they
+        cannot be read or have changed since: vLLM may or may not have read them again.
         """
         known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
         try:
-            looks = _looks_of(folder)
-            if lora.load_inplace and known in self._adapters and looks != self._adapters[known][1]:
+            files = _looks_of(folder)
+            if lora.load_inplace and known in self._adapters and files != self._adapters[known][1]:
                 del self._adapters[known]
                 self._changed.discard(known)
                 self._reloaded.add(known)
             if known not in self._adapters:
-                self._adapters[known] = f"{lora.lora_name} {folder_digest(folder)}", looks
+                self._adapters[known] = f"{lora.lora_name} {folder_digest(folder)}", files
                 _log.info("%s%s", _ADAPTER, json.dumps({lora.lora_name: self._adapters[known][0]}))
-        except (OSError, InvalidInput):  # which vLLM cannot read again either
+        except (OSError, InvalidInput):  # vLLM cannot read them again either
             return self._adapters.get(known, ("", ""))[0]
         digest, before = self._adapters[known]
-        if known not in self._changed and looks != before:
+        if known not in self._changed and files != before:
             self._changed.add(known)
             _log.warning(
                 "the files of adapter %r have changed: its requests are neither loaded nor saved, until it is loaded "

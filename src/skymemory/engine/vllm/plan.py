@@ -1,8 +1,8 @@
-"""What the scheduler's side of the connector sends to the workers' side with each step, and what comes back.
+"""Messages between the connector's scheduler side and its worker side with each step.
 
-Block numbers are vLLM's, of its block tables: one for each of its *groups* of layers. A *value* is what is stored under
-one key: ``blocks_per_value`` consecutive blocks of a prompt, over all layers of one *part*. A model has one part, or
-one for each attention window, of one or more groups each (``cache.blocks.Part``).
+Block numbers are vLLM's, of its block tables: a table for each of its *groups* of layers. A *value* is stored under a
+key: ``blocks_per_value`` consecutive blocks of a prompt, over all layers of a *part*. A model has a single part, or a
+part for each attention window, of at least one group each (``cache.blocks.Part``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How prompts are cut."""
-
     block_tokens: int
-    """Of vLLM's blocks."""
     blocks_per_value: int
 
     @property
@@ -27,43 +24,42 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive values of one part of a request's prompt, and where their blocks go."""
+    """Consecutive values of one part of a request's prompt, and the destinations of their blocks."""
 
     part: int
     keys: tuple[bytes, ...]
-    """Of the values, in order."""
     first_value: int
-    """Number of the first in the request."""
+    """Number of the first value in the request."""
     skipped_blocks: int
     """Leading blocks of the first value that vLLM has already, or does not need."""
     blocks: tuple[tuple[int, ...], ...]
-    """Of each group of the part, where the others go; the last value's may end early, since a prompt's last token is
-    always computed.
+    """Destinations of the other blocks, by group of the part. The last value's may end early, since a prompt's last
+    token is always computed.
     """
     first_block: int = 0
     """Number of ``blocks[...][0]`` in the request."""
 
     def places(self, value: int, blocks_per_value: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """For ``keys[value]``: how many of its blocks are skipped, and where those behind them go, by group."""
+        """Return the number of skipped blocks of ``keys[value]``, and the destinations of the others, by group."""
         first = value * blocks_per_value - self.skipped_blocks
-        here = slice(max(0, first), max(0, first + blocks_per_value))
-        return max(0, -first), tuple(blocks[here] for blocks in self.blocks)
+        span = slice(max(0, first), max(0, first + blocks_per_value))
+        return max(0, -first), tuple(blocks[span] for blocks in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Values of one request's prompt, to be put into its blocks beside this and the following steps."""
+    """Values of a request's prompt, to be loaded into its blocks during this and the following steps."""
 
     request: str
     pieces: tuple[Piece, ...]
-    """One of each part, in the order in which they are read."""
+    """Pieces by part, in the order in which they are read."""
     tokens: int
-    """That vLLM counts as computed once they are there."""
+    """Tokens that vLLM counts as computed after the load."""
     backward: bool = False
-    """Cake: the last value first, while the request computes from the front; of one part."""
+    """True for Cake: the last value is loaded first, while the request computes from the front; of a single part."""
     wait_s: float = 0.0
-    """Above 0: another engine is storing these values. Each is loaded as soon as it is there, until for so long no more
-    has come.
+    """Longest wait for the next value, if above 0: another engine is storing these values, and each is loaded as soon
+    as it is stored.
     """
 
     @property
@@ -71,7 +67,7 @@ class Load:
         return sum(len(piece.keys) for piece in self.pieces)
 
     def at(self, index: int) -> tuple[Piece, int]:
-        """The piece that has the value ``index`` of all, and its place in there."""
+        """Return the piece that contains value ``index`` of all pieces, and the value's place in it."""
         for piece in self.pieces:
             if index < len(piece.keys):
                 return piece, index
@@ -81,30 +77,27 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One whole value, to be copied out after the forward of this step."""
+    """Complete value, to be copied out after the forward pass of this step."""
 
     part: int
     key: bytes
     depth: int
-    """Values of the prompt before it."""
+    """Number of values of the prompt before it."""
     parent: bytes | None
     blocks: tuple[tuple[int, ...], ...]
-    """By group of the part."""
+    """Block numbers, by group of the part."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """For one step, from the scheduler to every worker."""
-
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
-    """That the step computes."""
     fences: dict[str, int] = field(default_factory=dict)
-    """Of requests with a backward load: blocks below are computed, or will be by this step; they are not written."""
+    """Fences of requests with a backward load: blocks below are computed by this step and must not be written."""
     ends: list[str] = field(default_factory=list)
-    """Requests whose backward load ends before this step, since their blocks may be another's in it; or whose waiting
-    load does, since they are gone.
+    """Requests whose backward load ends before this step, since their blocks may then belong to another request; or
+    whose waiting load ends, since the request is gone.
     """
 
 
@@ -114,45 +107,39 @@ GIVEN_UP = "deadline"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The end of one load."""
-
     lost: int
-    """Number in the request of the value that did not come; those behind it (before it, of a backward load) were not
-    put into place.
+    """Number in the request of the value that was not loaded; values after it (before it, in a backward load) were not
+    placed.
     """
     reason: str
-    """Why not; empty if all came."""
+    """Reason of the failure; empty if all were loaded."""
     size_bytes: int
     seconds: float
     missing_tokens: int = 0
-    """That vLLM counts as cached and computes all the same."""
+    """Tokens that vLLM counts as cached but computes."""
     waited: bool = False
-    """For another engine, so that ``seconds`` says nothing of the store."""
+    """True if it waited for another engine: ``seconds`` then does not measure the store."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Since the last step, from the workers to the scheduler."""
+    """Message from the workers to the scheduler about the time since the last step."""
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
-    """By request."""
     lowest: dict[str, int] = field(default_factory=dict)
-    """Of requests with a backward load: the first block from which on all are in place."""
+    """First block from which on all are in place, by request with a backward load."""
     step_s: float = 0.0
     step_tokens: int = 0
     counts: dict[str, float] = field(default_factory=dict)
-    """Since the last step, by name."""
     saving: int = 0
-    """Values that wait to be saved, or are being saved."""
     read_back: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of loads of what had just been saved."""
+    """Bytes and seconds of loads of values that had just been saved."""
     saved: list[bytes] = field(default_factory=list)
-    """Keys that the store has now; once for each rank."""
+    """Keys that the store now has; listed once by each rank."""
     unsaved: list[bytes] = field(default_factory=list)
-    """Keys of saves that came to nothing."""
 
     def aggregate(self, other: Outcome) -> Outcome:
-        """As of one worker: a value is in place where all have their part of it (called by vLLM)."""
+        """Combine workers' outcomes: a value is in place if all ranks have their share of it (called by vLLM)."""
         loaded: dict[str, Loaded] = dict(self.loaded)
         for request, theirs in other.loaded.items():
             ours = loaded.get(request, theirs)
@@ -199,21 +186,18 @@ COUNTS = {
     "refused_values": "Values that could not be copied out, or that the store did not take",
     "dropped_values": "Values not stored since too many bytes waited",
 }
-"""What the connector counts."""
 WITH_REASON = frozenset({"failed_loads", "unused_tokens"})
-"""Of these, those that are counted by reason, which follows the name after a space."""
+"""Counters by reason, which follows the name after a space."""
 
 
 def added(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Sums by name."""
     return {name: ours.get(name, 0) + theirs.get(name, 0) for name in {**ours, **theirs}}
 
 
 def part_key(key: bytes, part: int) -> bytes:
-    """Under which a part of a value is stored: the first under the value's own key."""
+    """Return the key of a part of a value: the first part has the value's own key."""
     return key if part == 0 else hashlib.sha256(b"part %d of " % part + key).digest()
 
 
 def rank_key(key: bytes, rank: int) -> bytes:
-    """Under which a tensor-parallel rank stores its part of a value."""
     return key if rank == 0 else hashlib.sha256(b"rank %d of " % rank + key).digest()

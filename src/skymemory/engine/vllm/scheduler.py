@@ -1,19 +1,20 @@
-"""The connector in vLLM's scheduler: which blocks of a request the store has, and which are to be loaded and saved.
+"""The connector in vLLM's scheduler: it decides which blocks of a request are loaded from the store and saved to it.
 
-For each request: ``matched`` (how many tokens the store has; asked until the request is scheduled), ``allocated`` (its
-blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that this step
-completes), ``update`` (what the workers report), ``finished``.
+The life of a request: ``matched`` (how many tokens the store has; asked until the request is scheduled), ``allocated``
+(its blocks are reserved: the load is planned), ``plan`` (with each step: loads, and saves of the values that the step
+completes), ``update`` (reports of the workers), ``finished``.
 
-With Cake (a request that is alone, and of several steps) ``matched`` announces nothing: the request computes from its
-front, ``allocated`` reserves all its blocks and plans a backward load, ``plan`` sends how far computing has come (the
-fence), and when it meets what was loaded, ``update`` has it go on behind the loaded blocks.
+With Cake (for a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
+``allocated`` reserves all its blocks and plans a backward load, and ``plan`` sends how far computing has come (the
+fence). When computing meets the loaded blocks, ``update`` lets the request continue after them.
 
-Prefill and decode apart (``transfer_params``): of a request that another engine prefills ``matched`` announces all
-that will be stored, without asking the store, and the workers load each value when it is there (``waiting``). The
-engine that prefills first looks up which of the prompt's values the store has lost meanwhile: those are saved again.
+Prefill and decode on separate engines (``transfer_params``): for a request that another engine prefills, ``matched``
+announces all that will be stored, without asking the store, and the workers load each value as soon as it is stored
+(``waiting``). The prefilling engine first looks up which of the prompt's values the store has lost: these are saved
+again.
 
-A lookup runs in a thread: a store that hangs must not hold up the scheduler, so a request whose lookup is not
-answered at once is asked about again, and is computed if the answer takes too long.
+A lookup runs in a thread: a store that hangs must not block the scheduler. A request whose lookup is not answered at
+once is asked about again, and is computed if the answer takes too long.
 """
 
 from __future__ import annotations
@@ -51,68 +52,67 @@ from skymemory.kv.block import hash_blocks
 _log = logging.getLogger(__name__)
 
 _ANSWERED_S = 0.002
-"""So long the scheduler waits for a lookup; a store on the same machine answers within."""
+"""Wait of the scheduler for a lookup; a store on the same machine answers within it."""
 _PATIENCE_S = 0.5
-"""For a lookup, where it is not known how long computing takes."""
+"""Wait for a lookup while the compute speed is unknown."""
 _FRESH_S = 1.0
-"""So long an answer is believed, if the request is not scheduled at once."""
+"""Validity of an answer, if the request is not scheduled at once."""
 _KEPT_SENT = 1 << 17
 _KEPT_GENERATIONS = 1 << 12
 _FULL = 0.75
-"""Of its tokens: a step that has fewer says little of what a full one takes."""
+"""Share of a full step's tokens: a step with fewer tokens says little about the time of a full step."""
 _KEPT_LOADS = 0.75
-"""Weight of all earlier loads when one is added."""
+"""Weight of all earlier loads when a load is added."""
 _SPREAD, _LEAST_SLOPE = 0.2, 0.1
-"""Loads of sizes that differ by less than that share of their mean say nothing of the fixed part; and its most."""
+"""Minimum spread of load sizes, as a share of their mean, to estimate the fixed part of a load's time; and minimum
+slope, as a share of the mean time per byte.
+"""
 _STALLED_S = 30.0
-"""A store that takes no value for so long is not waited for when the engine stops."""
+"""Time after which a store that takes no value is no longer waited for when the engine stops."""
 _MEANWHILE, _ALL_THE_SAME, _ENDED = "computed meanwhile", "computed all the same", "the request ended"
 _RESET, _PREEMPTED = "the cache was reset", "the request was preempted"
 """Reasons for which loaded tokens were not used."""
 BlockTables = Sequence[Sequence[Sequence[int]]]
-"""Of one request, by part and group of layers: vLLM's block numbers, in the order of its tokens."""
+"""vLLM's block numbers of a request in token order, by part and group of layers."""
 _NULL_BLOCK = 0
-"""vLLM's, in the place of those that are out of a window."""
+"""vLLM's block number in place of blocks outside a window."""
 _GREETING = [hashlib.sha256(b"greeting %d" % number).digest() for number in range(16)]
 _NO_PARAMS = TransferParams()
 _OPTIMISM = 0.98
-"""For each prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
+"""Factor per prompt that was computed because loading seemed slower: a link that has recovered is tried again."""
 
 
 class SeedsOfRequests(Protocol):
-    """``identity.Seeds``."""
+    """Interface of ``identity.Seeds``."""
 
     @property
     def generation(self) -> str:
-        """Empty before the first reset."""
+        """Current generation; empty before the first reset."""
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
-        """Digest of a request's context. None: it is neither loaded nor saved."""
+        """Return the digest of a request's context, or None if it is neither loaded nor saved."""
 
-    def has_stale_blocks(self, request: Any) -> bool:
-        """Whether vLLM's own cache may have blocks of other weights for it."""
+    def has_stale_blocks(self, request: Any) -> bool: ...
 
-    def reset(self) -> None:
-        """A generation begins."""
+    def reset(self) -> None: ...
 
 
 class CakeDoor(Protocol):
-    """What Cake needs of vLLM's scheduler."""
+    """Functions of vLLM's scheduler that Cake needs."""
 
     @property
-    def step_tokens(self) -> int:
-        """Of a full step."""
+    def step_tokens(self) -> int: ...
 
     def reserve(self, request: Any, computed_tokens: int) -> bool:
         """Give the request all blocks of its prompt; False if there are too few."""
 
     def go_on_from(self, request: Any, tokens: int) -> None:
-        """All of its first ``tokens`` are in its blocks: the next step begins behind them."""
+        """Let the next step begin after the first ``tokens`` tokens, which are all in the request's blocks."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """One question to the store: how many leading values are there, if those before ``first`` are."""
+    """Question to the store: how many leading values it has, given that those before ``first`` exist."""
 
     first: int
     asked_s: float
@@ -121,7 +121,7 @@ class Lookup:
     found: int | None = None
 
     def answered_late(self, result: object) -> None:
-        """Later lookups of a slow but sound store are waited for longer."""
+        """Record the latency of an abandoned lookup: later lookups of a slow but sound store are waited for longer."""
         self.latencies.took(time.monotonic() - self.asked_s)
 
 
@@ -130,56 +130,53 @@ class Backward:
     """Cake: a request that computes from the front while its values are loaded from the back."""
 
     end_tokens: int
-    """Behind its last loaded block."""
+    """End of its last loaded block."""
     running: bool = False
     lowest_tokens: int | None = None
-    """All from here to ``end_tokens`` is in place."""
+    """Token from which all blocks to ``end_tokens`` are in place."""
 
 
 @dataclass(slots=True)
 class Known:
-    """One request."""
-
     request: Any
     seed: bytes
-    """Digest of its context: with its adapter and its salt."""
+    """Digest of its context, with adapter and salt."""
     content: dict[int, bytes]
     """Digests of images and sound by the position of their first placeholder."""
     keys: list[bytes] = field(default_factory=list)
-    """Of the full values of its tokens."""
     settled: int = 0
-    """Leading values that need no saving: loaded, or handed to the workers."""
+    """Number of leading values that need no saving: loaded, or given to the workers."""
     lookup: Lookup | None = None
     computed_tokens: int = 0
-    """Where a load would begin."""
+    """Token at which a load would begin."""
     backward: Backward | None = None
     ahead_bytes: int = 0
-    """Of the loads that were under way when its last one was planned."""
+    """Bytes of the loads that were running when its last load was planned."""
     failed: bool = False
-    """A load of it failed: it is computed, or a store that loses values would be asked again and again."""
+    """True if a load failed: the request is computed, or a store that loses values would be asked again and again."""
     params: TransferParams = _NO_PARAMS
     waits_s: float = 0.0
-    """Above 0: its first load is to wait so long for each next value."""
+    """Wait of its first load for each next value, if above 0."""
     waited: bool = False
-    """It has had such a load."""
+    """True if it has had a waiting load."""
     gave_up: bool = False
-    """A rank did, in that load."""
+    """True if a rank gave up that load."""
     missing_tokens: int = 0
-    """Of its last load, by the rank that lacked most: ranks end in steps of their own."""
+    """Missing tokens of its last load, on the rank that lacked most: ranks end in different steps."""
     loading: range | None = None
-    """Tokens of its last load, until the request is scheduled behind them."""
+    """Tokens of its last load, until the request is scheduled after them."""
     checked: bool = False
-    """It is to be handed over, and what the store lacks of it is known."""
+    """True if it is to be handed over, and the values that the store lacks are known."""
     unsaved: int | None = None
-    """Its first value that the workers could not save."""
+    """First value that the workers could not save."""
     is_apart: bool = False
-    """Its blocks are of other weights than its keys say, as after a reset: it loads and saves nothing."""
+    """True if its blocks belong to other weights than its keys say, as after a reset: it loads and saves nothing."""
     is_own: bool = True
-    """Its values are this engine's generation's, which all requests may load."""
+    """True if its values belong to this engine's generation; all requests may load them."""
 
 
 class SchedulerSide:
-    """Not thread-safe: vLLM's scheduler is one thread."""
+    """Connector in the scheduler. Not thread-safe: vLLM's scheduler is a single thread."""
 
     def __init__(
         self,
@@ -198,9 +195,9 @@ class SchedulerSide:
         has_states: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_ids`` of a request: its current block tables; ``wait_s`` for each next value of a prompt that another
-        engine prefills (0: it is looked up instead); ``kind_of_store`` asks the store (in a thread), such as "memory".
-        ``has_states``: a part has recurrent states, which exist at the ends of some blocks only.
+        """``block_ids``: returns a request's current block tables. ``wait_s``: for each next value of a prompt that
+        another engine prefills (0: look it up instead). ``kind_of_store``: asks the store (in a thread), such as
+        "memory". ``has_states``: a part has recurrent states, which exist at the ends of some blocks only.
         """
         self._parts = parts
         self._compute = parts.first.compute
@@ -209,75 +206,73 @@ class SchedulerSide:
         self._named: dict[str, None] = {}
         """Generations of prefilling engines that requests have named since the last reset."""
         self._is_stale = False
-        """vLLM's own cache has blocks of before the last reset."""
+        """True if vLLM's own cache has blocks from before the last reset."""
         self._past: dict[str, None] = {}
-        """Those of before: nothing of them is taken over any more."""
+        """Generations named before the last reset: their values are no longer loaded."""
         self._block_ids = block_ids
         self._cake = cake
         self._announcements = announcements
         self._ending: list[str] = []
-        """Backward loads to be ended by the next plan."""
+        """Backward loads that the next plan ends."""
         self._is_writing = False
-        """Some of these write until then."""
+        """True if some of these may write until then."""
         self._step_s = 0.0
-        """Of a full step."""
         self._ranks = ranks
         self._loads, self._saves = loads, saves
         self._wait_s = 0.0 if has_states else wait_s  # no state is stored after the last block of such a prompt
         self._has_states = has_states
         self._waiting_since_s: dict[str, float] = {}
-        """When the loads began that wait for another engine, by request."""
+        """Start times of the loads that wait for another engine, by request."""
         self._clock = clock
         self._has_warned = False
-        """Of loaded tokens that are computed."""
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys handed to the workers. One that they did not save, or a lookup does not find, is taken out."""
+        """Keys given to the workers, without those that they did not save or that a lookup does not find."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
         self._gave_up_s = math.inf
-        """When the first load was given up behind the last one that came."""
+        """Time when the first load since the last success was given up."""
         self._under_way: dict[str, int] = {}
-        """Bytes of the loads that have not ended, by request: a later one shares the link with them."""
+        """Bytes of the running loads, by request: a later load shares the link with them."""
         self._counts: Counter[str] = Counter()
         self._saving, self._saved_s = 0, clock()
-        """Values the workers hold, and when that last changed."""
+        """Number of values that the workers hold, and the time of its last change."""
         self.store_kind = ""
-        """Empty until it is known."""
+        """Kind of the store; empty until it is known."""
         self._lookups.submit(Call(lambda: self._greet(kind_of_store)))
 
     def _greet(self, kind_of_store: Callable[[], str]) -> None:
-        """Connects, and learns how long a lookup takes: a distant store would else be given up by the first request."""
+        """Connect, and measure the latency of a lookup: else the first request would give up a distant store."""
         for number in range(3):
-            began_s = self._clock()
+            started_s = self._clock()
             self._parts.first.prefix(list(_GREETING))
             if number:
-                self._latencies.took(self._clock() - began_s)
+                self._latencies.took(self._clock() - started_s)
         self.store_kind = kind_of_store()
 
     @property
     def saving(self) -> bool:
-        """Whether steps are needed, though nothing is to be computed: for what the workers save, and its counts."""
+        """True if steps are needed although nothing is to be computed: the workers are saving."""
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind the first ``computed_tokens`` (None: ask again), and whether beside other
-        steps. They always are: where a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix
-        cache, for any request that comes before they are computed.
+        """Return the number of tokens that can be loaded after the first ``computed_tokens`` (None: ask again), and
+        True if they are loaded asynchronously. They always are: if a load that a step waits for fails, vLLM 0.32 leaves
+        its blocks in the prefix cache, for any request that arrives before they are computed.
         """
         known = self._of(request)
         if known is None or known.is_apart:
             return 0, False
-        # Who is asked about has no blocks. Preempted between steps, it is asked about before the plan says so.
+        # vLLM asks about a request without blocks. It may ask about a preempted request before the plan reports it.
         self._end_backward(known, _PREEMPTED)
         if computed_tokens and (self._is_stale or self._seeds.has_stale_blocks(request)):
             known.is_apart = True
             return 0, False
         if known.params.hands_over and self._saves and not self._check(known):
             return None, False
-        # Of who must not read a cache vLLM drops what is announced, but Cake announces nothing.
+        # vLLM drops what is announced for a request that must not read a cache, but Cake announces nothing.
         if known.failed or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         shape = self._shape
@@ -291,15 +286,15 @@ class SchedulerSide:
         if known.waits_s:
             prompt_tokens = len(request.prompt_token_ids)
             promised = prompt_tokens if known.params.tokens is None else min(known.params.tokens, prompt_tokens)
-            whole = promised // shape.value_tokens * shape.value_tokens
+            complete_tokens = promised // shape.value_tokens * shape.value_tokens
             known.computed_tokens = computed_tokens
-            tokens = min(whole, limit) - computed_tokens
+            tokens = min(complete_tokens, limit) - computed_tokens
             return (tokens, True) if tokens > 0 else (0, False)
-        found = self._found(known, first, wanted, limit)
-        if found is None:
+        found_values = self._found(known, first, wanted, limit)
+        if found_values is None:
             return None, False
-        self._forget(known.keys[found:wanted])
-        tokens = min(found * shape.value_tokens, limit) - computed_tokens
+        self._forget(known.keys[found_values:wanted])
+        tokens = min(found_values * shape.value_tokens, limit) - computed_tokens
         if tokens <= 0:
             return 0, False
         known.computed_tokens, known.backward = computed_tokens, None
@@ -316,34 +311,32 @@ class SchedulerSide:
         return tokens, True
 
     def _check(self, known: Known) -> bool:
-        """Whether it is known what the store lacks of a prompt that is handed over. That is saved again if the workers
-        had it before, since the other engine waits for it; the rest is not saved again.
+        """Return True if it is known what the store lacks of a prompt that is handed over. Values that the workers had
+        before are then saved again, since the other engine waits for them; values in the store are not.
         """
         if not known.checked and known.keys:
             wanted = len(known.keys)
-            found = self._found(known, 0, wanted, wanted * self._shape.value_tokens)
-            if found is None:
+            found_values = self._found(known, 0, wanted, wanted * self._shape.value_tokens)
+            if found_values is None:
                 return False
-            self._forget(known.keys)  # of a window, what is out of sight is not known to be there
-            for key in known.keys[:found]:
+            self._forget(known.keys)  # for a window, values outside it are not known to be stored
+            for key in known.keys[:found_values]:
                 self._sent[key] = None
         known.checked = True
         return True
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """These values are saved again when they are computed again."""
+        """Let these values be saved again when they are computed again."""
         for key in keys:
             for number in range(len(self._parts.parts)):
                 self._sent.pop(part_key(key, number), None)
 
     def _needed(self, part: Part, start: int, end: int) -> range:
-        """The blocks of a part that a request lacks which has its first ``start`` tokens and goes on behind ``end``."""
         in_sight = 0 if part.window is None else max(0, end - part.window + 1)
         block = self._shape.block_tokens
         return range(max(start, in_sight) // block, end // block)
 
     def _values_of(self, blocks: range) -> range:
-        """Those that have these blocks."""
         size = self._shape.blocks_per_value
         return range(blocks.start // size, -(-blocks.stop // size))
 
@@ -354,15 +347,15 @@ class SchedulerSide:
         )
 
     def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
-        """Whether to load ``tokens`` from the back while computing from the front: where no other request could use
-        the processor meanwhile, and neither side is done within a step or two.
+        """Return True to load ``tokens`` from the back while computing from the front: if no other request could use
+        the processor meanwhile, and neither side finishes within a step or two.
         """
         if self._cake is None or len(self._known) > 1 or tokens < 2 * self._cake.step_tokens:
             return False
         return load_s is None or load_s > self._step_s
 
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Blocks of the request are reserved; those of ``external_tokens`` behind its own are to be loaded."""
+        """Plan the load of ``external_tokens`` after the request's own tokens, now that its blocks are reserved."""
         known = self._known.get(request.request_id)
         if known is None:
             return
@@ -394,7 +387,6 @@ class SchedulerSide:
         self._counts["requested_tokens"] += external_tokens
 
     def _pieces(self, known: Known, start: int, end: int) -> tuple[Piece, ...]:
-        """Of all parts, what the request lacks that has its first ``start`` tokens and goes on behind ``end``."""
         tables = self._block_ids(known.request.request_id)
         pieces = []
         for number, part in enumerate(self._parts.parts):
@@ -407,12 +399,11 @@ class SchedulerSide:
         return tuple(piece for piece in pieces if piece.keys)
 
     def plan(self, output: Any) -> Plan:
-        """Of the step that ``output`` (a ``SchedulerOutput``) describes."""
         plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
         plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
-        began = {load.request for load in plan.loads if load.backward}
+        started = {load.request for load in plan.loads if load.backward}
         for request_id in output.preempted_req_ids or ():
-            if request_id not in began and (known := self._known.get(request_id)) is not None:
+            if request_id not in started and (known := self._known.get(request_id)) is not None:
                 self._end_backward(known, _PREEMPTED)
         plan.ends, self._ending, self._is_writing = self._ending, [], False
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -429,8 +420,8 @@ class SchedulerSide:
         return plan
 
     def _begins(self, load: Load, output: Any) -> bool:
-        """Whether the request of a backward load is computed from where it was to be: beside other connectors
-        (``MultiConnector``) another one may have loaded something into its blocks.
+        """Return True if the request of a backward load is computed from the expected token: another connector of a
+        ``MultiConnector`` may have loaded something into its blocks.
         """
         known = self._known.get(load.request)
         if known is None or known.backward is None:
@@ -441,17 +432,16 @@ class SchedulerSide:
         return False
 
     def _completed(self, known: Known, tokens: int) -> list[Save]:
-        """The values that are complete once ``tokens`` more are computed, of tokens that are known by now."""
         request, size = known.request, self._shape.blocks_per_value
-        whole = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
-        if whole <= known.settled:
+        complete_values = min(request.num_computed_tokens + tokens, request.num_tokens) // self._shape.value_tokens
+        if complete_values <= known.settled:
             return []
         if request.lora_request is not None and self._seed_of(known.request, known.params) != known.seed:
-            known.is_apart = True  # its adapter was loaded again meanwhile, from other files
+            known.is_apart = True  # its adapter was reloaded meanwhile, from other files
             return []
         self._extend(known)
         tables, saves = self._block_ids(request.request_id), []
-        for depth in range(known.settled, whole):
+        for depth in range(known.settled, complete_values):
             for number in reversed(range(len(tables))):  # the first part last: lookups begin with it
                 key = part_key(known.keys[depth], number)
                 blocks = tuple(tuple(table[depth * size : (depth + 1) * size]) for table in tables[number])
@@ -463,11 +453,10 @@ class SchedulerSide:
                         self._announcements.saving(key, self._names(request, depth))
         while len(self._sent) > _KEPT_SENT:
             self._sent.popitem(last=False)
-        known.settled = whole
+        known.settled = complete_values
         return saves
 
     def update(self, outcome: Outcome) -> None:
-        """What the workers report of a step."""
         if outcome.step_tokens:
             self._compute.took(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
@@ -490,7 +479,7 @@ class SchedulerSide:
                     self._counts["waits_given_up"] += 1
             else:
                 self._under_way.pop(request_id, None)
-                # What was ahead came in the same time; nothing is known of a load that brought nothing.
+                # Loads that were running before took the same time; a load that brought nothing says nothing.
                 ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
                 if not self._stood_still(loaded):
                     self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
@@ -504,15 +493,16 @@ class SchedulerSide:
                     self._unsettle(known, loaded.lost)
         for request_id, known in self._known.items():
             if known.backward is not None and known.backward.running:
-                # Where a rank has placed nothing yet, none is named.
+                # If a rank has placed nothing yet, ``lowest`` has no entry.
                 block = outcome.lowest.get(request_id)
                 known.backward.lowest_tokens = None if block is None else block * self._shape.block_tokens
                 self._meet(known, known.backward)
         self._counts.update({name: int(count) for name, count in outcome.counts.items()})
 
     def _stood_still(self, loaded: Loaded) -> bool:
-        """Whether a load was given up since the store stopped answering, so that it says nothing of how fast it is: the
-        first one behind loads that came, and those beside it. The next one says that the store has become slow.
+        """Return True if a load was given up because the store stopped answering, so that it does not measure speed:
+        the first after successful loads, and loads concurrent with it. The next such load means that the store has
+        become slow.
         """
         if loaded.reason != GIVEN_UP:
             self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
@@ -523,11 +513,11 @@ class SchedulerSide:
         if now_s - loaded.seconds <= self._gave_up_s:
             self._gave_up_s = min(self._gave_up_s, now_s)
             return True
-        self._loading = LoadRate()  # what was known is of another time
+        self._loading = LoadRate()  # earlier measurements no longer apply
         return False
 
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
-        """They are saved when they are computed again; a prompt that is handed over ends before the first of them."""
+        """Let the values be saved again when computed again; prompts that are handed over end before them."""
         unsaved = frozenset(keys)
         for key in unsaved:
             self._sent.pop(key, None)
@@ -542,18 +532,15 @@ class SchedulerSide:
                 known.unsaved = min([*depths, *([] if known.unsaved is None else [known.unsaved])], default=None)
 
     def _end_waiting(self, request_id: str) -> None:
-        """Count how long it took: of several ranks the one that is done first."""
         since_s = self._waiting_since_s.pop(request_id, None)
         if since_s is not None:
             self._counts["waiting_ms"] += round((self._clock() - since_s) * 1000)
 
     def _unsettle(self, known: Known, depth: int) -> None:
-        """Values from ``depth`` on are computed again, then to be saved."""
         self._forget(known.keys[depth : known.settled])
         known.settled = min(known.settled, depth)
 
     def _meet(self, known: Known, backward: Backward) -> None:
-        """Where computing has reached what was loaded, go on behind it."""
         assert self._cake is not None
         computed = known.request.num_computed_tokens
         if computed >= backward.end_tokens:
@@ -565,7 +552,9 @@ class SchedulerSide:
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
-        """``used``: tokens behind which the request goes on; ``reason``: why those others that were loaded are not."""
+        """End the load. ``used``: loaded tokens that saved computing; ``reason``: why the other loaded tokens did
+        not.
+        """
         backward, known.backward = known.backward, None
         if backward is None or not backward.running:
             return
@@ -575,8 +564,8 @@ class SchedulerSide:
             self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
 
     def _settle(self, known: Known, computed_tokens: int, reason: str = _ALL_THE_SAME) -> None:
-        """The request's load has ended, and it goes on behind its first ``computed_tokens``: what was loaded saves
-        computing only as far as that.
+        """Count the request's load, which has ended. The request continues after its first ``computed_tokens``: loaded
+        tokens after them save no computing.
         """
         loading, known.loading = known.loading, None
         if loading is None:
@@ -596,13 +585,12 @@ class SchedulerSide:
             )
 
     def _announce(self, known: Known, start: int, end: int) -> None:
-        """These tokens were loaded."""
         if self._announcements is not None and known.is_own:
             for depth in range(-(-start // self._shape.value_tokens), end // self._shape.value_tokens):
                 self._announcements.loaded(known.keys[depth], self._names(known.request, depth))
 
     def _names(self, request: Any, depth: int) -> Sequence[bytes]:
-        """vLLM's, of a value's blocks; none where vLLM names shorter blocks than the first group's."""
+        """Return vLLM's names of a value's blocks; none if vLLM names shorter blocks than the first group's."""
         if len(request.block_hashes) > request.num_tokens // self._shape.block_tokens:
             return ()
         size = self._shape.blocks_per_value
@@ -615,8 +603,8 @@ class SchedulerSide:
             self._counts[f"unused_tokens {reason}"] += loaded - used
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """Nothing more comes of it. Returns its answer's ``kv_transfer_params``, where it is handed over: all of its
-        values have been copied out by now, or are stored.
+        """Forget the request. Returns its answer's ``kv_transfer_params`` if it is handed over: its values are copied
+        out by now.
         """
         is_loading = request.request_id in self._under_way or request.request_id in self._waiting_since_s
         self._under_way.pop(request.request_id, None)
@@ -626,7 +614,7 @@ class SchedulerSide:
             self._settle(known, 0, _ENDED)
         self._end_backward(known, _ENDED)
         if known.waited:
-            # vLLM keeps its blocks until the workers say that they write no more.
+            # vLLM keeps its blocks until the workers report that they write no more.
             self._ending.append(request.request_id)
             self._end_waiting(request.request_id)
         if not known.params.hands_over or not self._saves:
@@ -637,9 +625,9 @@ class SchedulerSide:
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self, is_empty: bool = True) -> bool:
-        """The weights may be others from now on: nothing that was stored or loaded before is used. Requests that hold
-        blocks of before compute on, and load and save nothing; so do, until the next reset, those that find such blocks
-        in vLLM's own cache where that is not ``is_empty``. False: a block of before is still being written.
+        """Reset when the weights may have changed: nothing stored or loaded before is used. Requests that hold older
+        blocks compute on, and load and save nothing. So do, until the next reset, requests that find such blocks in
+        vLLM's own cache if it is not ``is_empty``. Returns False if an older block is still being written.
         """
         self._seeds.reset()
         self._is_stale = not is_empty
@@ -656,14 +644,13 @@ class SchedulerSide:
             if known.request.num_computed_tokens or name in loading:
                 known.is_apart, known.lookup = True, None
             else:
-                del self._known[name]  # it is asked about again
+                del self._known[name]  # vLLM asks about it again
         self._sent.clear()
         if self._announcements is not None:
             self._announcements.clear()
         return not any(name in loading for name in self._known) and not self._is_writing
 
     def counts(self) -> dict[str, int]:
-        """Since the last call, by name."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
@@ -671,11 +658,10 @@ class SchedulerSide:
         self._lookups.close()
 
     def new(self, request: Any) -> None:
-        """A request has come."""
         self._of(request)
 
     def _of(self, request: Any) -> Known | None:
-        """The request with the keys of all tokens known by now; None if it takes no part."""
+        """Return the state of a request with the keys of all tokens known by now; None if it is not cached."""
         known = self._known.get(request.request_id)
         if known is None:
             params = _params_of(request)
@@ -686,7 +672,7 @@ class SchedulerSide:
             known = self._known[request.request_id] = Known(
                 request, seed, _content_of(request), params=params, is_own=is_own
             )
-            # Where this engine's generation is its own, only one that is named may be stored.
+            # After a reset of this engine, only values of a named generation can be stored by another.
             if params.takes_over and self._loads and (generation or not self._seeds.generation):
                 known.waits_s = min(self._wait_s, params.wait_s)
         self._extend(known)
@@ -696,7 +682,7 @@ class SchedulerSide:
         return self._seeds.of(request, self._named_by(params))
 
     def _named_by(self, params: TransferParams) -> str:
-        """The generation of the engine that prefills; empty: this one's."""
+        """Return the generation of the prefilling engine; empty: this engine's."""
         generation = params.generation
         if not (params.takes_over and generation) or generation in self._past:
             return ""
@@ -710,12 +696,14 @@ class SchedulerSide:
             before = known.keys[-1] if have else known.seed
             count = known.request.num_tokens // size
             tokens = known.request.all_token_ids[have * size : count * size]
-            content = {at - have * size: one for at, one in known.content.items() if have * size <= at < count * size}
+            content = {
+                at - have * size: digest for at, digest in known.content.items() if have * size <= at < count * size
+            }
             known.keys += hash_blocks(before, tokens, size, content)
 
     def _found(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
-        """How many of its first ``wanted`` values can be had, where ``first`` are there already: the longest prefix, of
-        ``limit_tokens`` at most, that it can go on behind. None: not answered yet.
+        """Return how many of the request's first ``wanted`` values it can have, given the first ``first``: the longest
+        prefix of at most ``limit_tokens`` after which it can continue. None: not answered yet.
         """
         now_s = self._clock()
         lookup = known.lookup
@@ -740,7 +728,7 @@ class SchedulerSide:
             with recompute_cost(self._compute.seconds((wanted - first) * self._shape.value_tokens)):
                 patience = min(_PATIENCE_S, patience_s(self._latencies))
             overdue = now_s > lookup.asked_s + patience
-            # What its thread waits for a processor is this machine's load, not the store's latency.
+            # Time that the lookup's thread waits for a processor is this machine's load, not the store's latency.
             overdue = overdue and now_s > lookup.asked_s + patience + min(lookup.call.starved_s, _PATIENCE_S)
             if overdue and lookup.call.give_up(lookup.answered_late):
                 self._counts["lookups_given_up"] += 1
@@ -748,7 +736,7 @@ class SchedulerSide:
         return min(lookup.found, wanted) if lookup.found is not None else None
 
     def _prefix(self, keys: list[bytes], first: int, limit_tokens: int) -> int:
-        """Leading values of which every rank has stored all that a request needs which goes on behind them."""
+        """Return the number of leading values of which every rank has stored what a request needs after them."""
         parts, chains = [], []
         for number, part in enumerate(self._parts.parts):
             for rank in range(self._ranks):
@@ -758,8 +746,8 @@ class SchedulerSide:
 
 
 def _content_of(request: Any) -> dict[int, bytes]:
-    """Digests of what a request has beside its tokens, by the position of its first placeholder; a film and its sound
-    may have the same one.
+    """Return digests of a request's media, by the position of the first placeholder; a film and its sound may share
+    it.
     """
     content: dict[int, bytes] = {}
     for feature in request.mm_features:
@@ -777,14 +765,14 @@ def _params_of(request: Any) -> TransferParams:
 
 
 class LoadRate:
-    """What loads take: a fixed part and one by bytes, from the loads seen; later ones count more."""
+    """Estimate of load times from past loads: a fixed part and a part by bytes; later loads weigh more."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._passed_over = 0
 
     def took(self, size_bytes: int, seconds: float) -> None:
-        """Add a load; one of no bytes, as of a store that did not answer, says nothing of the rate."""
+        """Add a load; a load of no bytes, as from a store that did not answer, does not affect the rate."""
         self._passed_over = 0
         if size_bytes and seconds > 0:
             self._weight = self._weight * _KEPT_LOADS + 1
@@ -794,11 +782,10 @@ class LoadRate:
             self._xy = self._xy * _KEPT_LOADS + size_bytes * seconds
 
     def passed_over(self) -> None:
-        """A prompt was computed since loading it seemed slower."""
         self._passed_over += 1
 
     def seconds(self, size_bytes: int) -> float | None:
-        """None before the first load."""
+        """Return the estimated seconds; None before the first load."""
         if not self._weight:
             return None
         mean_x, mean_y = self._x / self._weight, self._y / self._weight

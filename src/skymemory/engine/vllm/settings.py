@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say, and what of vLLM's own configuration is refused, with what to do."""
+"""Settings in ``kv_connector_extra_config``, and refusals of unsupported vLLM configurations with advice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from skymemory.config import duration, filled, setting, size, text, whole
 from skymemory.errors import InvalidInput
 
 TESTED_VERSIONS = ("0.32",)
-"""Of vLLM: the connector depends on how its scheduler behaves, not on the interface alone. Others are warned of."""
+"""Tested releases of vLLM; others cause a warning. The connector depends on the scheduler's behaviour, too."""
 _ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``kv_connector_extra_config``."""
-
     store: str = setting("store", text, "", "address of the store, such as unix:///run/sky.sock of a store daemon")
     value_tokens: int = setting("value_tokens", whole, 128, "tokens stored under one key; whole blocks of vLLM's")
     queue_bytes: int = setting("queue", size, 512 << 20, "bound on bytes that wait to be saved; more are not saved")
@@ -37,11 +35,10 @@ class Settings:
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any]) -> Settings:
-        """Raises InvalidInput for an unknown key or a wrong value."""
         return filled(cls, extra_config, "kv_connector_extra_config")
 
     def blocks_per_value(self, block_tokens: int) -> int:
-        """At least one block; raises InvalidInput unless a value is whole blocks."""
+        """Return the blocks of a value, at least 1. Raises InvalidInput unless a value is a whole number of blocks."""
         if self.value_tokens % block_tokens and self.value_tokens > block_tokens:
             raise InvalidInput(
                 f"kv_connector_extra_config: value_tokens is {self.value_tokens}: expected a multiple of vLLM's block "
@@ -51,7 +48,7 @@ class Settings:
 
 
 def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict[str, Any]:
-    """For vLLM's ``--kv-transfer-config``: the connector as a ``producer`` of values (it only saves), a ``consumer``
+    """Return vLLM's ``--kv-transfer-config``: the connector as a ``producer`` of values (it only saves), a ``consumer``
     (it only loads), or ``both``.
 
     Raises:
@@ -68,12 +65,11 @@ def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict
 
 
 def is_tested(version: str) -> bool:
-    """Whether the connector was tested with this version of vLLM."""
-    return version.startswith(tuple(f"{one}." for one in TESTED_VERSIONS))
+    return version.startswith(tuple(f"{tested}." for tested in TESTED_VERSIONS))
 
 
 def check_engine(config: Any, groups: Any) -> None:
-    """Raises InvalidInput for what would give wrong tokens, lost requests or nothing at all.
+    """Raise InvalidInput for a configuration that would give wrong tokens, lost requests or no hits.
 
     ``config`` is a ``VllmConfig``, ``groups`` are its KV cache groups.
     """
@@ -124,18 +120,17 @@ class PartOfModel:
 
 def parts_of(groups: Any) -> list[PartOfModel]:
     """Return the parts of the KV cache groups that ``check_groups`` accepts; a part without a window is the first."""
-    found: dict[tuple[int | None, bool], list[int]] = {}
+    numbers_by_kind: dict[tuple[int | None, bool], list[int]] = {}
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec
         kind = type(spec).__name__
         window = spec.sliding_window if kind == _WINDOW else 2 if kind == _STATES else None
-        found.setdefault((window, kind == _STATES), []).append(number)
-    parts = [PartOfModel(tuple(numbers), window, states) for (window, states), numbers in found.items()]
+        numbers_by_kind.setdefault((window, kind == _STATES), []).append(number)
+    parts = [PartOfModel(tuple(numbers), window, states) for (window, states), numbers in numbers_by_kind.items()]
     return sorted(parts, key=lambda part: (part.window or 0, part.has_states))
 
 
 def check_groups(groups: Any) -> None:
-    """Raises InvalidInput for KV caches that cannot be stored block by block."""
     if not groups:
         raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:

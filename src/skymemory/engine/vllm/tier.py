@@ -1,12 +1,12 @@
-"""A secondary tier of vLLM's own offloading: chunks of its CPU tier in any store, by module path.
+"""Secondary tier of vLLM's own offloading: chunks of its CPU tier in any store, by module path.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592, "secondary_tiers": [{
         "type": "SkyMemoryTier", "module_path": "skymemory.engine.vllm.tier",
         "skymemory": {"store": "unix:///run/sky.sock", "weights": "revision 1"}}]}}'
 
-Its methods run in vLLM's scheduler and must not block: lookups are answered RETRY until vLLM's own lookup thread has
-asked the store, loads and saves run in threads here.
+Its methods run in vLLM's scheduler and must not block: lookups return RETRY until vLLM's own lookup thread has asked
+the store, and loads and saves run in threads of the tier.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skymemory.kv.context import CacheContext
 
 
 class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
-    """Raises InvalidInput for a wrong option."""
+    """Secondary tier. Raises InvalidInput for a wrong option."""
 
     medium = Medium.STORAGE
 
@@ -54,7 +54,7 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         )
         dtype = settings.type_of(offloading_spec.config.model.dtype, "secondary_tiers, skymemory")
         context = _context(settings.weights, dtype, offloading_spec.config, self.block_size_bytes)
-        # vLLM shows the loggers below its own.
+        # vLLM shows only loggers below its own.
         log = logging.getLogger("vllm.skymemory")
         self.values = PluginStore(settings, context, self.block_size_bytes, log=log)
         self._bytes = primary_kv_view.cast("B")
@@ -70,10 +70,10 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        found = self._lookups.lookup(key, req_context)
-        if found is None:
+        is_stored = self._lookups.lookup(key, req_context)
+        if is_stored is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        return LookupResult.HIT if is_stored else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
@@ -96,17 +96,17 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
         self._jobs[job.job_id] = self._saving.submit(self._save, job.job_id, list(job.keys), job.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        ended = [job_id for job_id, future in self._jobs.items() if future.done()]
-        results = [self._jobs.pop(job_id).result() for job_id in ended]
+        finished_ids = [job_id for job_id, future in self._jobs.items() if future.done()]
+        results = [self._jobs.pop(job_id).result() for job_id in finished_ids]
         for result in results:
             keys = self._load_keys.pop(result.job_id, [])
             loaded = set(result.successful_keys or ())
-            if not result.success:  # else the scheduler would ask for them again, without end
+            if not result.success:  # else the scheduler would ask for them again without end
                 self._lookups.mark_miss([key for key in keys if key not in loaded])
         return results
 
     def drain_jobs(self) -> None:
-        """Each job ends by its deadlines."""
+        """Wait for all jobs; each ends by its deadlines."""
         wait(list(self._jobs.values()))
 
     def shutdown(self) -> None:
@@ -143,20 +143,20 @@ class SkyMemoryTier(SecondaryTierManager):  # type: ignore[misc]
             self.values.dequeue(len(keys) * self.block_size_bytes)
 
     def _result(self, job_id: int, keys: Sequence[bytes], work: Callable[[], list[bool]]) -> JobResult:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         done = work()
         good = [key for key, ok in zip(keys, done, strict=True) if ok]
         return JobResult(
             job_id=job_id,
             success=all(done),
             successful_keys=None if all(done) else tuple(good) or None,
-            transfer_time=time.monotonic() - began_s,
+            transfer_time=time.monotonic() - started_s,
             transfer_bytes=len(good) * self.block_size_bytes,
         )
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's own lookup thread, asking our store."""
+    """vLLM's own lookup thread, which asks the store."""
 
     def __init__(self, values: PluginStore, tier_type: str) -> None:
         self._values = values
@@ -167,12 +167,12 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _name(key: bytes) -> str:
-    """vLLM's ``OffloadKey``: the hash of a block, and its group."""
+    """Return the name of vLLM's ``OffloadKey``: the hash of a block, and its group."""
     return key.hex()
 
 
 def _context(weights: str, dtype: str, config: Any, chunk_bytes: int) -> CacheContext:
-    """All that vLLM's keys leave out: they name the tokens, adapter, media and salt alone."""
+    """Return the context: all that vLLM's keys leave out. (They name only tokens, adapter, media and salt.)"""
     parallel = config.parallel
     packing = (
         vllm.__version__,

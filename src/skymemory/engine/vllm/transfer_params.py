@@ -1,9 +1,9 @@
-"""``kv_transfer_params`` of a request: by these a router has one engine compute a prompt and another go on from it.
+"""``kv_transfer_params`` of a request: a router uses them to prefill a prompt on one engine and decode on another.
 
-The dialect is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
+The format is that of vLLM's own proxy. The first step goes to the prefilling engine with ``max_tokens`` 1 and
 ``{"do_remote_decode": true}``; its answer carries ``{"sky_tokens": 512}``. The second step goes to the decoding engine
-with these. A router that sends both steps at once sends ``{"do_remote_prefill": true}``; NIXL answers that, too, and
-below a ``MultiConnector`` only one may.
+with these parameters. A router that sends both steps at once sends ``{"do_remote_prefill": true}``. NIXL reacts to that
+parameter as well, so a ``MultiConnector`` may contain only one connector that does.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from skymemory.errors import InvalidInput
 
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _LONGEST_MS = 10**12
-"""Whole numbers that no float can hold are numbers in JSON, too."""
+"""Limit of ``sky_wait_ms``: JSON allows whole numbers that no float can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """Of one request. Keys of other connectors, such as ``remote_host``, are passed over."""
+    """Parameters of a request. Keys of other connectors, such as ``remote_host``, are ignored."""
 
     hands_over: bool = False
-    """``do_remote_decode``: another engine will load all that is stored of its prompt."""
+    """``do_remote_decode``: another engine will load all stored values of the prompt."""
     takes_over: bool = False
-    """``do_remote_prefill`` or ``sky_tokens``: another engine stores its prompt's values, or will."""
+    """``do_remote_prefill`` or ``sky_tokens``: another engine stores the prompt's values, or will."""
     tokens: int | None = None
-    """``sky_tokens``: so many of the prompt's; None: all of its whole values."""
+    """``sky_tokens``: number of the prompt's tokens that are stored; None: all in complete values."""
     wait_s: float = math.inf
-    """``sky_wait_ms``: as the setting ``wait``, where that is not smaller."""
+    """``sky_wait_ms``; the setting ``wait`` is an upper limit."""
     generation: str = ""
-    """``sky_generation``: of the prefilling engine, once its cache was reset (``identity.Seeds``)."""
+    """``sky_generation``: generation of the prefilling engine after a cache reset (``identity.Seeds``)."""
 
     @classmethod
     def read(cls, params: object) -> TransferParams:
-        """
+        """Read and check the parameters.
+
         Raises:
             InvalidInput: a value of the wrong type or below 0.
         """
@@ -67,7 +68,7 @@ class TransferParams:
 
 
 def answer_of(tokens: int, generation: str) -> dict[str, Any]:
-    """What the prefilling engine answers, for the second step: it stores the prompt's first ``tokens``."""
+    """Return the prefilling engine's answer: it stores the prompt's first ``tokens``."""
     return {"sky_tokens": tokens} | ({"sky_generation": generation} if generation else {})
 
 

@@ -1,4 +1,4 @@
-"""Tried at start, on the very engine, instead of asking for its name: vLLM's interface, and copies of its blocks."""
+"""Trials at start, on the running engine: vLLM's interface, and copies of its blocks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from skymemory.errors import InvalidInput
 
 
 def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blocks: int) -> int:
-    """Writes noise into blocks that no request has yet, of each of a part's ``groups``, reads it back, and puts back
-    what was there; returns the number of blocks tried.
+    """Write noise into unused blocks of each of a part's ``groups``, read it back, and restore the contents; returns
+    the number of blocks tried.
 
     Raises:
-        InvalidInput: with what differed.
+        InvalidInput: describes what differed.
     """
-    each = min(value_blocks, (blocks - 1) // (2 * len(groups)))
-    if not each:
+    blocks_per_group = min(value_blocks, (blocks - 1) // (2 * len(groups)))
+    if not blocks_per_group:
         return 0
-    # Different ones in each group, since groups may share their memory; every second one stays as it is.
-    chosen = np.linspace(1, blocks - 1, 2 * each * len(groups)).round().astype(int)
+    # Different blocks in each group, since groups may share their memory; every second block stays unchanged.
+    chosen = np.linspace(1, blocks - 1, 2 * blocks_per_group * len(groups)).round().astype(int)
     ours = [
-        [int(one) for one in chosen[2 * number * each : 2 * (number + 1) * each : 2]] for number in range(len(groups))
+        [int(block) for block in chosen[2 * number * blocks_per_group : 2 * (number + 1) * blocks_per_group : 2]]
+        for number in range(len(groups))
     ]
-    others = [[block + 1 if block + 1 < blocks else 0 for block in some] for some in ours]
-    size_bytes = copier.block_bytes * each
+    neighbours = [[block + 1 if block + 1 < blocks else 0 for block in some] for some in ours]
+    size_bytes = copier.block_bytes * blocks_per_group
 
     def read(which: Sequence[Sequence[int]]) -> bytes:
         (out, *_) = copier.buffers(size_bytes)
@@ -36,16 +37,16 @@ def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blo
         return bytes(out[:size_bytes])
 
     def write(value: bytes) -> None:
-        copier.write(ours, memoryview(value), 0, each, copier.mark()).wait()
+        copier.write(ours, memoryview(value), 0, blocks_per_group, copier.mark()).wait()
 
-    before, beside = read(ours), read(others)
+    before, neighbours_before = read(ours), read(neighbours)
     noise = np.random.default_rng(0).integers(0, 256, size_bytes, np.uint8).tobytes()
     write(noise)
-    found, beside_now = read(ours), read(others)
+    read_back, neighbours_after = read(ours), read(neighbours)
     write(before)
     for what, expected, was in (
-        ("written into blocks and read back", noise, found),
-        ("of other blocks, which nothing was written into", beside, beside_now),
+        ("written into blocks and read back", noise, read_back),
+        ("of other blocks, which nothing was written into", neighbours_before, neighbours_after),
         ("put back into blocks", before, read(ours)),
     ):
         if expected != was:
@@ -54,14 +55,14 @@ def try_copier(copier: PartCopier, groups: Sequence[int], value_blocks: int, blo
                 f"{wrong} of {size_bytes} bytes {what} differ in the caches of groups {str(list(groups))[1:-1]}: "
                 "this attention backend keeps its blocks in an unsupported way; run vLLM without the connector"
             )
-    return each * len(groups)
+    return blocks_per_group * len(groups)
 
 
 def check_interface(ours: type, theirs: type, added: Iterable[str] = ()) -> None:
-    """Compares the methods of a connector with those of vLLM's base class; ``added``: those that only ours has.
+    """Compare the methods of a connector with those of vLLM's base class; ``added``: methods that only ``ours`` has.
 
     Raises:
-        InvalidInput: vLLM has one no more, or calls it with other arguments.
+        InvalidInput: vLLM no longer has a method, or calls it with other arguments.
     """
     for name, method in vars(ours).items():
         if name.startswith("_") or name in added or not callable(getattr(ours, name)):
@@ -74,8 +75,11 @@ def check_interface(ours: type, theirs: type, added: Iterable[str] = ()) -> None
 
 
 def _arguments(method: Any) -> list[str]:
-    """Names of those that must be given."""
     method = method.__func__ if isinstance(method, classmethod) else method
     listed = inspect.signature(method).parameters.values()
-    named = [one.name for one in listed if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
+    named = [
+        parameter.name
+        for parameter in listed
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    ]
     return [name for name in named if name not in ("self", "cls")]

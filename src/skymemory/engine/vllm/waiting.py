@@ -1,7 +1,7 @@
-"""Loads of what another engine is still computing: when they ask again, and who does.
+"""Loads of values that another engine is still computing: times and threads of their questions to the store.
 
-A load that waits holds no thread: only its questions to the store do, each in turn with those of the other such loads,
-on threads that ordinary loads do not use. So a store that hangs, or many that wait, hold up none of those.
+A waiting load holds no thread between its questions. The questions of all waiting loads take turns on threads that
+ordinary loads do not use. So neither a store that hangs nor many waiting loads block ordinary loads.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Callable
 from skymemory.cache.tiers.workers import Call, TierWorkers
 
 NOT_YET = frozenset({"absent", "uncertain", "missing"})
-"""Reasons of a miss that pass where another engine stores the value: it is not there, or not all of it."""
+"""Miss reasons that pass while another engine stores the value: it is absent, or incomplete."""
 NOT_STORED = "not stored in time"
 ABORTED = "aborted"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_VALUES = 16
 _QUICK_S = 0.25
-"""A question that takes longer asks for fewer values next time: they count as progress when all of them are here."""
+"""Limit for a question: after a slower question the next asks for fewer values, since progress counts only when all of
+them have arrived.
+"""
 
 
 class Pace:
-    """Of one load: how many values it asks for at once, and after which pause."""
+    """Number of values per question and pause between questions of one load."""
 
     __slots__ = ("_pause_s", "values")
 
@@ -35,7 +37,7 @@ class Pace:
         self.values = 1
 
     def came(self, values: int, seconds: float) -> float:
-        """Of those it asked for, so many came within ``seconds``; returns the pause before the next question."""
+        """Record that ``values`` values arrived within ``seconds``; returns the pause before the next question."""
         if not values:
             self.values = 1
             pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -49,20 +51,19 @@ class Pace:
 
 
 class DelayedCalls:
-    """Calls that are begun after a while, by one of a few threads."""
+    """Calls that start after a delay, in one of a few threads."""
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._name = name
         self._workers = TierWorkers(name, threads, waiting)
         self._later: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap, by the time at which they are due."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def call(self, work: Callable[[], None], after_s: float = 0.0) -> None:
-        """Begin ``work`` in ``after_s``, or later where all threads are busy."""
+        """Start ``work`` in ``after_s`` seconds, or later if all threads are busy."""
         if after_s <= 0 and not self._closed and self._workers.submit(Call(work)):
             return
         with self._changed:
@@ -76,7 +77,7 @@ class DelayedCalls:
             self._changed.notify()
 
     def close(self) -> None:
-        """What is not due yet is dropped; does not wait for the rest."""
+        """Drop the calls that have not started; does not wait for the others."""
         with self._changed:
             self._closed = True
             self._later.clear()

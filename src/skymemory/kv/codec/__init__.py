@@ -1,1 +1,1 @@
-"""Codecs: the bytes of one KV block to fewer bytes and back, each with its measured size and loss."""
+"""Codecs that compress the bytes of a KV block, each with its measured size and loss."""

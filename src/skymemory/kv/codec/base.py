@@ -1,4 +1,4 @@
-"""The contract of a codec, and how its size and loss are measured."""
+"""Contract of a codec, and the measurement of its size and loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from skymemory.kv.block import Buffer, KVLayout, to_float32
 
 
 class Codec(Protocol):
-    """Turns one block (raw bytes of ``KVLayout.shape``) into a payload and back.
+    """Codec of a block (raw bytes of ``KVLayout.shape``) to a payload and back.
 
-    ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``, else to within
-    what :func:`measure` reports. ``codec_id`` is what a value's header stores: it never changes meaning.
+    ``decode`` undoes ``encode`` of the same codec and layout: bit for bit if ``lossless``, else within the errors that
+    :func:`measure` reports. ``codec_id`` is stored with values: its meaning never changes.
     """
 
     @property
@@ -28,25 +28,25 @@ class Codec(Protocol):
     def lossless(self) -> bool: ...
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
-        """The payload of ``block`` (``layout.block_bytes`` bytes), never an alias of it.
+        """Return the payload of ``block`` (``layout.block_bytes`` bytes), never an alias of it.
 
         Raises :class:`InvalidInput` for a block of another size.
         """
         ...
 
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
-        """Writes the block into ``out`` (writable, ``layout.block_bytes`` bytes).
+        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes).
 
-        Raises :class:`MalformedPacket` for a payload that is not one of this codec and layout (its subclass
-        :class:`LaterVersion` for one that a later release wrote); ``out`` is then undefined and the caller counts a
-        miss. A codec whose payloads say no version keeps them as they are: another form is another ``codec_id``.
+        Raises :class:`MalformedPacket` for a payload of another codec or layout (its subclass :class:`LaterVersion` if
+        a later release wrote it); ``out`` is then undefined and the caller counts a miss. A codec whose payloads have
+        no version never changes its format: another format is another ``codec_id``.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CodecReport:
-    """What a codec did to one block. Errors are absolute, in the units of the keys and values."""
+    """Effect of a codec on a block. Errors are absolute, in the units of the numbers."""
 
     size_bytes: int
     raw_bytes: int
@@ -55,12 +55,12 @@ class CodecReport:
 
     @property
     def ratio(self) -> float:
-        """Payload over raw bytes: below 1 is smaller."""
+        """Payload bytes divided by raw bytes."""
         return self.size_bytes / self.raw_bytes
 
 
 def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
-    """Encodes and decodes ``block`` once and compares. Equal bits count as no error, even infinities."""
+    """Encode and decode ``block``, and compare. Equal bits count as no error, even infinities."""
     view = memoryview(block).cast("B")
     payload = codec.encode(view, layout)
     decoded = bytearray(layout.block_bytes)
@@ -75,11 +75,11 @@ def measure(codec: Codec, block: Buffer, layout: KVLayout) -> CodecReport:
     return CodecReport(len(payload), layout.block_bytes, float(error.max()), float(np.sqrt(np.mean(error**2))))
 
 
-# The identity: a block's 16-bit or 32-bit numbers as they are.
+# The identity: the 16-bit or 32-bit numbers of a block, unchanged
 
 
 class RawCodec:
-    """Lossless; the payload is the block."""
+    """Lossless codec whose payload is the block."""
 
     name = "raw"
     codec_id = 0

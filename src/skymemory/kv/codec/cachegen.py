@@ -1,6 +1,6 @@
-"""The codec ``cachegen``: fewer bits per number than 8-bit integers; each layer is rounded as coarsely as it tolerates.
+"""Codec ``cachegen``: fewer bits per number than 8-bit integers; each layer is rounded as coarsely as it tolerates.
 
-After CacheGen (Liu et al., SIGCOMM 2024):
+It follows CacheGen (Liu et al., SIGCOMM 2024):
 
 1. rotate keys back to before their rotary positions;
 2. round numbers in steps that grow with the layer: the only lossy step;
@@ -13,7 +13,7 @@ Payload, version 2, little-endian::
 
     0  magic "CGEN"      4  version 2       5  dtype 1      6  level 1     7  zero 1
     8  layers 4         12  kv_heads 4     16  head_dim 4  20  block_tokens 4
-    24 CRC-32 of the header with this field zero, and of the table behind it
+    24 CRC-32 of the header with this field zero, and of the table after it
     28 per layer its key section's bytes 4, CRC-32 4, then its value section's; then the sections in this order
 
 A section: a step code (2 bytes) per head · rotation base (1 byte, 0 for values) · pull (1) · the channels' phases (3
@@ -48,30 +48,30 @@ from skymemory.kv.codec.entropy import (
 
 # --- step 1: keys without their rotary position embedding ---
 #
-# Rotary embeddings (Su et al., 2021) rotate each pair of a key's channels by an angle proportional to the position; the
-# mean of a channel over tokens is rotated with it and then looks like change. Rotating a block's keys back by their
-# position in the block leaves each pair rotated by one angle for the whole block, so means are means again. Pairs are
-# channels i and i + head_dim / 2, as in Llama and its relatives. A codec knows no model, so the encoder tries the usual
-# bases and uses the one that leaves the least change, if any does; a byte of the payload names it. The rotation loses
-# at most the last bit of a float32.
+# Rotary embeddings (Su et al., 2021) rotate each pair of a key's channels by an angle proportional to the position. The
+# mean of a channel over tokens rotates with it and then looks like change. Rotating a block's keys back by their
+# position in the block leaves each pair rotated by the same angle for the entire block, so means are means again. Pairs
+# are channels i and i + head_dim / 2, as in Llama and its relatives. A codec knows no model, so the encoder tries the
+# usual bases and uses the base that leaves the least change, if any does; a byte of the payload names it. The rotation
+# loses at most the last bit of a float32.
 
 
 Floats = npt.NDArray[np.float32]
 
 BASES = (0.0, 1e4, 5e5, 1e6)
-"""By number in the payload. 0: not turned; 1e4: Llama, Llama 2, Mistral 7B v0.1; 5e5: Llama 3; 1e6: Qwen 2, Mistral."""
+"""Rotation bases by number in the payload: none; Llama, Llama 2, Mistral 7B v0.1; Llama 3; Qwen 2, Mistral."""
 _WORTH = 0.95
-"""A base is taken if it brings the sum of the channels' variances below this part of what it is."""
+"""Fraction of the unrotated sum of variances below which a base must bring it to be used."""
 
 
 def best_base(keys: Floats) -> int:
-    """The number of the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once turned back."""
+    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once rotated back."""
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
     exact = keys.astype(np.float64)
     first, second = exact[..., : head_dim // 2], exact[..., head_dim // 2 :]
-    # Turning keeps the sum of the squares, so what varies is that less what the means have.
+    # A rotation keeps the sum of the squares, so the variation is that sum minus the share of the means.
     squares = float(np.square(exact).sum())
     spreads = [squares - float(np.square(exact.sum(axis=1)).sum()) / tokens]
     for number in range(1, len(BASES)):
@@ -88,7 +88,7 @@ def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np
 
 
 def turn(keys: Floats, base: int, direction: int) -> Floats:
-    """``keys`` turned forward (direction 1) or back (-1) by the angles of their tokens' places in the block."""
+    """Rotate ``keys`` forward (direction 1) or back (-1) by their tokens' positions in the block."""
     if not base:
         return keys
     _, tokens, head_dim = keys.shape
@@ -105,27 +105,26 @@ def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-# How finely the ``cachegen`` codec rounds: a step per layer, key or value and head, chosen by a named level.
+# Rounding: a step per layer, head and key or value, chosen by a named level.
 #
-# A step is the distance between neighbouring numbers that can be stored (``entropy.snap``). It is taken relative to how
-# much the head's channels vary from token to token in this block, on a grid of quarter octaves (2 ** (code / 4)), so
-# that two bytes hold it. Steps differ by third of the layers, as in CacheGen, and between keys and values: keys decide
-# where a token looks, and tolerate less rounding. ``medium`` was set by how far each layer's rounding moves the
+# A step is the distance between neighbouring numbers that can be stored (``entropy.snap``). It is relative to how much
+# the head's channels vary from token to token in this block, on a grid of quarter octaves (2 ** (code / 4)), so that
+# two bytes hold it. Steps differ by third of the layers, as in CacheGen, and between keys and values: keys decide which
+# tokens get attention, and tolerate less rounding. ``medium`` was set by how far each layer's rounding moves the
 # predictions of the shipped small model; the others are an eighth, a half and 1.4 of it.
 
 
 Steps = npt.NDArray[np.float32]
 
 MIN_CODE, MAX_CODE = -480, 500
-"""2 ** -120 .. 2 ** 125: normal float32 numbers."""
+"""Range of step codes, 2 ** -120 .. 2 ** 125: normal float32 numbers."""
 MAX_QUOTIENT = 1 << 20
-"""Numbers are at most this many steps from 0: float32 still resolves halves there."""
+"""Largest number of steps from 0: float32 still resolves halves there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Steps of keys and of values in the first, middle and last third of the layers, in standard deviations of a
-    channel over the tokens."""
+    """Steps in the first, middle and last third of the layers, in standard deviations of a channel over the tokens."""
 
     name: str
     number: int
@@ -133,7 +132,7 @@ class Level:
     values: tuple[float, float, float]
 
     def relative_step(self, layer: int, layers: int, part: int) -> float:
-        """The step of keys (part 0) or values (1) of layer ``layer`` of ``layers``, in standard deviations."""
+        """Return the step of keys (part 0) or values (1) of a layer, in standard deviations."""
         return (self.keys, self.values)[part][3 * layer // layers]
 
 
@@ -149,28 +148,28 @@ LEVELS = {
 
 
 def level_of(name: str) -> Level:
-    """The level called ``name``; InvalidInput if there is none."""
+    """Return a level by name. Raises InvalidInput if there is none."""
     if name not in LEVELS:
         raise InvalidInput(f"no cachegen level {name!r}: choose one of {', '.join(LEVELS)}")
     return LEVELS[name]
 
 
 def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
-    """The code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
+    """Return the code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
     exact = numbers.astype(np.float64)
     tokens = numbers.shape[1]
     centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
     spread = np.sqrt(np.square(exact - centre).sum(axis=1).mean(axis=1) / max(1, tokens - 1))
     tiny = 2.0 ** (MIN_CODE / 4)
     codes = np.floor(4 * np.log2(np.maximum(spread * relative_step, tiny)))
-    # A head that hardly varies beside its largest number is kept to a millionth of that.
+    # A head that hardly varies compared with its largest number is kept to a millionth of that number.
     least = np.ceil(4 * np.log2(np.maximum(np.abs(exact).max(axis=(1, 2)) / MAX_QUOTIENT, tiny)))
     chosen: npt.NDArray[np.int16] = np.minimum(np.maximum(codes, least), MAX_CODE).astype(np.int16)
     return chosen
 
 
 def steps_of(codes: npt.NDArray[np.int16]) -> Steps:
-    """2 ** (code / 4), the same on every machine: a power of two times one of four constants."""
+    """Return 2 ** (code / 4), the same on every machine: a power of two times one of four constants."""
     octaves, quarters = np.divmod(codes.astype(np.int32), 4)
     return np.ldexp(_QUARTERS[quarters], octaves)
 
@@ -187,15 +186,19 @@ _LARGEST = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.
 
 
 class CacheGen:
-    """One named level of it; any level decodes the payloads of all. Encoding raises InvalidInput for NaN and infinity,
-    and CodecUnavailable without ``constriction``, as decoding does."""
+    """Codec of a named level; any level decodes the payloads of all.
+
+    Encoding raises InvalidInput for NaN and infinity. Both directions raise CodecUnavailable without ``constriction``.
+    """
 
     codec_id = 10
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """``layers``: those of a model's ``of`` layers that a block has, if not all: steps depend on their numbers.
-        Reading needs none of it.
+        """Create a codec.
+
+        If a block has only some of a model's ``of`` layers, ``layers`` are their numbers, on which steps depend.
+        Decoding needs neither.
         """
         self.level: Level = level_of(level)
         self._layers = tuple(layers)
@@ -203,7 +206,7 @@ class CacheGen:
         self.name = "cachegen" if level == "medium" else f"cachegen-{level}"
 
     def check(self) -> None:
-        """CodecUnavailable if its library is not installed."""
+        """Raise CodecUnavailable if the library is missing."""
         constriction()
 
     def encode(self, block: memoryview, layout: KVLayout) -> bytes:
@@ -246,7 +249,7 @@ def _front(layout: KVLayout, level: int, table: bytes) -> bytes:
 
 
 def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
-    """The sections of a payload of this ``layout``, every one as it was written."""
+    """Return the checked sections of a payload of this ``layout``."""
     begin = _HEADER.size + 2 * layout.layers * _ENTRY.size
     if len(view) < begin:
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes, its table alone ends at {begin}")
@@ -255,20 +258,20 @@ def _sections(view: memoryview, layout: KVLayout) -> list[memoryview]:
         raise LaterVersion(f"a cachegen payload of version {version}, this release reads version {_VERSION}")
     if magic != _MAGIC or version != _VERSION:
         raise MalformedPacket(f"not a cachegen payload of version {_VERSION}: it begins with {bytes(view[:5]).hex()}")
-    # Whatever the header says must be what this layout would have it say.
+    # The header must be exactly what this layout gives.
     table = bytes(view[_HEADER.size : begin])
     if view[: _HEADER.size] != _front(layout, view[6], table)[: _HEADER.size]:
         raise MalformedPacket("a cachegen payload of another layout, or one that is damaged")
-    found = []
+    sections = []
     for length, crc in _ENTRY.iter_unpack(table):
         section = view[begin : begin + length]
         if len(section) != length or native.crc32(section) != crc:
             raise MalformedPacket("a cachegen section that is cut off or damaged")
         begin += length
-        found.append(section)
+        sections.append(section)
     if begin != len(view):
         raise MalformedPacket(f"a cachegen payload of {len(view)} bytes whose sections end at {begin}")
-    return found
+    return sections
 
 
 def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
@@ -281,7 +284,7 @@ def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
 
 
 def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: int) -> bytes:
-    """One layer's keys or values (kv_heads, block_tokens, head_dim), turned back by ``base`` already."""
+    """Encode a layer's keys or values (kv_heads, block_tokens, head_dim), already rotated back by ``base``."""
     heads, tokens, head_dim = numbers.shape
     codes = step_codes(numbers, relative_step)
     scaled = (numbers / steps_of(codes)[:, None, None]).transpose(0, 2, 1)
@@ -312,7 +315,7 @@ def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float3
 
 
 def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Rounded to nearest, ties to even; the inverse of ``to_float32`` for what is finite."""
+    """Round to nearest, ties to even: the inverse of ``to_float32`` for finite numbers."""
     if dtype != "bfloat16":
         return numbers.astype("<f4" if dtype == "float32" else "<f2").tobytes()
     wide = np.ascontiguousarray(numbers).view(np.uint32)

@@ -1,10 +1,10 @@
 """Rounding, prediction and entropy coding of ``cachegen``: ANS (library ``constriction``) with empirical tables.
 
-``Writer`` collects runs of symbols, each with the table of how often they occur, and turns them into bytes at once;
-``Reader`` gives the runs back in the order they were written. Tables stand in front of the coded words::
+``Writer`` collects runs of symbols, each with its table of frequencies; ``Reader`` returns the runs in the same order.
+Tables precede the coded words::
 
     section:  u32 bytes of the tables · tables · u32 words of the ANS coder, little-endian
-    table:    u8 first symbol · u8 symbols − 1 · per symbol how often in 4096, LEB128   (one symbol alone: no frequency)
+    table:    u8 first symbol · u8 symbols − 1 · per symbol its frequency in 4096, LEB128 (none for a single symbol)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from skymemory.installation import install_command
 Ints = npt.NDArray[np.int32]
 
 TOTAL = 4096
-"""What the frequencies of a table add up to: few enough for two bytes each, enough for symbols of 12 bits."""
+"""Sum of a table's frequencies: they fit two bytes each, and represent symbols of 12 bits."""
 MAX_BITS = 24
-"""Numbers written one by one are below 2 ** 24 either side of 0."""
+"""Numbers written individually are below 2 ** 24 on either side of 0."""
 
 
 @functools.cache
 def constriction() -> Any:
-    """The library; CodecUnavailable where it is not installed."""
+    """Import the library. Raises CodecUnavailable if it is not installed."""
     try:
         import constriction as library
     except ImportError as error:
@@ -40,14 +40,14 @@ def constriction() -> Any:
 
 
 class Writer:
-    """Runs of symbols, to become one section."""
+    """Encoder of runs of symbols to a section."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[Ints, Any]] = []
         self._tables = bytearray()
 
     def symbols(self, symbols: Ints) -> None:
-        """A run of symbols 0..255, with their own table. An empty run has none."""
+        """Write a run of symbols 0..255, with their table. An empty run has no table."""
         if not len(symbols):
             return
         first = int(symbols.min())
@@ -62,12 +62,12 @@ class Writer:
             self._runs.append((shifted, _model(frequencies)))
 
     def bits(self, numbers: Ints, width: int) -> None:
-        """A run of numbers below 2 ** width, all as likely."""
+        """Write a run of numbers below 2 ** width, all equally likely."""
         if width and len(numbers):
             self._runs.append((numbers, constriction().stream.model.Uniform(1 << width)))
 
     def numbers(self, numbers: Ints) -> None:
-        """A run of any numbers of up to MAX_BITS bits and sign: how many bits each has, and then those bits."""
+        """Write a run of numbers of up to MAX_BITS bits and sign: the number of bits of each, then the bits."""
         folded = numbers << 1 ^ numbers >> 31
         widths = np.frexp(folded.astype(np.float64))[1].astype(np.int32)
         self.symbols(widths)
@@ -75,7 +75,6 @@ class Writer:
             self.bits(folded[widths == width] & (1 << width - 1) - 1, width - 1)
 
     def section(self) -> bytes:
-        """Everything written so far."""
         coder = constriction().stream.stack.AnsCoder()
         for symbols, model in reversed(self._runs):
             coder.encode_reverse(np.ascontiguousarray(symbols, np.int32), model)
@@ -84,8 +83,7 @@ class Writer:
 
 
 class Reader:
-    """The runs of one section. Whatever is wrong with its bytes raises MalformedPacket; nothing larger than what was
-    asked for is ever allocated."""
+    """Decoder of a section. Invalid bytes raise MalformedPacket; nothing larger than requested is allocated."""
 
     def __init__(self, section: memoryview) -> None:
         if len(section) < 4:
@@ -101,7 +99,6 @@ class Reader:
         self._coder = constriction().stream.stack.AnsCoder(words)
 
     def symbols(self, count: int) -> Ints:
-        """A run of ``count`` symbols."""
         if not count:
             return np.empty(0, np.int32)
         first, last = self._byte(), self._byte()
@@ -116,14 +113,13 @@ class Reader:
         return decoded + np.int32(first)
 
     def bits(self, count: int, width: int) -> Ints:
-        """A run of ``count`` numbers below 2 ** width."""
+        """Return a run of ``count`` numbers below 2 ** width."""
         if not width or not count:
             return np.zeros(count, np.int32)
         decoded: Ints = self._coder.decode(constriction().stream.model.Uniform(1 << width), count)
         return decoded
 
     def numbers(self, count: int) -> Ints:
-        """A run of ``count`` numbers of any size."""
         widths = self.symbols(count)
         if widths.max(initial=0) > MAX_BITS + 1:
             raise MalformedPacket(f"a cachegen number of {widths.max()} bits")
@@ -134,7 +130,6 @@ class Reader:
         return folded >> 1 ^ -(folded & 1)
 
     def end(self) -> None:
-        """Nothing may be left."""
         if self._at != len(self._tables) or not self._coder.is_empty():
             raise MalformedPacket("a cachegen section with more in it than its block has")
 
@@ -154,33 +149,33 @@ def _model(frequencies: npt.NDArray[np.int64]) -> Any:
 
 
 def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """``counts`` scaled to add up to TOTAL, at least 1 for what occurs; what rounding leaves is the commonest's."""
+    """Scale ``counts`` to a sum of TOTAL, at least 1 for what occurs. The largest gets the rounding difference."""
     scaled: npt.NDArray[np.int64] = counts * (TOTAL - len(counts)) // counts.sum() + (counts > 0)
     scaled[np.argmax(scaled)] += TOTAL - scaled.sum()
     return scaled
 
 
-# --- sections: one layer's keys or values as whole numbers, to bytes and back ---
+# --- sections: a layer's keys or values as integers, to bytes and back ---
 #
 # Channels of similar variance share a class, and each class has its own table: numbers are split into low bits, which
-# are nearly random and stored as they are, and a high part, which is coded with the table. A high part beyond ±``_FAR``
-# is an escape; the whole number follows at the end.
+# are nearly random and stored unchanged, and a high part, which is coded with the table. A high part beyond ±``_FAR``
+# is an escape; the complete number follows at the end.
 #
 # Runs of a section, in order: kind (class and way) per channel · base per channel · per class, from the smallest: high
 # parts, then low bits · escaped numbers. Within a class channel by channel, token by token.
 
 
 _CLASSES = 48
-"""Class 0: all differences are 0. Class c from 1 on: on average below 2 ** ((c − 5) / 2) away from 0."""
+"""Class 0: all differences are 0. Class c from 1 on: on average below 2 ** ((c − 5) / 2)."""
 _LIMITS = 2.0 ** ((np.arange(1, _CLASSES) - 5) / 2)
 _LEAST_NUMBERS = 1024
-"""A table costs about 20 bytes: classes of fewer numbers are thrown together with the next."""
+"""Numbers below which a class is merged with the next, since a table costs about 20 bytes."""
 _FAR = 31
 _ESCAPE = 2 * _FAR + 1
 
 
 def encode_section(quotients: Ints) -> bytes:
-    """``quotients`` (channels, tokens), each within ±2 ** 21, as bytes."""
+    """Encode ``quotients`` (channels, tokens), each within ±2 ** 21."""
     ways, bases, differences = split(quotients)
     classes = _classes(differences)
     writer = Writer()
@@ -192,17 +187,17 @@ def encode_section(quotients: Ints) -> bytes:
             run = differences[classes == number].ravel()
             low_bits = _low_bits(int(number))
             high = run >> low_bits
-            far = np.abs(high) > _FAR
-            near = ~far
-            writer.symbols(np.where(near, high + _FAR, _ESCAPE))
-            writer.bits(run[near] & (1 << low_bits) - 1, low_bits)
-            escaped.append(run[far])
+            is_far = np.abs(high) > _FAR
+            is_near = ~is_far
+            writer.symbols(np.where(is_near, high + _FAR, _ESCAPE))
+            writer.bits(run[is_near] & (1 << low_bits) - 1, low_bits)
+            escaped.append(run[is_far])
     writer.numbers(np.concatenate(escaped) if escaped else np.empty(0, np.int32))
     return writer.section()
 
 
 def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
-    """The quotients (channels, tokens) of a section; MalformedPacket where it is not one of theirs."""
+    """Return the quotients (channels, tokens). Raises MalformedPacket for an invalid section."""
     reader = Reader(section)
     classes, ways = np.divmod(reader.symbols(channels), len(GROUPS))
     if classes.max() >= _CLASSES:
@@ -225,14 +220,14 @@ def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
             differences[rows] = run.reshape(len(rows), tokens)
             escapes.append((rows[far // tokens], far % tokens))
     if escapes:
-        where = tuple(np.concatenate(parts) for parts in zip(*escapes, strict=True))
-        differences[where] = reader.numbers(len(where[0]))
+        positions = tuple(np.concatenate(parts) for parts in zip(*escapes, strict=True))
+        differences[positions] = reader.numbers(len(positions[0]))
     reader.end()
     return join(ways.astype(np.uint8), bases, differences)
 
 
 def _classes(differences: Ints) -> Ints:
-    """The class of each channel, small classes thrown together with the next larger one that is there."""
+    """Return the class of each channel; small classes are merged with the next larger class present."""
     tokens = differences.shape[1]
     sizes = np.abs(differences).sum(axis=1, dtype=np.int64)
     classes = np.searchsorted(_LIMITS * tokens, sizes, side="right").astype(np.int32) + 1
@@ -247,37 +242,38 @@ def _classes(differences: Ints) -> Ints:
 
 
 def _low_bits(number: int) -> int:
-    """Low bits cut off the numbers of a class: as many as leave an average of 4 or so."""
+    """Return how many low bits to cut off: as many as leave an average of about 4."""
     return max(0, (number - 5) // 2 - 2)
 
 
-# --- rounding: a channel's numbers to whole numbers of steps and back; the only lossy part ---
+# --- rounding: a channel's numbers to integers (counts of steps) and back; the only lossy part ---
 #
 # Steps are as large as a channel's spread, so the grid's offset and the read-back points matter:
 #
 # - the grid of a channel is shifted by eighths of a step (its *phase*) so that the channel's mean is a grid point: the
 #   most frequent numbers then share one cell rather than two;
-# - away from the mean, numbers are more frequent on the near side of their cell, so a cell is read back as a point
-#   nearer to the mean by a share of a step (the *pull*), one for the section: the one with the least error.
+# - away from the mean, numbers are more frequent on the side of their cell that is nearer to the mean. So a cell is
+#   read back as a point nearer to the mean by a fraction of a step (the *pull*). A section has a single pull: that with
+#   the least error.
 #
 # Measured on a trained model's values in steps of two deviations: a tenth of a bit per number and a fifth of the
-# squared error less. Both are the encoder's choice and in the payload; the pull moves no number by more than
-# a quarter of a step.
+# squared error less. Both are the encoder's choice and in the payload; the pull moves no number by more than a quarter
+# of a step.
 
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 PHASES = 8
-"""Parts of a step by which a grid can be moved."""
+"""Fractions of a step by which a grid can be moved."""
 _PULL_PARTS = 64
 MAX_PULL = 16
-"""A quarter of a step: beyond the half of rounding no number moves by more on its account."""
+"""Limit of the pull: a quarter of a step, in addition to the half of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapped:
-    """Numbers on grids: whole numbers (channels, tokens), phases (channels,) below PHASES, and a pull in 64ths."""
+    """Numbers on grids: integers (channels, tokens), phases (channels,) below PHASES, and a pull in 64ths."""
 
     quotients: Ints
     phases: Bytes
@@ -285,7 +281,7 @@ class Snapped:
 
 
 def snap(scaled: Floats) -> Snapped:
-    """``scaled`` (channels, tokens), in steps, to the nearest points of grids through the channels' means."""
+    """Round ``scaled`` (channels, tokens), in steps, to the nearest points of grids through the channels' means."""
     means = scaled.mean(axis=1, dtype=np.float64)
     phases = (np.rint((means - np.floor(means)) * PHASES).astype(np.int64) % PHASES).astype(np.uint8)
     shifts = (phases / np.float32(PHASES)).astype(np.float32)[:, None]
@@ -297,7 +293,7 @@ def snap(scaled: Floats) -> Snapped:
 
 
 def unsnap(snapped: Snapped) -> Floats:
-    """The numbers in steps (channels, tokens) that ``snapped`` stands for."""
+    """Return the numbers in steps (channels, tokens)."""
     shifts = (snapped.phases / np.float32(PHASES)).astype(np.float32)[:, None]
     scaled = snapped.quotients + shifts
     if snapped.pull:
@@ -306,39 +302,37 @@ def unsnap(snapped: Snapped) -> Floats:
 
 
 def packed_bytes(channels: int) -> int:
-    """Bytes of ``channels`` phases: three bits each."""
     return -(-3 * channels // 8)
 
 
 def pack(phases: Bytes) -> bytes:
-    """Phases in three bits each, the first in the highest bits; zeros to the end of the last byte."""
+    """Pack phases in three bits each, the first in the highest bits; zeros fill the last byte."""
     return np.packbits(np.unpackbits(phases[:, None], axis=1)[:, 5:].ravel()).tobytes()
 
 
 def unpack(data: memoryview, channels: int) -> Bytes:
-    """The phases that ``pack`` made ``packed_bytes(channels)`` of."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=3 * channels).reshape(channels, 3)
-    found: Bytes = (bits[:, 0] << 2 | bits[:, 1] << 1 | bits[:, 2]).astype(np.uint8)
-    return found
+    phases: Bytes = (bits[:, 0] << 2 | bits[:, 1] << 1 | bits[:, 2]).astype(np.uint8)
+    return phases
 
 
 def _sides(quotients: Ints) -> npt.NDArray[np.int8]:
-    """Side of the channel's mean grid point, -1, 0 or 1; equal in encoder and decoder."""
+    """Return the side of the channel's mean grid point, -1, 0 or 1; equal in encoder and decoder."""
     centres = np.rint(quotients.sum(axis=1, dtype=np.int64) / quotients.shape[1]).astype(np.int64)
     sides: npt.NDArray[np.int8] = np.sign(quotients - centres[:, None]).astype(np.int8)
     return sides
 
 
-# --- prediction: a channel's whole numbers as differences ---
+# --- prediction: a channel's integers as differences ---
 #
-# Numbers are rounded first and predicted afterwards, so prediction is lossless and errors do not add up. A channel is
-# one component of one head over the tokens of a block. Three ways:
+# Numbers are rounded first and predicted afterwards, so prediction is lossless and errors do not add up. A channel is a
+# component of a head over the tokens of a block. There are three ways:
 #
 # - from the channel's mean over the block (keys are often far from 0);
-# - from an anchor, the first token of every group of ``GROUPS[way]`` tokens, and anchors from the previous one;
+# - from an anchor, the first token of every group of ``GROUPS[way]`` tokens, and anchors from the previous anchor;
 # - the same with groups of one token: every number from its predecessor.
 #
-# Each channel uses the way with the smallest mean difference: for two-sided geometric differences the entropy grows
+# Each channel uses the way with the smallest mean difference. For two-sided geometric differences the entropy grows
 # with that mean, so it is the way with the fewest bits.
 
 
@@ -347,23 +341,23 @@ GROUPS = (0, 1, 10)
 
 
 def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
-    """Ways (channels,), bases (channels,) and differences (channels, tokens) of ``quotients`` (channels, tokens)."""
+    """Return ways (channels,), bases (channels,) and differences (channels, tokens)."""
     channels = len(quotients)
     ways = np.zeros(channels, np.uint8)
     bases, differences = _apart(quotients, GROUPS[0])
     least = _size(differences)
     for way, group in enumerate(GROUPS[1:], 1):
-        other_bases, others = _apart(quotients, group)
-        size = _size(others)
-        # A tie goes to the mean, as anchors cost a base as well.
+        other_bases, other_differences = _apart(quotients, group)
+        size = _size(other_differences)
+        # A tie goes to the mean, as anchors cost a base, too.
         better = np.flatnonzero(size < least)
         ways[better], least[better] = way, size[better]
-        bases[better], differences[better] = other_bases[better], others[better]
+        bases[better], differences[better] = other_bases[better], other_differences[better]
     return ways, bases, differences
 
 
 def join(ways: npt.NDArray[np.uint8], bases: Ints, differences: Ints) -> Ints:
-    """The inverse of ``split``: quotients (channels, tokens). Numbers beyond 32 bits wrap around."""
+    """Invert ``split``. Numbers beyond 32 bits wrap around."""
     quotients = np.empty_like(differences)
     for way, group in enumerate(GROUPS):
         rows = np.flatnonzero(ways == way)

@@ -1,1 +1,1 @@
-"""The native helper in Python: used where C was not compiled, and the reference of the tests."""
+"""Python twin of the native helper: used without a compiler, and the reference of the tests."""

@@ -1,17 +1,16 @@
-"""The pure-Python twin of the compiled helper: same signatures, same results. Tests compare the two.
+"""Pure-Python twin of the compiled helper: same signatures, same results. Tests compare the two.
 
-All functions are exported here; in this file are CRC-32, XXH64, SHA-256 and HTTP headers. The others:
+All functions are exported here. This file contains CRC-32, XXH64, SHA-256 and HTTP headers; the others are in:
 
 =============  ===================================================================================
 ``segments``   packets: verify, place payloads; MACs
 ``relay``      packets in transit
 ``runs``       runs of packets as receive offload delivers them: a client's answers, a satellite's plain GETs and SETs
-``udp``        batched socket calls, small packets
-``streams``    values from stream sockets
-``blocks``     which blocks an index knows
-``prefix``     which servers hold which blocks of prompts
-``queues``     prefills sent to servers, and when they end
-``ttft``       estimates of the time to a first token
+``sockets``    batched socket calls, small packets; values from stream sockets
+``blocks``     blocks that an index knows
+``prefix``     servers that hold blocks of prompts
+``queues``     prefills sent to servers, and their ends
+``ttft``       estimates of the time to first token
 =============  ===================================================================================
 """
 
@@ -100,7 +99,6 @@ __all__ = [
     "value_refs",
     "verify_segments",
 ]
-"""The functions and classes that the compiled helper provides, too."""
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -109,21 +107,20 @@ if TYPE_CHECKING:
     Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
-# CRC-32 of zlib and Ethernet (reflected polynomial 0xEDB88320). Combining follows from linearity: the CRC of ``a + b``
-# is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial, plus (XOR) that of ``b``.
+# CRC-32 of zlib and Ethernet (reflected polynomial 0xEDB88320). Combining follows from linearity: the CRC of ``a +
+# b`` is the CRC of ``a`` multiplied by ``x**(8*len(b))`` modulo the polynomial, plus (XOR) the CRC of ``b``.
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
-"""The polynomial 1: bit 31 is the coefficient of x**0 in the reflected representation."""
+"""Polynomial 1: bit 31 is the coefficient of x**0."""
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
-    """CRC-32 of ``data``, continued from ``value``; what ``zlib.crc32`` gives."""
     return zlib.crc32(data, value)
 
 
 def _multiply(a: int, b: int) -> int:
-    """Product of two reflected polynomials modulo the CRC's."""
+    """Return the product of two reflected polynomials modulo the CRC's polynomial."""
     product = 0
     while a:
         if a & _ONE:
@@ -135,7 +132,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_of(length_bytes: int) -> int:
-    """``x**(8*length_bytes)`` modulo the polynomial: the factor of a CRC for appending that many bytes."""
+    """Return ``x**(8*length_bytes)`` modulo the polynomial: the factor for appending that many bytes."""
     result, square = _ONE, _ONE >> 8
     while length_bytes:
         if length_bytes & 1:
@@ -147,20 +144,20 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """The same multiplication as four tables of 256, one per byte: four lookups instead of 32 steps."""
+    """Return the same multiplication as four tables, per byte: four lookups instead of 32 steps."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 
 
 def crc32_combine(crc1: int, crc2: int, len2: int) -> int:
-    """CRC-32 of ``a + b`` from the CRC of ``a``, the CRC of ``b`` and ``len(b)``, without the bytes."""
+    """Return the CRC-32 of ``a + b`` from the CRCs of ``a`` and ``b``, and ``len(b)``."""
     if len2 < 0:
         raise ValueError(f"length {len2}: expected 0 or more")
     return _multiply(crc1 & 0xFFFFFFFF, _shift_of(len2)) ^ crc2 & 0xFFFFFFFF
 
 
 def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
-    """CRC-32 of each ``chunk_bytes`` of ``value`` in turn, the last maybe shorter; none for no bytes."""
+    """Return the CRC-32 of each ``chunk_bytes`` of ``value``, the last maybe shorter."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     view = memoryview(value).cast("B")
@@ -169,7 +166,7 @@ def crc32_chunks(value: Buffer, chunk_bytes: int) -> Crcs:
 
 
 def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
-    """CRC-32 of a value of ``value_bytes`` from the CRCs of its chunks (native-endian uint32, in order)."""
+    """Return the CRC-32 of a value from the CRCs of its chunks (native-endian uint32, in order)."""
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: expected 1 or more")
     parts = memoryview(crcs).cast("B").cast("I").tolist()
@@ -177,20 +174,20 @@ def crc32_join(crcs: Buffer, chunk_bytes: int, value_bytes: int) -> int:
         raise ValueError(f"{len(parts)} CRCs for {value_bytes} bytes in chunks of {chunk_bytes}: the count disagrees")
     if not parts:
         return 0
-    whole = parts[0]
+    crc = parts[0]
     if len(parts) > 2:
         t0, t1, t2, t3 = _shift_tables(chunk_bytes)
         for part in parts[1:-1]:
-            whole = t0[whole & 255] ^ t1[whole >> 8 & 255] ^ t2[whole >> 16 & 255] ^ t3[whole >> 24] ^ part
+            crc = t0[crc & 255] ^ t1[crc >> 8 & 255] ^ t2[crc >> 16 & 255] ^ t3[crc >> 24] ^ part
     if len(parts) > 1:
-        whole = crc32_combine(whole, parts[-1], value_bytes - (len(parts) - 1) * chunk_bytes)
-    return int(whole)
+        crc = crc32_combine(crc, parts[-1], value_bytes - (len(parts) - 1) * chunk_bytes)
+    return int(crc)
 
 
-# XXH64 over the blocks of a prompt, with the xxhash library where it is installed.
+# XXH64 over the blocks of a prompt, with the xxhash library if it is installed.
 #
 # A *chained* hash names a block and all before it: ``h_i = XXH64(block_i || h_{i-1} as 8 bytes, little-endian)``, and
-# ``h_{-1}`` is the seed. So a chain is continued with its last hash as the seed of what follows. XXH64 is fast and not
+# ``h_{-1}`` is the seed. So a chain is continued with its last hash as the next seed. XXH64 is fast and not
 # cryptographic: a client can construct two prompts with equal hashes. A router then sends a request to a server that
 # does not hold its prefix, which costs time; an engine's answers do not depend on the hashes.
 
@@ -212,7 +209,6 @@ def _mixed(lane: int, word: int) -> int:
 
 
 def xxh64(data: bytes, seed: int = 0) -> int:
-    """XXH64 of ``data``, by its specification."""
     at, size = 0, len(data)
     if size >= _STRIPE_BYTES:
         lanes = [seed + _PRIME_1 + _PRIME_2 & _MASK, seed + _PRIME_2 & _MASK, seed, seed - _PRIME_1 & _MASK]
@@ -247,50 +243,49 @@ try:
     import xxhash
 
     _hash = xxhash.xxh64_intdigest
-except ImportError:  # ours is slower
+except ImportError:  # our own xxh64 is slower
     pass
 
 
 def _blocks(data: Buffer, block_bytes: int) -> list[bytes]:
     if block_bytes < 1:
         raise ValueError(f"blocks of {block_bytes} bytes: expected 1 or more")
-    whole = bytes(memoryview(data).cast("B"))
-    return [whole[at : at + block_bytes] for at in range(0, len(whole) - block_bytes + 1, block_bytes)]
+    raw = bytes(memoryview(data).cast("B"))
+    return [raw[at : at + block_bytes] for at in range(0, len(raw) - block_bytes + 1, block_bytes)]
 
 
 def chain_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """Chained hashes of the whole blocks of ``data`` (uint64, maybe read-only); a rest is left out.
-
-    ``seed`` (its lower 64 bits) stands for everything before the first block.
+    """Return the chained hashes of the whole blocks of ``data`` (uint64, maybe read-only), without an incomplete block.
+    ``seed`` (its lower 64 bits) stands for everything before.
     """
-    previous, found = seed & _MASK, []
+    previous, hashes = seed & _MASK, []
     for block in _blocks(data, block_bytes):
         previous = _hash(block + previous.to_bytes(8, "little"), 0)
-        found.append(previous)
-    return np.array(found, dtype=np.uint64)
+        hashes.append(previous)
+    return np.array(hashes, dtype=np.uint64)
 
 
 def piece_hashes(data: Buffer, block_bytes: int, seed: int) -> Hashes:
-    """XXH64 of each whole block of ``data`` by itself, seeded (uint64, maybe read-only); a rest is left out."""
+    """Return the seeded XXH64 of each whole block by itself."""
     return np.array([_hash(block, seed & _MASK) for block in _blocks(data, block_bytes)], dtype=np.uint64)
 
 
 def chain_sha256(data: Buffer, block_bytes: int, seed: bytes) -> list[bytes]:
-    """Chained SHA-256 of the whole blocks of ``data``: each of the digest before it (first ``seed``) and the block.
+    """Return the chained SHA-256 of the whole blocks: each of the previous digest (first ``seed``) and the block.
 
-    A rest is left out. Raises ValueError for blocks of no bytes and a seed that is not of 32.
+    Raises ValueError for blocks of no bytes and a seed that has not 32 bytes.
     """
     if len(seed) != hashlib.sha256().digest_size:
         raise ValueError(f"a seed of {len(seed)} bytes: expected 32")
-    previous, found = seed, []
+    previous, digests = seed, []
     for block in _blocks(data, block_bytes):
         previous = hashlib.sha256(previous + block).digest()
-        found.append(previous)
-    return found
+        digests.append(previous)
+    return digests
 
 
 def pack_tokens(tokens: object) -> bytes | None:
-    """A list or tuple of plain ``int`` in 0 .. 2^32-1 as unsigned 32-bit little-endian; None for anything else."""
+    """Pack a list or tuple of plain ``int`` as unsigned 32-bit little-endian; None for anything else."""
     if not (type(tokens) is list or type(tokens) is tuple) or set(map(type, tokens)) - {int}:
         return None
     try:
@@ -304,7 +299,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """The first value of each header name; names in lower case, in the order of their first occurrence."""
+    """Return the first value of each header name, names in lower case, in order."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -312,7 +307,7 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
-    """Header lines with their ends, without those whose names, in lower case, are ``left_out``."""
+    """Return header lines with line ends, without lower-case names in ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:
@@ -321,7 +316,7 @@ def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
 
 
 def pairs_into(headers: list[tuple[bytes, bytes]]) -> Callable[[bytes, bytes], None]:
-    """A parser's callback, which appends each name with its value. Compiled, it takes no step in Python."""
+    """Return a parser's callback that appends name and value. The compiled callback runs no Python."""
 
     def append_pair(name: bytes, value: bytes) -> None:
         headers.append((name, value))
@@ -333,26 +328,26 @@ _JSON_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{},]', re.DOTALL)
 
 
 def json_counts(text: Buffer) -> tuple[int, int, int, int, int]:
-    """What a JSON text holds: lists and objects, texts (names, too), commas, commas of the outermost list, and where
-    the first item of that one ends (0: there is none).
+    """Count the parts of a JSON text: lists and objects, texts (with names), commas, commas of the outermost list, and
+    the end of that list's first item (0: none).
 
-    Nothing is decoded, and what is no JSON is counted all the same. A long text is counted while other threads run.
+    Nothing is decoded or checked. A long text is counted while other threads run.
     """
     lists = texts = commas = items = first_end = depth = 0
-    for found in _JSON_MARKS.finditer(text):
-        mark = found[0][:1]
+    for match in _JSON_MARKS.finditer(text):
+        mark = match[0][:1]
         if mark == b'"':
             texts += 1
         elif mark in b"[{":
             lists, depth = lists + 1, depth + 1
         elif mark in b"]}":
             if depth == 1 and not first_end:
-                first_end = found.start()
+                first_end = match.start()
             depth -= 1
         else:
             commas += 1
             if depth == 1:
-                items, first_end = items + 1, first_end or found.start()
+                items, first_end = items + 1, first_end or match.start()
     return lists, texts, commas, items, first_end
 
 
@@ -362,28 +357,28 @@ _PLAIN = re.compile(rb'[^\x00-\x1f\x80-\xff\\"]*')
 
 
 def cut_texts(text: bytes) -> tuple[bytes, dict[int, bytes]]:
-    """A request's body with its long texts emptied, and these: the ``prompt`` by -1, the ``content`` of messages by
-    their numbers. So little is left to decode.
+    """Cut long texts out of a request's body, so that little is left to decode. Return the body with these emptied, and
+    the texts: the ``prompt`` by -1, the ``content`` of messages by number.
 
-    A text of 512 bytes and more is cut out if its bytes stand for themselves: ASCII without escapes. The rest is JSON
+    A text is cut out from 512 bytes on if its bytes stand for themselves: ASCII without escapes. The remainder is JSON
     if and only if ``text`` is.
     """
     cuts = _long_texts(text)
-    rest, texts, at = b"", {}, 0
+    remainder, texts, at = b"", {}, 0
     for number, begin, end in cuts:
-        rest, texts[number], at = rest + text[at:begin], text[begin:end], end
-    return (rest + text[at:], texts) if cuts else (text, texts)
+        remainder, texts[number], at = remainder + text[at:begin], text[begin:end], end
+    return (remainder + text[at:], texts) if cuts else (text, texts)
 
 
 def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
-    """Number, begin and end of each. None where a field comes twice, or a name is escaped: only a decoder knows which
-    one counts.
+    """Return number, begin and end of each long text; empty if a field occurs twice, or a name is escaped: only a
+    decoder knows which occurrence counts.
     """
     cuts: list[tuple[int, int, int]] = []
     fields: set[tuple[int, bytes]] = set()
     depth, number, at, in_messages = 0, _OF_PROMPT, 0, False
-    while found := _JSON_MARKS.search(text, at):
-        mark, at = found[0], found.end()
+    while match := _JSON_MARKS.search(text, at):
+        mark, at = match[0], match.end()
         if mark in (b"[", b"{"):
             depth += 1
             number += in_messages and depth == 3
@@ -406,16 +401,16 @@ def _long_texts(text: bytes) -> list[tuple[int, int, int]]:
                 in_messages = text[at : at + 1] == b"["
             elif text[at : at + 1] == b'"' and (value := _JSON_MARKS.match(text, at)):
                 begin, at = at + 1, value.end()
-                plain = _PLAIN.match(text, begin)
-                assert plain is not None
-                end = plain.end()
+                ascii_run = _PLAIN.match(text, begin)
+                assert ascii_run is not None
+                end = ascii_run.end()
                 if end - begin >= _LEAST_TEXT_BYTES and text[end : end + 1] == b'"' and len(cuts) < _MOST_CUTS:
                     cuts.append((field[0], begin, end))
     return cuts
 
 
 def read_cached(path: str, head: bytearray | memoryview, out: bytearray | memoryview) -> int | None:
-    """Fill ``head``, then ``out``, from the beginning of a plain file, with what the kernel has in memory; returns the
-    number of bytes. None: that takes waiting for the disk. The twin always says so, since Python's ``open`` waits.
+    """Fill ``head``, then ``out``, from the start of a plain file in the page cache; return the number of bytes, or
+    None if that would block on the disk. The twin always returns None: Python's ``open`` blocks.
     """
     return None

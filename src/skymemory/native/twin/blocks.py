@@ -1,11 +1,11 @@
-"""``BlockTable``: the blocks of a radix index by their hashes, each with a packed row and the block before it.
+"""``BlockTable``: the blocks of a radix index by hash, each with a packed row and the previous block.
 
-A block's hash names all blocks before it, so no edges are compared: one lookup finds a block, and ``parent`` leads
-back along its prompt. A block that is named as a parent but is not there has no row; it is forgotten with the last
-block behind it. Depth is the number of blocks before a block: all that is known about one block must agree on it.
+A block's hash names all blocks before it, so no edges are compared: a single lookup finds a block, and ``parent`` leads
+back along its prompt. A block named as a parent but absent has no row; it is forgotten with its last child. Depth is
+the number of blocks before a block: all that is known about a block must agree on it.
 
-Rows are those of ``skymemory.index.radix``; here only two of their fields matter, the value's bytes and the number of
-its group. Records are those of ``skymemory.index.journal``.
+Rows are those of ``skymemory.index.radix``, of which only the value's bytes and the group number matter here. Records
+are those of ``skymemory.index.journal``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ADD_HEAD = struct.Struct("<III32s")
 _MARKER, _ADD, _REMOVE = 0x5B, 1, 2
 
 NumbersOf = Callable[[bytes, int, bool], Sequence[int]]
-"""Numbers of the groups that a record packs: (their bytes, how many, whether they give the size of chunks)."""
+"""Callback for the group numbers that a record packs: (their bytes, count, True if with the chunk size)."""
 Visit = Callable[[int, "bytes | None", bytes, bytes, list[int]], object]
 
 
@@ -41,20 +41,19 @@ class _Block:
         self.parent: bytes | None = None
         self.children = 0
         self.row: bytes | None = None
-        """None: it is not there, but blocks behind it are."""
+        """None if the block is absent but has children."""
 
 
 class BlockTable:
-    """Not thread-safe. Only ``bytes`` of 32 are found; other keys are absent."""
+    """Table of blocks. Not thread-safe. Only ``bytes`` of length 32 are found."""
 
     def __init__(self) -> None:
         self.capacity_bytes = math.inf
-        """Of the memory that the values are in, for ``held``."""
+        """Memory size of the values, for ``held``."""
         self._changes = 0
         self.clear()
 
     def clear(self) -> None:
-        """Remove everything."""
         self._changes += 1
         self._blocks: dict[bytes, _Block] = {}
         self._present = 0
@@ -64,9 +63,9 @@ class BlockTable:
         return self._present
 
     def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
-        """Enter a chain, whose first block is at depth ``start`` behind ``parent`` (None exactly at depth 0), with the
-        table's own numbers of groups; rows of blocks that are there are replaced. Returns how many are new; None, and
-        nothing is changed, where the chain contradicts itself or what is known.
+        """Enter a chain with the table's own group numbers. Its first block is at depth ``start`` after ``parent``
+        (None exactly at depth 0); rows of present blocks are replaced. Return the number of new blocks; None, with no
+        change, if the chain contradicts itself or the table.
         """
         keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
         if len(keys) != len(packed):
@@ -106,7 +105,7 @@ class BlockTable:
         return self._present - before
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; False if it is not there. Those behind it stay, out of reach until it is entered again."""
+        """Remove a block; False if absent. Its successors stay, unreachable until it is entered again."""
         block = self._block(key)
         if block is None or block.row is None:
             return False
@@ -124,12 +123,10 @@ class BlockTable:
         return True
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The row of each key; None where it is not there."""
         blocks = [self._block(key) for key in keys]
         return [None if block is None else block.row for block in blocks]
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are all there."""
         for at, key in enumerate(keys):
             block = self._block(key)
             if block is None or block.row is None:
@@ -137,28 +134,27 @@ class BlockTable:
         return len(keys)
 
     def place(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Depth of a block and the hash before it; None if it is not there."""
+        """Return a block's depth and the previous hash; None if absent."""
         block = self._block(key)
         return None if block is None or block.row is None else (block.depth, block.parent)
 
     def below(self, key: bytes) -> int | None:
-        """The depth of the blocks behind one that is not there; None where there are none, or it is there."""
+        """Return the depth of an absent block's children; None if it has none, or is present."""
         block = self._block(key)
         return None if block is None or block.row is not None else block.depth + 1
 
     def held(self) -> list[float]:
-        """By number of group: bytes of the values that are there. A value counts the less the more was entered after
-        it: exponentially, by ``capacity_bytes``.
+        """Return the bytes of the values present, by group number. Values fade exponentially, by ``capacity_bytes``, as
+        later values are entered.
         """
         return list(self._held)
 
     def items(self) -> list[tuple[bytes, int, int]]:
-        """Key, depth and number of group of every block, in no order."""
         return [(key, self._blocks[key].depth, _SIZE_AND_GROUP.unpack(row)[1]) for key, row in self._there()]
 
     def runs(self, visit: Visit) -> None:
-        """Call ``visit(start, parent, hashes, rows, groups)`` for every run, a chain that is as long as can be. Its
-        rows name groups by their places in ``groups``, the numbers that occur. It must not change the table.
+        """Call ``visit(start, parent, hashes, rows, groups)`` for every run, a chain of maximum length. Rows name
+        groups by position in ``groups``. ``visit`` must not change the table.
         """
         follows: dict[bytes, bytes] = {}
         heads = []
@@ -185,8 +181,8 @@ class BlockTable:
                 raise RuntimeError("the table was changed while its runs were visited")
 
     def replay(self, data: Buffer, at: int, numbers_of: NumbersOf) -> int:
-        """Apply the records in ``data`` from ``at`` on that add or remove blocks, up to the first that is incomplete,
-        damaged, of another kind, or that contradicts what is known; returns where that begins.
+        """Apply the records from ``at`` on that add or remove blocks, up to the first that is incomplete, damaged, of
+        another kind, or contradicts the table; return its offset.
         """
         view = memoryview(data).cast("B")
         if not 0 <= at <= len(view):
@@ -234,11 +230,10 @@ class BlockTable:
                 yield key, block.row
 
     def _count(self, row: bytes, sign: int) -> None:
-        """The value of a row is there, or is no longer."""
         size_bytes, number = _SIZE_AND_GROUP.unpack(row)
         if sign > 0 and self.capacity_bytes < math.inf:
             fade = math.exp(-size_bytes / self.capacity_bytes)
-            self._held = [its * fade for its in self._held]
+            self._held = [group_bytes * fade for group_bytes in self._held]
         self._held += [0.0] * (number + 1 - len(self._held))
         self._held[number] = max(0.0, self._held[number] + sign * size_bytes)
 

@@ -1,9 +1,10 @@
-"""Tables of the blocks that servers hold: ``PrefixTable`` believes (LRU), ``HolderTable`` follows engines' events.
+"""Tables of the blocks that servers hold: ``PrefixTable`` estimates them (LRU), ``HolderTable`` follows engines'
+events.
 
-Blocks are uint64 chained hashes (``backend.chain_hashes``): one names all before it. Servers are *slots*, small
-numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, in the order of their last use.
-Learning a chain uses its blocks from the last to the first, so that a block is always used after those behind it, and
-evicting the least recently used never takes the head of a prefix before its end: a slot's blocks are *prefix-closed*.
+Blocks are uint64 chained hashes (``backend.chain_hashes``), each naming all blocks before it. Servers are *slots*,
+small numbers. In a ``PrefixTable`` each slot has a shelf of at most ``capacity`` blocks, by last use. Learning a chain
+uses its blocks from the last to the first, so evicting the least recently used never takes the head of a prefix before
+its end: a slot's blocks are *prefix-closed*.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 MAX_CAPACITY = 1 << 28
 _ROW = struct.Struct("=QII")
-"""A block in a dump: its hash, the place of its parent in the same dump, and four zero bytes."""
+"""Block in a dump: hash, position of its parent in the dump, four zero bytes."""
 _NO_PARENT = 0xFFFFFFFF
 
 
 class PrefixTable:
-    """``capacity``: blocks per slot, unless ``set_capacity`` changes it.
+    """Estimated blocks per slot, at most ``capacity``, unless ``set_capacity`` changes it.
 
-    ``secret`` (odd) makes the hash table's buckets unpredictable: else a client could choose prompts that share a
-    bucket, and make the table slow. The twin's dictionaries do not use it.
+    ``secret`` (odd) makes the hash table's buckets unpredictable: otherwise a client could choose prompts that share a
+    bucket, and make it slow. The twin does not use it.
     """
 
     def __init__(self, capacity: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -41,32 +42,32 @@ class PrefixTable:
         self._changes = 0
         self._own: dict[int, int] = {}
         self._holders: dict[int, int] = {}
-        """Bit ``slot`` for each block that a slot holds; no block without a bit."""
+        """Slots that hold each block, as bits; no block without any."""
         self._shelves: dict[int, OrderedDict[int, int | None]] = {}
-        """Each block's parent, by block, the one last used last."""
+        """Parent of each block per slot, the last used block last."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Number of leading blocks that each of ``slots`` holds. Does not count as a use."""
-        # Sets of slots are bits of an integer. ``left`` are those that hold every block so far: a slot that lacks one
-        # holds none behind it (prefix-closed), so its depth is settled there.
+        """Return the number of leading blocks that each slot holds; not a use."""
+        # Sets of slots are bits of an integer. ``remaining`` are the slots that hold every block so far: a slot that
+        # lacks a block holds none after it (prefix-closed), so its depth is known then.
         depths = dict.fromkeys(slots, 0)
-        left = 0
+        remaining = 0
         for slot in depths:
             check_slot(slot)
-            left |= 1 << slot
+            remaining |= 1 << slot
         hashes = hashes_of(blocks)
         for at, block in enumerate(hashes):
-            still = left & self._holders.get(block, 0)
-            if still != left:
-                depths.update(dict.fromkeys(_slots(left ^ still), at))
-                left = still
-                if not left:
+            still = remaining & self._holders.get(block, 0)
+            if still != remaining:
+                depths.update(dict.fromkeys(_slots(remaining ^ still), at))
+                remaining = still
+                if not remaining:
                     break
-        depths.update(dict.fromkeys(_slots(left), len(hashes)))
+        depths.update(dict.fromkeys(_slots(remaining), len(hashes)))
         return [depths[slot] for slot in slots]
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """``slot`` holds this chain now, and uses it; evicts beyond its capacity, least recently used first."""
+        """Record that ``slot`` holds and uses this chain; evict beyond its capacity, least recently used first."""
         check_slot(slot)
         self._changes += 1
         capacity = self.capacity(slot)
@@ -79,22 +80,21 @@ class PrefixTable:
         self._trim(slot, capacity)
 
     def drop(self, slot: int, block: int) -> int:
-        """``slot`` holds neither ``block`` nor anything behind it; returns the number of removed blocks."""
+        """Remove ``block`` and its successors from ``slot``; return the number removed."""
         check_slot(slot)
         self._changes += 1
         shelf = self._shelves.get(slot)
         if shelf is None or block not in shelf:
             return 0
-        gone: set[int] = set()
+        removed: set[int] = set()
         for key in reversed(shelf):  # a parent was used after its children
-            if key == block or shelf[key] in gone:
-                gone.add(key)
-        for key in gone:
+            if key == block or shelf[key] in removed:
+                removed.add(key)
+        for key in removed:
             self._take_away(slot, key)
-        return len(gone)
+        return len(removed)
 
     def forget(self, slot: int) -> None:
-        """Remove all blocks of ``slot``, and reset its capacity."""
         check_slot(slot)
         self._changes += 1
         self._trim(slot, 0)
@@ -102,7 +102,6 @@ class PrefixTable:
         self._own.pop(slot, None)
 
     def set_capacity(self, slot: int, capacity: int) -> None:
-        """Limit ``slot`` to ``capacity`` blocks from now on."""
         check_slot(slot)
         _check_capacity(capacity)
         self._changes += 1
@@ -114,33 +113,32 @@ class PrefixTable:
         return self._own.get(slot, self._capacity)
 
     def held(self, slot: int) -> int:
-        """Blocks that ``slot`` holds."""
         check_slot(slot)
         return len(self._shelves.get(slot, ()))
 
     def blocks(self) -> int:
-        """Number of different blocks, over all slots."""
+        """Return the number of different blocks over all slots."""
         return len(self._holders)
 
     def changes(self) -> int:
-        """A number that differs after every change: earlier matches may be stale."""
+        """Return a number that differs after every change."""
         return self._changes
 
     def dump(self, slot: int) -> bytes:
-        """The blocks of ``slot``, last used first: per block (16 bytes) its hash, its parent's place and zero."""
+        """Return the blocks of ``slot``, last used first: hash, parent's position and zero, 16 bytes per block."""
         check_slot(slot)
         places: dict[int, int] = {}
         rows = []
-        for place, (key, parent) in enumerate(reversed(self._shelves.get(slot, OrderedDict()).items())):
-            places[key] = place
+        for position, (key, parent) in enumerate(reversed(self._shelves.get(slot, OrderedDict()).items())):
+            places[key] = position
             rows.append(_ROW.pack(key, _NO_PARENT if parent is None else places.get(parent, _NO_PARENT), 0))
         return b"".join(rows)
 
     def load(self, slot: int, dump: Buffer) -> None:
-        """Replace the blocks of ``slot`` by those of ``dump``, up to its capacity the most recently used ones.
+        """Replace the blocks of ``slot`` by the most recently used of ``dump``, up to its capacity.
 
         Raises:
-            ValueError: bytes that no ``dump`` gives. The slot holds nothing then.
+            ValueError: bytes that no ``dump`` returns. The slot holds nothing then.
         """
         check_slot(slot)
         self._changes += 1
@@ -151,8 +149,8 @@ class PrefixTable:
         rows = list(_ROW.iter_unpack(raw))
         if len({key for key, _, _ in rows}) != len(rows):
             raise ValueError("a dump that has a block twice")
-        for place, (_, parent, _) in enumerate(rows):
-            if parent != _NO_PARENT and parent >= place:
+        for position, (_, parent, _) in enumerate(rows):
+            if parent != _NO_PARENT and parent >= position:
                 raise ValueError("a dump that has a block before its parent")
         shelf = self._shelves.setdefault(slot, OrderedDict())
         for key, parent, _ in reversed(rows[: self.capacity(slot)]):
@@ -166,9 +164,9 @@ class PrefixTable:
 
     def _take_away(self, slot: int, block: int) -> None:
         del self._shelves[slot][block]
-        left = self._holders[block] & ~(1 << slot)
-        if left:
-            self._holders[block] = left
+        holders = self._holders[block] & ~(1 << slot)
+        if holders:
+            self._holders[block] = holders
         else:
             del self._holders[block]
 
@@ -184,8 +182,8 @@ _MASK = (1 << 64) - 1
 
 
 class HolderTable:
-    """The blocks of each slot and medium (a number below ``MAX_MEDIA``). They come and go one by one, in any order, by
-    engines' events: a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
+    """Blocks of each slot and medium (below ``MAX_MEDIA``). Engines' events add and remove single blocks in any order,
+    so a slot may hold a block without its prefix. ``secret``: as in ``PrefixTable``.
     """
 
     def __init__(self, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -194,32 +192,28 @@ class HolderTable:
         if not secret & 1:
             raise ValueError("the secret of a table must be odd")
         self._media: list[dict[int, int]] = [{} for _ in range(MAX_MEDIA)]
-        """Per medium, for each block, the slots that hold it as bits; no block without a bit."""
+        """Slots that hold each block, as bits, per medium; no block without any."""
 
     def add(self, medium: int, slot: int, block: int) -> None:
-        """``slot`` holds the block in that medium. May be repeated."""
         _check(medium, slot, block)
-        held = self._media[medium]
-        held[block] = held.get(block, 0) | 1 << slot
+        holders = self._media[medium]
+        holders[block] = holders.get(block, 0) | 1 << slot
 
     def take(self, medium: int, slot: int, block: int) -> None:
-        """It no longer holds it there, if it did."""
         _check(medium, slot, block)
-        held = self._media[medium]
-        left = held.get(block, 0) & ~(1 << slot)
-        if left:
-            held[block] = left
+        holders = self._media[medium]
+        others_bits = holders.get(block, 0) & ~(1 << slot)
+        if others_bits:
+            holders[block] = others_bits
         else:
-            held.pop(block, None)
+            holders.pop(block, None)
 
     def add_all(self, medium: int, slot: int, blocks: Buffer) -> None:
-        """``add`` of each."""
         _check(medium, slot, 0)
         for block in hashes_of(blocks):
             self.add(medium, slot, block)
 
     def take_all(self, medium: int, slot: int, blocks: Buffer) -> None:
-        """``take`` of each."""
         _check(medium, slot, 0)
         for block in hashes_of(blocks):
             self.take(medium, slot, block)
@@ -227,8 +221,8 @@ class HolderTable:
     def match(
         self, blocks: Buffer, slots: Sequence[int], media: Sequence[tuple[int, float]]
     ) -> tuple[list[int], list[float]]:
-        """How many blocks from the first on, without a gap, each of ``slots`` holds in any of ``media``; and what
-        they count: each the weight of the first of ``media`` that has it.
+        """Return, per slot, the number of leading blocks without a gap in any of ``media``, and their weight: each
+        block has the weight of the first of ``media`` that has it.
         """
         for slot in slots:
             _check(0, slot, 0)
@@ -236,35 +230,34 @@ class HolderTable:
             raise ValueError(f"{len(media)} media: expected at most {MAX_MEDIA}")
         for medium, _ in media:
             _check(medium, 0, 0)
-        # Here a slot may hold a block without those before it, so the walk goes block by block, in runs of equal
-        # holders. ``left``: slots without a gap so far. ``still``: of these, those that have this run in a medium
-        # looked at so far; a block in several media counts for the first only.
+        # A slot may hold a block without those before it, so the walk goes block by block, in runs of equal holders.
+        # ``remaining``: slots without a gap so far. ``still``: of these, the slots that have this run in a medium
+        # examined so far; a block in several media counts only for the first.
         depths = dict.fromkeys(slots, 0)
         counts = [dict.fromkeys(slots, 0) for _ in media]
-        left, at = 0, 0
+        remaining, at = 0, 0
         for slot in depths:
-            left |= 1 << slot
+            remaining |= 1 << slot
         for holders, run in self._runs(blocks, [medium for medium, _ in media]):
             still = 0
-            for count, held in zip(counts, holders, strict=True):
-                here = held & left & ~still
-                still |= here
-                for slot in _slots(here):
+            for count, medium_holders in zip(counts, holders, strict=True):
+                fresh_slots = medium_holders & remaining & ~still
+                still |= fresh_slots
+                for slot in _slots(fresh_slots):
                     count[slot] += run
-            depths.update(dict.fromkeys(_slots(left & ~still), at))
-            left = still
-            if not left:
+            depths.update(dict.fromkeys(_slots(remaining & ~still), at))
+            remaining = still
+            if not remaining:
                 break
             at += run
-        depths.update(dict.fromkeys(_slots(left), at))
+        depths.update(dict.fromkeys(_slots(remaining), at))
         weights = [weight for _, weight in media]
         sums = [sum(weight * count[slot] for weight, count in zip(weights, counts, strict=True)) for slot in slots]
         return [depths[slot] for slot in slots], [float(total) for total in sums]
 
     def _runs(self, blocks: Buffer, media: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Holders per medium, and how many blocks in a row have the same: a prompt has few such runs.
-
-        In pieces, since most prompts are known to a part only.
+        """Yield the holders per medium, and the number of consecutive blocks with these holders: few per prompt. In
+        pieces, because most prompts are known only in part.
         """
         hashes = hashes_of(blocks)
         for begin in range(0, len(hashes), _RUN_BLOCKS):
@@ -275,7 +268,7 @@ class HolderTable:
                 yield holders, sum(1 for _ in run)
 
     def blocks(self) -> int:
-        """Number of different blocks, summed over the media."""
+        """Return the number of different blocks, summed over the media."""
         return sum(map(len, self._media))
 
 

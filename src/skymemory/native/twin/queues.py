@@ -1,10 +1,10 @@
-"""Work in progress at servers: ``PrefillQueues`` estimates how long a request would wait; ``UnderWay`` knows which
-prompts are being computed.
+"""Work in progress at servers: ``PrefillQueues`` estimates a request's wait; ``UnderWay`` knows which prompts are being
+computed.
 
-A *queue* has the requests that we sent to a slot and that have no first byte yet, with an estimate of their progress.
-The end of a prefill is visible if its answer streams. If the answer comes whole it is not: such a request is *unseen*,
-and believed to end when its estimated work is done, or when the server reports fewer waiting requests than we count, or
-at the latest when its answer, or that of a later request, arrives.
+A *queue* has the requests that this router sent to a slot and that have no first byte yet, with an estimate of their
+progress. The end of a prefill is visible if its answer streams. Otherwise the request is *unseen*: it is assumed to end
+when its estimated work is done, or when the server reports fewer waiting requests than are counted here, or at the
+latest when its answer, or a later request's answer, arrives.
 
 Servers are objects with ``slot`` and ``reported``: None, or an object with ``at_s`` and ``waiting`` that never changes.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 STALE_S = 5.0
-"""An older report is ignored."""
+"""Age from which a report is ignored."""
 
 
 class Report(Protocol):
@@ -42,45 +42,44 @@ class Server(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """A prefill that was sent; ``work_s`` is its estimated duration, alone."""
+    """Sent prefill; ``work_s`` is its estimated duration, alone."""
 
     work_s: float
     routed_s: float
     drain_s: float
-    """In a pipeline of machines: the next prefill begins after ``work_s``, and this one ends ``drain_s`` later."""
+    """Pipeline of machines: the next prefill begins after ``work_s``; this prefill ends ``drain_s`` later."""
     unseen: bool
-    """Its end is not visible."""
 
 
 @dataclass(slots=True)
 class _Queue:
     waiting: dict[int, _Prefill] = field(default_factory=dict)
-    """By ticket, in the order of sending; the first is the one being computed."""
+    """Prefills by ticket, in the order of sending; the first is being computed."""
     rest_s: float = 0.0
     """Work of all but the first."""
     first_s: float = 0.0
     """Work of the first."""
     drain_s: float = 0.0
-    """Of the first."""
+    """``drain_s`` of the first."""
     since_s: float = 0.0
-    """When the first began."""
+    """Start of the first."""
     others: tuple[float, float] = (-1.0, 0.0)
-    """The time of a report, and the number of waiting requests in it that we did not send."""
+    """Time of a report, and its waiting requests of other routers."""
     ended: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times of sending and ending of those that have ended recently."""
+    """Times of sending and ending of recently ended prefills."""
     guessed: bool = False
-    """Whether the last end was believed, not seen."""
+    """True if the last end was assumed, not seen."""
     unseen: int = 0
-    """Of those that wait."""
+    """Unseen prefills in ``waiting``."""
     believed_s: float = -1.0
-    """The time of the report that was last compared with the queue."""
+    """Time of the report last compared with the queue."""
 
 
 class PrefillQueues:
-    """One queue per slot, first come first served.
+    """Queues of prefills, one per slot, first come first served.
 
-    ``overdue``: a prefill that takes longer than estimated is believed to need at least this fraction of its time so
-    far, so that a server that hangs gets ever longer estimates.
+    ``overdue``: a prefill beyond its estimate is assumed to need at least this fraction of its time so far, so that a
+    hanging server gets ever longer estimates.
     """
 
     def __init__(self, overdue: float) -> None:
@@ -91,38 +90,40 @@ class PrefillQueues:
 
     @property
     def usual_s(self) -> float:
-        """The recent duration of a prefill at any server, for requests of other routers. 0: none was sent yet."""
+        """Return the recent duration of a prefill at any server, for other routers' requests; 0 if none was sent
+        yet.
+        """
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Seconds until each server could begin with a request that is sent now."""
+        """Return the seconds until each server could begin with a request."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:
             check_slot(server.slot)
-            # Our own: what the first still needs, and the work of those behind it. A first that is overdue needs at
-            # least a share of its time so far. Then the requests of other routers, by the server's report.
+            # Our own requests: the remaining time of the first, and the work of the others. An overdue first prefill
+            # needs at least a share of its time so far. Then the requests of other routers, by the server's report.
             queue = queues.get(server.slot)
             wait = 0.0
             if queue is not None and queue.unseen:
                 _pass_unseen(queue, server.reported, now_s)
             if queue is not None and queue.waiting:
                 elapsed = now_s - queue.since_s
-                left, least = queue.first_s - elapsed, elapsed * overdue
-                if queue.drain_s:  # a pipeline: those behind it may have begun before its own work is done
-                    least = least if left < -queue.drain_s else -queue.drain_s
-                    wait = max(0.0, queue.rest_s + max(left, least))
+                remaining_s, least = queue.first_s - elapsed, elapsed * overdue
+                if queue.drain_s:  # a pipeline: later prefills may have begun before its own work is done
+                    least = least if remaining_s < -queue.drain_s else -queue.drain_s
+                    wait = max(0.0, queue.rest_s + max(remaining_s, least))
                 else:
-                    wait = queue.rest_s + (left if left > least else least)
+                    wait = queue.rest_s + (remaining_s if remaining_s > least else least)
             report = server.reported
             if report is not None and report.waiting and now_s - report.at_s <= STALE_S:
-                others = float(report.waiting) if queue is None else _of_others(queue, report)
-                wait += others * self._usual_s
+                other_requests = float(report.waiting) if queue is None else _of_others(queue, report)
+                wait += other_requests * self._usual_s
             waits.append(wait)
         return waits
 
     def add(self, slot: int, work_s: float, now_s: float, drain_s: float = 0.0, unseen: bool = False) -> int:
-        """A prefill of ``work_s`` is sent. Returns a ticket for ``remove``, never 0."""
+        """Add a sent prefill; return a ticket for ``remove``, never 0."""
         check_slot(slot)
         queue = self._queues.setdefault(slot, _Queue())
         if queue.unseen:
@@ -138,8 +139,8 @@ class PrefillQueues:
         return self._tickets
 
     def remove(self, slot: int, ticket: int, now_s: float) -> float | None:
-        """It is done, or failed. Seconds that the server had for it: since it was sent, or since the last one ended;
-        None where that did not show.
+        """Remove a done or failed prefill. Return the seconds that the server had for it, since it was sent or since
+        the previous end; None if not visible.
         """
         check_slot(slot)
         queue = self._queues.get(slot)
@@ -151,13 +152,13 @@ class PrefillQueues:
             while ticket in queue.waiting and (first := next(iter(queue.waiting))) != ticket:
                 if not queue.waiting[first].unseen:
                     break
-                _end(queue, first, now_s, guessed=True)  # a later one cannot end before it
+                _end(queue, first, now_s, guessed=True)  # a later prefill cannot end before an earlier one
             if ticket not in queue.waiting:
                 return None
         last_s = queue.ended[-1][1] if queue.ended else prefill.routed_s
-        shown = not prefill.unseen and not (queue.guessed and last_s > prefill.routed_s)
+        is_visible = not prefill.unseen and not (queue.guessed and last_s > prefill.routed_s)
         _end(queue, ticket, now_s, guessed=prefill.unseen)
-        return now_s - max(prefill.routed_s, last_s) if shown else None
+        return now_s - max(prefill.routed_s, last_s) if is_visible else None
 
     def forget(self, slot: int) -> None:
         check_slot(slot)
@@ -165,14 +166,14 @@ class PrefillQueues:
 
 
 def _pass_unseen(queue: _Queue, report: Report | None, now_s: float) -> None:
-    """End the first ones whose end does not show and whose time is over, or that do not wait any more by the report."""
-    # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting than we count. A
-    # report is used once (``believed_s``), else each call would end one more by it.
+    """End the first unseen prefills whose time is over, or that no longer wait by the report."""
+    # Two signs end an unseen prefill: its estimated work is over, or the server reports fewer waiting requests than
+    # are counted here. A report is used once (``believed_s``); otherwise each call would end another prefill by it.
     surplus = 0.0
     if report is not None and queue.believed_s != report.at_s:
         queue.believed_s = report.at_s
         ours = sum(prefill.routed_s <= report.at_s for prefill in queue.waiting.values())
-        surplus = ours - 1 - report.waiting  # one of ours may be the one that is computed
+        surplus = ours - 1 - report.waiting  # one of ours may be the request being computed
     while queue.waiting:
         ticket, first = next(iter(queue.waiting.items()))
         end_s = queue.since_s + first.work_s
@@ -205,7 +206,7 @@ def _end(queue: _Queue, ticket: int, at_s: float, guessed: bool) -> None:
 
 
 def _of_others(queue: _Queue, report: Report) -> float:
-    """Waiting requests in the server's report that we did not send; counted once per report."""
+    """Return the report's waiting requests that this router did not send; counted once per report."""
     at_s = report.at_s
     if queue.others[0] != at_s:
         ours = sum(prefill.routed_s <= at_s for prefill in queue.waiting.values())
@@ -215,19 +216,18 @@ def _of_others(queue: _Queue, report: Report) -> float:
 
 
 Blocks: TypeAlias = "Buffer | NDArray[np.uint64]"
-"""Hashes end to end; arrays are used without a copy, since every request brings one."""
+"""Hashes end to end; arrays are used without a copy."""
 
 MAX_SLOTS = 65_536
 _MASK = (1 << 64) - 1
 
 
 class UnderWay:
-    """Prompts that servers are computing: a chain of blocks is *under way* at a slot from ``add`` to ``drop``, and
-    ``depths`` is how much of another chain is under way at each slot.
+    """Prompts that servers are computing. A chain of blocks is *under way* at a slot from ``add`` to ``drop``.
 
-    ``most_blocks``: blocks of a chain beyond this are ignored. ``secret`` (odd): as in ``PrefixTable``. The compiled
-    table keeps a tree of the chains' common prefixes, so that a call costs as much as a chain has branches; the twin
-    counts block by block. Contradictory chains, which no prompts make, get meaningless answers from both.
+    ``most_blocks``: later blocks of a chain are ignored. ``secret`` (odd): as in ``PrefixTable``. The compiled table
+    keeps a tree of common prefixes, so that a call costs as much as a chain has branches; the twin counts block by
+    block. Contradictory chains, which no prompts produce, get meaningless answers from both.
     """
 
     def __init__(self, most_blocks: int, secret: int = 0x9E3779B97F4A7C15) -> None:
@@ -239,25 +239,22 @@ class UnderWay:
             raise ValueError("the secret of a table must be odd")
         self.most_blocks = most_blocks
         self._open: dict[int, tuple[int, list[int]]] = {}
-        """Slot and blocks, by ticket."""
         self._chains: dict[int, dict[int, int]] = {}
-        """Per block and slot, the number of chains with it; no zeros."""
+        """Number of chains per block and slot; no zeros."""
         self._tickets = self._changes = 0
 
     def __len__(self) -> int:
-        """Chains under way."""
         return len(self._open)
 
     def blocks(self) -> int:
-        """Different blocks under way."""
         return len(self._chains)
 
     def changes(self) -> int:
-        """A number that differs after every change: earlier results may be stale."""
+        """Return a number that differs after every change."""
         return self._changes
 
     def add(self, slot: int, blocks: Blocks) -> int:
-        """The chain is under way at ``slot``. Returns a ticket for ``drop``, never 0."""
+        """Add a chain at ``slot``; return a ticket for ``drop``, never 0."""
         check_slot(slot)
         self._changes += 1
         self._tickets += 1
@@ -268,7 +265,7 @@ class UnderWay:
         return self._tickets
 
     def drop(self, ticket: int) -> None:
-        """That chain is done, or failed. May be repeated."""
+        """Drop a done or failed chain. May be repeated."""
         slot, chain = self._open.pop(ticket, (0, None))
         if chain is None:
             return
@@ -282,37 +279,36 @@ class UnderWay:
                     del self._chains[block]
 
     def forget(self, slot: int) -> None:
-        """Drop every chain at ``slot``."""
         check_slot(slot)
-        for ticket in [ticket for ticket, (where, _) in self._open.items() if where == slot]:
+        for ticket in [ticket for ticket, (ticket_slot, _) in self._open.items() if ticket_slot == slot]:
             self.drop(ticket)
 
     def depths(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Leading blocks of a chain that are under way at each of ``slots``; an empty list if none is anywhere."""
+        """Return the number of leading blocks under way at each slot; empty if no chain is under way at all."""
         for slot in slots:
             check_slot(slot)
-        asked = hashes_of(blocks)
+        hashes = hashes_of(blocks)
         if not self._open:
             return []
-        found = dict.fromkeys(slots, 0)
-        known, at = set(self._chains.get(asked[0], ())) if asked else set[int](), 0
-        # Slots only become fewer along a chain, so equal numbers at both ends mean equal slots between: the places
-        # where one drops out are found by halving.
+        depth_of = dict.fromkeys(slots, 0)
+        known, at = set(self._chains.get(hashes[0], ())) if hashes else set[int](), 0
+        # The set of slots only shrinks along a chain, so equal counts at both ends mean equal slots in between: the
+        # places where a slot drops out are found by bisection.
         while known:
-            low, high = at, len(asked) - 1
+            low, high = at, len(hashes) - 1
             while low < high:
                 middle = (low + high + 1) >> 1
-                if len(self._chains.get(asked[middle], ())) == len(known):
+                if len(self._chains.get(hashes[middle], ())) == len(known):
                     low = middle
                 else:
                     high = middle - 1
             at = low + 1
-            further = set(self._chains.get(asked[at], ())) if at < len(asked) else set[int]()
-            for slot in known - further:
-                if slot in found:
-                    found[slot] = at
-            known = further
-        return [found[slot] for slot in slots]
+            next_known = set(self._chains.get(hashes[at], ())) if at < len(hashes) else set[int]()
+            for slot in known - next_known:
+                if slot in depth_of:
+                    depth_of[slot] = at
+            known = next_known
+        return [depth_of[slot] for slot in slots]
 
 
 def hashes_of(blocks: Blocks) -> list[int]:

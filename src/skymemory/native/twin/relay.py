@@ -1,6 +1,6 @@
-"""Packets in transit: runs of one journey, their hops, and those that a satellite passes on without its machine.
+"""Packets in transit: runs of the same journey, their hops, and forwarding without the state machine.
 
-A *journey* is what one route serves: packets of one kind, operation, status, destination, sender and ground host.
+A *journey* groups packets with the same route: equal kind, operation, status, destination, sender and ground host.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Link = Any
-"""The other end of a link: (plane, slot) of a satellite, or the endpoint of a ground host."""
+"""Other end of a link: (plane, slot) of a satellite, or endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
-"""The routes that are known: next hops by destination (plane · 4096 + slot) and the link that packets came by (0: from
-the ground, ``BY_SLOT_LINK``, ``BY_PLANE_LINK``); the beams of ground hosts; the endpoints of satellites. One without is
-sent nothing: the caller hands over what goes there.
+"""Known routes: next hops by destination (plane · 4096 + slot) and incoming link (0: the ground, ``BY_SLOT_LINK``,
+``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites. Without an endpoint nothing is sent: the caller
+hands those packets over.
 """
 Slot = tuple[int, int, int]
-"""A run in the scratch buffer: offset, bytes, bytes of each packet (the last maybe shorter)."""
+"""Run in the scratch buffer: offset, bytes, bytes of each packet (the last maybe shorter)."""
 Passed = tuple[Link, int, Link, int, list[Slot]]
-"""Of the runs of one way: the link that they came by, their ground host, the link they leave by, their packets; what is
-still to be sent.
-"""
+"""Forwarded runs of the same way: incoming link, ground host, outgoing link, packets; runs still to be sent."""
 BY_SLOT_LINK, BY_PLANE_LINK = 1 << 24, 2 << 24
 
 _JOURNEY_BYTES: Final = 16
@@ -39,12 +37,11 @@ def sky_start(data: memoryview) -> int:
 
 
 def _has_headers(packets: list[memoryview]) -> bool:
-    """Whether there are packets, and all have whole SKY headers."""
     return bool(packets) and all(len(packet) >= sky_start(packets[0]) + SKY_BYTES for packet in packets)
 
 
 def same_journey(data: Buffer, segment_bytes: int) -> bool:
-    """Whether all segments are whole and of one journey. True of one packet alone, whatever it is."""
+    """Return True if all segments are whole and of the same journey, or for a single packet."""
     packets = segments(data, segment_bytes)
     if len(packets) <= 1:
         return True
@@ -56,7 +53,7 @@ def same_journey(data: Buffer, segment_bytes: int) -> bool:
 
 
 def count_hops(data: Buffer, segment_bytes: int) -> bytearray | None:
-    """A copy of packets of one journey with one hop more counted in each; None if any may cross no further link."""
+    """Copy packets of the same journey, counting a hop in each; None if any is at its hop limit."""
     packets = segments(data, segment_bytes)
     if not _has_headers(packets):
         raise ValueError(f"{memoryview(data).nbytes} bytes in packets of {segment_bytes}: not all have whole headers")
@@ -70,14 +67,14 @@ def count_hops(data: Buffer, segment_bytes: int) -> bytearray | None:
 
 
 def next_hop(transit: Transit, there: int, came: int = 0) -> tuple[Link | None, tuple[str, int] | None]:
-    """The link towards a satellite, and where it leads; None where no route is known."""
+    """Return the link towards a satellite, and its endpoint; None if unknown."""
     routes, _, endpoints = transit
     link = routes.get(there & 0xFFFFFF | came)
     return link, endpoints.get(link) if link is not None else None
 
 
 def socket_of(link: Link | None) -> tuple[str, int] | None:
-    """Where a ground host's socket is; None where its name is not that of one."""
+    """Return a ground host's socket address; None if its name is no address."""
     if link is None:
         return None
     try:
@@ -97,42 +94,44 @@ def pass_on(
     transit: Transit,
     admits: Callable[[], bool] | None,
 ) -> tuple[tuple[Link, int, Link], int, bool] | None:
-    """Send a run on, its hops counted in place, if it needs no decision of the machine; None, without effect, if it
-    does.
+    """Forward a run, counting its hops in place, if that needs no decision of the state machine; else return None,
+    without effect.
 
-    It has one journey, to another satellite or to a ground host of ours, by a route that is known; no packet is at its
-    hop limit. From the ground (``source`` None) it is commands, all sound, which ``admits`` (of a satellite that
-    requires MACs) admits. Returns its way, the packets sent, and whether the network refused it: then it is lost.
+    The run must have the same journey, to another satellite or to a ground host of ours, by a known route, below the
+    hop limit. From the ground (``source`` None) it must be valid commands that ``admits`` (of a satellite that requires
+    MACs) admits. Return its way, the packets sent, and True if the network refused it: then it is lost.
     """
     packets = segments(data, segment_bytes)
     if not _has_headers(packets) or not same_journey(data, segment_bytes):
         return None
     header = packets[0][sky_start(packets[0]) :]
-    there, here = int.from_bytes(header[4:8], "big"), int.from_bytes(addresses[:4], "big")
+    destination, own_address = int.from_bytes(header[4:8], "big"), int.from_bytes(addresses[:4], "big")
     ground = int.from_bytes(header[12:16], "big")
-    if there == here:
+    if destination == own_address:
         return None
-    counted: bytearray | None = bytearray(data)
-    if there & 0xFFFFFF == here & 0xFFFFFF:  # a beam is no link between satellites: no hop
-        link = transit[1].get(ground) if there >> 24 == GROUND_SHELL else None
+    packets_copy: bytearray | None = bytearray(data)
+    if destination & 0xFFFFFF == own_address & 0xFFFFFF:  # a beam is no link between satellites: it counts no hop
+        link = transit[1].get(ground) if destination >> 24 == GROUND_SHELL else None
         to = socket_of(link)
     else:
-        came = 0 if source is None else BY_SLOT_LINK if source[0] == here >> 12 & 0xFFF else BY_PLANE_LINK
-        link, to = next_hop(transit, there, came)
-        counted = count_hops(data, segment_bytes)
-    if link is None or counted is None:
+        arrival_link = (
+            0 if source is None else BY_SLOT_LINK if source[0] == own_address >> 12 & 0xFFF else BY_PLANE_LINK
+        )
+        link, to = next_hop(transit, destination, arrival_link)
+        packets_copy = count_hops(data, segment_bytes)
+    if link is None or packets_copy is None:
         return None
     if source is None:
         if not packets[0][0] & 0x10 or any(verify_segments(data, segment_bytes)):
             return None
         if admits is not None and not (header[8:12] == addresses[4:8] and admits()):
             return None
-    data[:] = counted
+    data[:] = packets_copy
     sent, refused = 0, False
     try:
         sent = send_batch(fd, *to, data, segment_bytes, None) if to is not None else 0
     except OSError:
         sent, refused = len(packets), True
-    came_by = source if source is not None else endpoint
-    assert came_by is not None
-    return (came_by, ground, link), sent, refused
+    incoming = source if source is not None else endpoint
+    assert incoming is not None
+    return (incoming, ground, link), sent, refused

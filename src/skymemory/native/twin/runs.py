@@ -1,8 +1,8 @@
-"""Runs of packets: headers of bursts, the chunks that a satellite stores or serves, the answers that a client awaits.
+"""Runs of packets: headers of bursts, chunks that a satellite stores or serves, answers that a client awaits.
 
-A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls take
-only the plain case, a run whose packets all belong together; for any other they return without effect, and the caller
-processes the packets one by one.
+A *run* is what receive offload delivers: packets of ``segment_bytes`` each, the last maybe shorter. These calls handle
+only runs whose packets all belong together; for others they return without effect, and the caller processes packet by
+packet.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 Run = tuple[memoryview, int]
 """Packets end to end, and the bytes of each (the last maybe shorter)."""
 AnswerTerms = tuple[int, int, int, int, int, int]
-"""Fields of an answer beside those of the GET and the chunks: slot and plane moves, credit in units of the wire,
-seconds and 65,536ths of a second of now, the first sequence count.
+"""Fields of an answer beyond the GET and the chunks: slot and plane moves, credit in wire units, current seconds and
+65,536ths, the first sequence count.
 """
 
 _SAME_JOURNEY: Final = 20
@@ -67,8 +67,8 @@ _HOP_LIMIT = 64
 
 
 def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -> bytearray:
-    """The sealed headers of a burst: ``prefix`` (up to the end of the SKY header), then one reference, for each of
-    ``refs`` (72 bytes each). Sequence counts go up from ``sequence``, lengths follow from the references.
+    """Return the sealed headers of a burst: ``prefix`` (through the SKY header) and a reference, for each of ``refs``
+    (72 bytes each). Sequence counts go up from ``sequence``.
     """
     first, bodies = bytes(prefix), memoryview(refs).cast("B")
     if sky_offset < 6 or len(first) < sky_offset + SKY_BYTES or len(bodies) % REF_BYTES or sequence < 0:
@@ -90,7 +90,7 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
 
 
 def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
-    """An answer's headers to the end of the SKY header, without sequence count, length and checksum."""
+    """Return an answer's headers through the SKY header, without sequence count, length and checksum."""
     slot_moves, plane_moves, credit, seconds, fraction, _ = terms
     sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
     return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
@@ -109,10 +109,10 @@ def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
 def answer_get(
     packet: Buffer, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
-    """The DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
+    """Return the DATA packets that answer a plain GET: its key, their sealed headers, their payloads.
 
-    ``shares`` holds, by key and 0-based index, (packed reference, payload). None, without effect, unless the packet is
-    one sound GET and all its chunks are present.
+    ``shares``: (packed reference, payload) by key and 0-based index. None, without effect, unless the packet is a
+    single valid GET with all chunks present.
     """
     view = memoryview(packet).cast("B")
     body_at = COMMAND_BYTES + SKY_BYTES
@@ -135,49 +135,50 @@ def answer_get(
 
 
 def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None:
-    """Verify and parse SET or MIGRATE packets, in the runs from ``first`` on up to the first that does not belong:
-    0-based indices, (reference, payload) of each, their bytes, and the number of runs.
+    """Verify and parse SET or MIGRATE packets, in the runs from ``first`` on, up to the first that does not belong.
+    Return 0-based indices, (reference, payload) of each, their bytes, and the number of runs.
 
-    Packets belong together if they are sound, of one request and one value on one server, in ascending order. None
-    unless at least those of the first run do.
+    Packets belong together if valid, of the same request, value and server, in ascending order. None unless the first
+    run's do.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
-    taken, journey = 0, b""
+    run_count, journey = 0, b""
     for data, segment_bytes in runs[first:]:
         if segment_bytes < 1:
             break
         opened = _open(segments(data, segment_bytes), chunks[0][0] if chunks else None, indices[-1:])
-        if opened is None or (taken and opened[0] != journey):
+        if opened is None or (run_count and opened[0] != journey):
             break
         journey = opened[0]
         indices += opened[1]
         chunks += opened[2]
-        taken += 1
-    return (indices, chunks, sum(len(ref) + len(payload) for ref, payload in chunks), taken) if taken else None
+        run_count += 1
+    return (indices, chunks, sum(len(ref) + len(payload) for ref, payload in chunks), run_count) if run_count else None
 
 
 def _open(
     packets: list[memoryview], first_ref: bytes | None, last: list[int]
 ) -> tuple[bytes, list[int], list[tuple[bytes, bytes]]] | None:
-    """Journey, indices and chunks of one run that may follow a chunk with ``first_ref`` and index ``last``."""
+    """Return journey, indices and chunks of a run that may follow a chunk (``first_ref``, index ``last``)."""
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
     ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES
     journey = b""
-    # All or nothing: a run with one bad or foreign packet is left to the general way, which counts and answers each.
+    # All or nothing: a run with a bad or foreign packet is left to the general path, which counts and answers each
+    # packet.
     for packet in packets:
         code, ref_found = check_header(packet)
         if code or ref_found != ref_at or packet[COMMAND_BYTES + 1] == DATA:
             return None
         ref, payload = bytes(packet[ref_at:payload_at]), bytes(packet[payload_at:])
         number, total, length, crc, value_bytes, _, servers, server = _NUMBERS.unpack_from(ref, _NUMBERS_AT)
-        its_journey = bytes(packet[COMMAND_BYTES : COMMAND_BYTES + _SAME_JOURNEY])
-        journey, first_ref = journey or its_journey, first_ref or ref
+        packet_journey = bytes(packet[COMMAND_BYTES : COMMAND_BYTES + _SAME_JOURNEY])
+        journey, first_ref = journey or packet_journey, first_ref or ref
         after = (indices or last or [-1])[-1] + 1
-        if its_journey != journey or _value(ref) != _value(first_ref):
+        if packet_journey != journey or _value(ref) != _value(first_ref):
             return None
         if not after < number <= total <= max(1, value_bytes) or length > value_bytes:
             return None
@@ -189,25 +190,25 @@ def _open(
 
 
 def _value(ref: bytes) -> tuple[bytes, bytes, bytes]:
-    """The fields that references of one value on one server share."""
+    """Return the fields shared by references of the same value and server."""
     return ref[:_NUMBERS_AT], ref[36:40], ref[_COMMON_AT:]
 
 
 Landing = tuple[bytes, int, int, int, int, memoryview | Rows, bytearray, bytearray]
-"""The destination of an awaited value: key, chunks, chunk bytes, value bytes, value CRC, out, arrived and crcs, as
-``place_segments`` takes them.
+"""Destination of an awaited value, as ``place_segments`` takes it: key, chunks, chunk bytes, value bytes, value CRC,
+out, arrived and crcs.
 """
 Tally = tuple[int, int, int, int, int, int, int]
 """Request id, last echoed timestamp, runs; then chunks placed, duplicates, corrupt and foreign."""
 
 _ANSWER = slice(TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 20)
-"""Fields that all packets of one answer share: operation, flags, status, addresses, ground host, request."""
+"""Fields shared by an answer's packets: operation, flags, status, addresses, ground host, request."""
 _MOST_SLOTS, _MOST_PATIENCE_US = 64, 60_000_000
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
-    """``place_segments`` for the runs from ``first`` on, up to the first that is not DATA for one awaited request (the
-    keys of ``awaited``) in all its segments. One tally per request, in the order of their first answers.
+    """Run ``place_segments`` for the runs from ``first`` on, up to the first that is not all DATA for the same awaited
+    request (a key of ``awaited``). Return a tally per request, in the order of their first answers.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -223,9 +224,8 @@ def recv_runs(
 ) -> tuple[list[Tally], list[Run]]:
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
-    Ends when nothing has come for ``patience_us`` (a minute at most) or a signal has, when ``calls`` batches have come,
-    when a value is complete, or at a run that is not placed: that and all behind it are the second list, views of
-    ``scratch``.
+    Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, when a value
+    is complete, or at a run that is not placed: the second list has that and all later runs, as views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
@@ -235,7 +235,7 @@ def recv_runs(
     if patience_us > _MOST_PATIENCE_US:
         raise ValueError(f"{patience_us} us of patience: expected at most {_MOST_PATIENCE_US}")
     tallies: dict[int, Tally] = {}
-    others: list[Run] = []
+    unplaced: list[Run] = []
     for _ in range(calls):
         until_s = time.monotonic() + patience_us * 1e-6
         while True:
@@ -243,21 +243,21 @@ def recv_runs(
                 arrivals = recv_batch(fd, scratch, min(slots, _MOST_SLOTS))
             except OSError:
                 if tallies:
-                    return list(tallies.values()), others
+                    return list(tallies.values()), unplaced
                 raise
             if arrivals or time.monotonic() >= until_s:
                 break
         for at, size, segment_bytes, _, _ in arrivals:
             run = scratch[at : at + size], segment_bytes
-            if others or not _land(*run, awaited, tallies):
-                others.append(run)
-        if not arrivals or others or _any_complete(tallies, awaited):
+            if unplaced or not _land(*run, awaited, tallies):
+                unplaced.append(run)
+        if not arrivals or unplaced or _any_complete(tallies, awaited):
             break
-    return list(tallies.values()), others
+    return list(tallies.values()), unplaced
 
 
 def _land(data: Buffer, segment_bytes: int, awaited: dict[int, Landing], tallies: dict[int, Tally]) -> bool:
-    """Place a run that is DATA for one awaited request; False for any other."""
+    """Place a run of DATA for the same awaited request; return False for any other."""
     view = memoryview(data).cast("B")
     if min(len(view), segment_bytes) < TELEMETRY_BYTES + SKY_BYTES or view[_ANSWER.start] != DATA:
         return False
@@ -280,19 +280,19 @@ def _any_complete(tallies: dict[int, Tally], awaited: dict[int, Landing]) -> boo
 
 # --- A satellite's fast path: plain GETs and SETs are received, executed and answered in one call ---
 #
-# ``serve`` stops answering at the first packet that is not plain. What lies behind it may depend on it (a GET after the
-# SET of the same chunk), so all of that goes to the state machine, in the order of arrival. Only packets in transit
-# depend on nothing: they pass whatever lies before them.
+# ``serve`` stops answering at the first packet that is not plain. Later packets may depend on it (a GET after the SET
+# of the same chunk), so all of them go to the state machine, in the order of arrival. Only packets in transit depend on
+# nothing: they may overtake earlier packets.
 
 Rest = tuple[bytearray, list[bytes] | None]
-"""Headers (or a whole packet) and payloads that the kernel did not take."""
+"""Headers (or a whole packet) and payloads that the kernel did not accept."""
 Served = tuple[int, bytes, int, Link, Link, int, int, int, int, Rest | None]
-"""Operation, key, ground host, the links that the request came by and the answer leaves by, chunks; of a SET also
-chunks and bytes replaced, and bytes added beyond these; what is still to be sent.
+"""Operation, key, ground host, incoming and outgoing link, chunks; of a SET also chunks and bytes replaced, and further
+bytes added; the part still to be sent.
 """
 
 _Way = tuple[tuple[str, int] | None, Link | None]
-"""The endpoint that a run came from (None: handed over), and the satellite there (None: a ground host)."""
+"""Endpoint that a run came from (None: handed over), and its satellite (None: a ground host)."""
 
 _ADDRESSES_BYTES = 8
 _DESTINATION, _SOURCE = (slice(COMMAND_BYTES + at, COMMAND_BYTES + at + 4) for at in (4, 8))
@@ -313,23 +313,24 @@ def serve(
     guard: Guard | None = None,
     transit: Transit | None = None,
 ) -> tuple[list[Arrival], list[Served], int, list[Passed]]:
-    """``recv_batch``, but plain requests that come first are answered at once, and runs in transit sent on.
+    """Receive like ``recv_batch``, but answer plain requests that come first at once, and forward runs in transit.
 
-    Plain is what is for the first of both ``addresses`` (packed) and comes from the second, our beam; or comes by one
-    of the ``neighbours`` from a ground host behind another satellite, to which ``transit`` knows the route; and is a
-    lone GET of chunks that all are in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets``
-    takes. Returns what else arrived, what was served, how often the network refused to send (that is lost), and what
-    ``pass_on`` passed by the routes of ``transit`` (None: nothing). With a ``guard`` only what has a MAC that it
-    accepts is plain, or is sent on from the ground.
+    A plain request is for the first of both ``addresses`` (packed). It comes from the second, our beam, or by a link of
+    ``neighbours`` from a ground host at another satellite to which ``transit`` knows the route. It is a single GET of
+    chunks all in ``shares`` (answered as by ``answer_get``), or a run of SETs that ``take_sets`` accepts. With a
+    ``guard``, plain requests and runs forwarded from the ground must have a MAC that it accepts.
+
+    Return the other arrivals, the requests served, the number of sends that the network refused (lost packets), and the
+    runs that ``pass_on`` forwarded by ``transit`` (None: no forwarding).
 
     Raises:
-        OSError: the socket's pending error; the next call reads on.
+        OSError: the socket's pending error; the next call continues.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
     arrivals = recv_batch(fd, scratch, slots)
     ways: list[_Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
-    kept = service.serve([arrival[:3] for arrival in arrivals], ways)
-    return [arrivals[at] for at in kept], service.served, service.send_errors, service.passed
+    kept_runs = service.serve([arrival[:3] for arrival in arrivals], ways)
+    return [arrivals[at] for at in kept_runs], service.served, service.send_errors, service.passed
 
 
 def serve_runs(
@@ -345,23 +346,21 @@ def serve_runs(
     guard: Guard | None = None,
     transit: Transit | None = None,
 ) -> tuple[list[Slot], list[Served], int, list[Passed]]:
-    """``serve``, of runs that ``source`` has handed over, a satellite or (a name that begins with text) a ground host:
-    offset in writable ``scratch``, bytes, bytes of a segment. Answers to that ground host are not sent but returned.
+    """Run ``serve`` for runs handed over by ``source``: a satellite, or (a name that begins with text) a ground host,
+    whose answers are returned, not sent. ``runs``: offset in writable ``scratch``, bytes, bytes of a segment.
     """
     service = _Service(fd, scratch, addresses, shares, settled, room_bytes, terms, guard, transit)
-    runs = list(runs)  # the guard may change the caller's
+    runs = list(runs)  # a copy: the guard may change the caller's list
     for at, size, segment_bytes in runs:
         if at < 0 or size < 1 or segment_bytes < 1 or at + size > len(service.view):
             raise ValueError(f"a run of {size} bytes at {at}, in packets of {segment_bytes}")
     service.in_memory = True
     way: _Way = (source, None) if isinstance(source[0], str) else (None, source)
-    kept = service.serve(runs, [way] * len(runs))
-    return [runs[at] for at in kept], service.served, service.send_errors, service.passed
+    kept_runs = service.serve(runs, [way] * len(runs))
+    return [runs[at] for at in kept_runs], service.served, service.send_errors, service.passed
 
 
 class _Service:
-    """One call."""
-
     def __init__(
         self,
         fd: int,
@@ -383,17 +382,17 @@ class _Service:
         self._passed: dict[tuple[Link, int, Link], tuple[int, list[Slot]]] = {}
         self.send_errors = 0
         self.in_memory = False
-        """Whether what comes from a ground host is not from its socket."""
+        """True if a ground host's packets do not come from its socket."""
         self._fd, self._addresses, self._shares, self._settled = fd, addresses, shares, settled
         self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
 
     @property
     def passed(self) -> list[Passed]:
-        return [(*way, packets, left) for way, (packets, left) in self._passed.items()]
+        return [(*way, packets, unsent) for way, (packets, unsent) in self._passed.items()]
 
     def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
-        """Which runs are kept for the machine."""
-        kept: list[int] = []
+        """Serve runs; return the positions of those kept for the state machine."""
+        kept_runs: list[int] = []
         at = 0
         while at < len(runs):
             begin, size, _ = runs[at]
@@ -402,13 +401,13 @@ class _Service:
             messages = 0
             if not ours:
                 messages = self._pass(runs[at], ways[at])
-            elif not kept:
+            elif not kept_runs:
                 end = next((other for other in range(at, len(runs)) if ways[other] != ways[at]), len(runs))
                 messages = self._execute(runs[at:end], ways[at])
             if not messages:
-                kept.append(at)
+                kept_runs.append(at)
             at += messages or 1
-        return kept
+        return kept_runs
 
     def _pass(self, run: Slot, way: _Way) -> int:
         begin, size, segment_bytes = run
@@ -416,26 +415,26 @@ class _Service:
         if self._transit is None:
             return 0
         admits = None if self._guard is None else partial(_admitted, [(packet, segment_bytes)], self._guard)
-        done = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
-        if done is None:
+        outcome = pass_on(self._fd, packet, segment_bytes, self._addresses, *way, self._transit, admits)
+        if outcome is None:
             return 0
-        its_way, sent, refused = done
+        journey_way, sent, refused = outcome
         sent_bytes = sent * segment_bytes
-        packets, left = self._passed.setdefault(its_way, (0, []))
+        packets, unsent = self._passed.setdefault(journey_way, (0, []))
         if sent_bytes < size:
-            left.append((begin + sent_bytes, size - sent_bytes, segment_bytes))
-        self._passed[its_way] = packets - (-size // segment_bytes), left
+            unsent.append((begin + sent_bytes, size - sent_bytes, segment_bytes))
+        self._passed[journey_way] = packets - (-size // segment_bytes), unsent
         self.send_errors += refused
         return 1
 
     def _execute(self, same: list[Slot], way: _Way) -> int:
-        """Serve the request that begins these runs of one sender: how many it took."""
+        """Serve the request that begins these runs of the same sender; return the number of runs consumed."""
         runs = [(self.view[begin : begin + size], segment_bytes) for begin, size, segment_bytes in same]
         packet, segment_bytes = runs[0]
-        found = self._way_back(packet, way)
-        if found is None:
+        route = self._way_back(packet, way)
+        if route is None:
             return 0
-        link, to = found
+        link, to = route
         figures, payloads = (0, 0, 0, 0), None
         if packet[_OP_AT] == GET and segment_bytes >= len(packet):
             answer = _answer(packet, self._shares, self._terms, self._guard)
@@ -444,25 +443,25 @@ class _Service:
             _, headers, payloads = answer
             messages, figures, packets = 1, (len(payloads), 0, 0, 0), len(payloads)
         elif packet[_OP_AT] == SET:
-            taken = take_sets(runs, self._shares, self._settled, self._room_bytes, self._terms, self._guard)
-            if taken is None:
+            stored = take_sets(runs, self._shares, self._settled, self._room_bytes, self._terms, self._guard)
+            if stored is None:
                 return 0
-            messages, figures, headers, packets = taken[0], taken[1:5], taken[5], 1
-            self._room_bytes -= taken[4]
+            messages, figures, headers, packets = stored[0], stored[1:5], stored[5], 1
+            self._room_bytes -= stored[4]
         else:
             return 0
-        rest, refused = _send(self._fd, *to, headers, payloads) if to is not None else ((headers, payloads), False)
+        unsent, refused = _send(self._fd, *to, headers, payloads) if to is not None else ((headers, payloads), False)
         key, ground = bytes(packet[_KEY_AT : _KEY_AT + _KEY_BYTES]), int.from_bytes(packet[_GROUND], "big")
         endpoint, source = way
         came_by = source if source is not None else endpoint
         assert came_by is not None
-        self.served.append((packet[_OP_AT], key, ground, came_by, link, *figures, rest))
+        self.served.append((packet[_OP_AT], key, ground, came_by, link, *figures, unsent))
         self.send_errors += refused
         self._terms = (*self._terms[:5], self._terms[5] + packets)
         return messages
 
     def _way_back(self, packet: memoryview, way: _Way) -> tuple[Link, tuple[str, int] | None] | None:
-        """The link by which the answer leaves, and where it leads; None where only the machine knows."""
+        """Return link and endpoint for the answer; None if only the state machine knows them."""
         endpoint, source = way
         our_beam = packet[_SOURCE] == self._addresses[4:]
         if source is None:
@@ -476,7 +475,7 @@ class _Service:
 def _answer(
     packet: memoryview, shares: Mapping[bytes, dict[int, tuple[bytes, bytes]]], terms: AnswerTerms, guard: Guard | None
 ) -> tuple[bytes, bytearray, list[bytes]] | None:
-    """``answer_get``, for a GET with a MAC, too, if it is authentic and new."""
+    """Run ``answer_get``, also for a GET with an authentic and new MAC."""
     if guard is None:
         return answer_get(packet, shares, terms)
     keys, now_us, skew_us, is_first, _ = guard
@@ -486,13 +485,13 @@ def _answer(
     answer = answer_get(strip_macs(packet, len(packet), COMMAND_BYTES, b"\1"), shares, terms)
     if answer is None:
         return None
-    # Only now: a packet that is not answered here is processed again, and must then be new.
+    # Only now: a packet that is not answered here is processed again, and must be new then.
     sequence = int.from_bytes(packet[2:4], "big") & 0x3FFF
     return answer if is_first(bytes(packet[: COMMAND_BYTES + SKY_BYTES]), sent_us, [sequence]) else None
 
 
 def _send(fd: int, host: str, port: int, headers: bytearray, payloads: list[bytes] | None) -> tuple[Rest | None, bool]:
-    """Returns what was not sent, and whether the network refused it."""
+    """Send packets; return the unsent part, and True if the network refused it."""
     count = 1 if payloads is None else len(payloads)
     width = len(headers) // count
     try:
@@ -511,12 +510,11 @@ _STEPS = struct.Struct(">III")
 _FLAGS, _KEY_ID = COMMAND_BYTES + FLAGS_AT, slice(COMMAND_BYTES + KEY_ID_AT, COMMAND_BYTES + KEY_ID_AT + 2)
 
 Taken = tuple[int, int, int, int, int, bytearray]
-"""Runs and chunks taken, of these replaced, bytes replaced and (without these) added; the acknowledging packet."""
+"""Runs and chunks taken; of these, chunks replaced; bytes replaced, further bytes added; the acknowledgement."""
 Guard = tuple[dict[int, bytes], int, int, Callable[[bytes, int, list[int]], bool], int]
-"""For satellites that require MACs: arguments of ``check_macs`` (keys by id, microseconds of now, tolerance), a replay
-check, and the id of the key that ACKs are signed by (0: they carry no MACs). The replay check is called with the
-headers of the first packet up to the end of the SKY header, the time of sending, and the sequence counts; it returns
-whether all are new, and then records them.
+"""Guard of a satellite that requires MACs: arguments of ``check_macs`` (keys by id, time in microseconds, tolerance), a
+replay check, and the key id that signs ACKs (0: no MACs). The replay check gets the first packet's headers through the
+SKY header, the time of sending, and the sequence counts; it returns True if all are new, and records them.
 """
 
 
@@ -528,9 +526,9 @@ def take_sets(
     terms: AnswerTerms,
     guard: Guard | None = None,
 ) -> Taken | None:
-    """Store the chunks of the first runs that are one request. None, without effect, unless they are plain: sound SETs,
-    with numbers in equal steps, a tag that is ``settled``, all within ``room_bytes``. With a ``guard`` all must have
-    right MACs, of one key and one moment, and be new.
+    """Store the chunks of the first runs that are the same request. None, without effect, unless plain: valid SETs with
+    numbers in equal steps, a tag in ``settled``, within ``room_bytes``. With a ``guard`` all must have correct MACs, of
+    the same key and time, and be new.
     """
     view, signed = memoryview(runs[0][0]).cast("B"), runs
     ref_at = COMMAND_BYTES + SKY_BYTES
@@ -540,12 +538,12 @@ def take_sets(
         runs = _plain(runs)
     opened = open_runs(runs, 0)
     if opened is not None and not _steps(opened[0]):  # only as far as the numbers have equal steps
-        whole = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
-        opened = next((shorter for shorter in whole if shorter is not None and _steps(shorter[0])), None)
+        shorter_runs = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
+        opened = next((shorter for shorter in shorter_runs if shorter is not None and _steps(shorter[0])), None)
     if opened is None or opened[2] > room_bytes:
         return None
-    indices, chunks, size_bytes, taken = opened
-    if guard is not None and not _admitted(signed[:taken], guard):
+    indices, chunks, size_bytes, run_count = opened
+    if guard is not None and not _admitted(signed[:run_count], guard):
         return None
     key = bytes(view[ref_at : ref_at + _SET_KEY_BYTES])
     share = shares.setdefault(key, {})
@@ -556,23 +554,23 @@ def take_sets(
     ack = _acknowledgement(view, key, indices, terms)
     if guard is not None and guard[4]:
         ack = sign_packets(ack, len(ack), TELEMETRY_BYTES, guard[0][guard[4]], guard[4], 0)
-    return taken, len(indices), len(old), replaced_bytes, added_bytes, ack
+    return run_count, len(indices), len(old), replaced_bytes, added_bytes, ack
 
 
 def _plain(runs: list[Run]) -> list[Run]:
-    """The first of these runs without their MACs, as far as each packet is sound and has one."""
-    plain: list[Run] = []
+    """Return the first runs without their MACs, as far as each packet is valid and has a MAC."""
+    bare_runs: list[Run] = []
     for data, segment_bytes in runs:
         packets = segments(data, segment_bytes) if segment_bytes > 0 else []
-        sound = bool(packets) and not any(verify_segments(data, segment_bytes))
-        if not sound or not all(packet[0] & 0x10 and packet[_FLAGS] & AUTHENTICATED for packet in packets):
+        is_valid = bool(packets) and not any(verify_segments(data, segment_bytes))
+        if not is_valid or not all(packet[0] & 0x10 and packet[_FLAGS] & AUTHENTICATED for packet in packets):
             break
         try:
             stripped = strip_macs(data, segment_bytes, COMMAND_BYTES, b"\1" * len(packets))
         except ValueError:
             break
-        plain.append((memoryview(stripped), segment_bytes - MAC_BYTES))
-    return plain
+        bare_runs.append((memoryview(stripped), segment_bytes - MAC_BYTES))
+    return bare_runs
 
 
 def _admitted(runs: list[Run], guard: Guard) -> bool:
@@ -591,7 +589,7 @@ def _admitted(runs: list[Run], guard: Guard) -> bool:
 
 
 def _steps(indices: list[int]) -> int:
-    """The step between these; 0 if it is not constant, or they are too many for one selection."""
+    """Return the step between the indices; 0 if not constant, or too many for a selection."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
     regular = indices == list(range(indices[0], indices[0] + step * len(indices), step))
     return step if regular and len(indices) <= _MOST_BITS else 0

@@ -1,13 +1,13 @@
 """Loops over packets: sealing headers, verifying runs of segments, placing payloads, MACs.
 
-The offsets repeat ``skymemory.protocol.wire`` (a floor above, so not importable here); a test compares them. A
-*segment* is one packet of a run of equally long ones, as segmentation offload delivers them; the last may be shorter.
-All bytes are untrusted: no access goes beyond the given buffers, whatever the bytes are.
+The offsets repeat ``skymemory.protocol.wire`` (a higher layer, so not importable); a test compares them. A *segment* is
+a packet of a run of equally long packets, as segmentation offload delivers them; the last may be shorter. All bytes are
+untrusted: no access goes beyond the given buffers.
 
 A MAC is HMAC-SHA-256, cut to 16 bytes, over the high half of the sender's time in microseconds (4 bytes, not sent), and
 the packet up to the MAC, with its CRC and the forwarders' fields as zero. It ends the body; the payload of SET, MIGRATE
-and DATA follows it and is not covered. With a longer key, that of SET and MIGRATE is: then its hash (``nh``) ends what
-the MAC is over. ``protocol.auth`` says when.
+and DATA follows it, uncovered. A longer key also covers the payload of SET and MIGRATE: its hash (``nh``) then ends the
+authenticated data. ``protocol.auth`` defines when.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OK: Final = 0
 MALFORMED: Final = 1
-"""Too short, a length field that disagrees, or another version, APID or flags."""
+"""Too short, a wrong length field, or another version, APID or flags."""
 HEADER_CRC: Final = 2
 PAYLOAD_CRC: Final = 3
 
@@ -37,7 +37,7 @@ COMMAND_BYTES, TELEMETRY_BYTES = 8, 16
 SKY_BYTES, REF_BYTES = 44, 72
 MUTABLE_AT, MUTABLE_END, CRC_AT = 20, 24, 40
 FLAGS_AT, AUTHENTICATED, MAC_BYTES = 2, 0x01, 16
-"""A flag of the SKY header, and the MAC that then ends the body."""
+"""Flag of the SKY header for a MAC at the end of the body, and its size."""
 SET, MIGRATE, DATA = 0x01, 0x05, 0x42
 CARRIERS = frozenset((SET, MIGRATE, DATA))
 """Operations that carry a payload after a chunk reference."""
@@ -51,7 +51,7 @@ _NATIVE_CRC = struct.Struct("=I")
 
 
 def header_crc(packet: memoryview, sky: int, end: int) -> int:
-    """CRC-32 of ``packet[:end]`` without the CRC itself and with the forwarders' four bytes as zeros."""
+    """Return the CRC-32 of ``packet[:end]`` without itself and with the forwarders' bytes as zeros."""
     crc = zlib.crc32(packet[: sky + MUTABLE_AT])
     crc = zlib.crc32(_ZEROS, crc)
     crc = zlib.crc32(packet[sky + MUTABLE_END : sky + CRC_AT], crc)
@@ -61,10 +61,10 @@ def header_crc(packet: memoryview, sky: int, end: int) -> int:
 def value_refs(
     value: Buffer, key: Buffer, chunk_bytes: int, servers: int, strategy: int, slot_moves: int, plane_moves: int
 ) -> tuple[bytearray, int]:
-    """The references of all chunks of a value, end to end, and the CRC-32 of the value.
+    """Return the references of all chunks of a value, end to end, and its CRC-32.
 
     Raises:
-        ValueError: a number that a reference has no room for.
+        ValueError: a number that does not fit a reference.
     """
     view = memoryview(value).cast("B")
     fits = chunk_bytes > 0 and 0 < servers < 1 << 16 and 0 <= strategy < 256 and len(view) < 1 << 32
@@ -84,9 +84,8 @@ def value_refs(
 
 
 def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
-    """Write the header CRC into every row of ``header_bytes`` (writable ``headers``, a whole number of rows).
-
-    ``sky_offset`` is where the SKY header starts: 8 in a command, 16 in telemetry.
+    """Write the header CRC into every row of ``header_bytes`` (writable, a whole number of rows). ``sky_offset``: start
+    of the SKY header, 8 in a command, 16 in telemetry.
     """
     rows = memoryview(headers).cast("B")
     if rows.readonly:
@@ -99,26 +98,24 @@ def seal_headers(headers: Buffer, header_bytes: int, sky_offset: int) -> None:
 
 
 def check_header(packet: memoryview) -> tuple[int, int]:
-    """``check_packet`` for callers that accept no MAC: a packet with one is malformed."""
+    """Run ``check_packet`` for callers that accept no MAC: a packet with a MAC is malformed."""
     code, ref = check_packet(packet)
     return (MALFORMED, 0) if not code and mac_bytes(packet) else (code, ref)
 
 
 def mac_bytes(packet: memoryview) -> int:
-    """Length of the MAC at the end of a sound packet's body; 0 without one."""
+    """Return the length of a valid packet's MAC; 0 without."""
     sky = COMMAND_BYTES if packet[0] & 0x10 else TELEMETRY_BYTES
     return MAC_BYTES if packet[sky + FLAGS_AT] & AUTHENTICATED else 0
 
 
 def check_packet(packet: memoryview) -> tuple[int, int]:
-    """Reason code, and the offset of the chunk reference (0: the operation carries no payload). MACs are not
-    checked.
-    """
+    """Return the error code, and the offset of the chunk reference (0: no payload). MACs are not checked."""
     size = len(packet)
     if size < COMMAND_BYTES:
         return MALFORMED, 0
     word, count, length = _PRIMARY.unpack_from(packet)
-    # version 0, a secondary header, our APID; the type bit alone is free
+    # version 0, a secondary header, our APID; only the type bit is free
     if word & 0xEFFF != 0x0800 | SKY_APID or count >> 14 != UNSEGMENTED or length + 7 != size:
         return MALFORMED, 0
     sky = COMMAND_BYTES if word & 0x1000 else TELEMETRY_BYTES
@@ -140,7 +137,6 @@ def check_packet(packet: memoryview) -> tuple[int, int]:
 
 
 def segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
-    """The packets of a run."""
     if segment_bytes < 1:
         raise ValueError(f"segments of {segment_bytes} bytes: expected 1 or more")
     view = memoryview(data).cast("B")
@@ -148,10 +144,10 @@ def segments(data: Buffer, segment_bytes: int) -> list[memoryview]:
 
 
 def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
-    """One reason code per segment: 0 sound, 1 malformed, 2 wrong header CRC, 3 wrong payload CRC.
+    """Return a code per segment: 0 valid, 1 malformed, 2 wrong header CRC, 3 wrong payload CRC.
 
-    For SET, MIGRATE and DATA the header CRC ends with the chunk reference, whose length and CRC the payload
-    must meet; for every other operation it covers the packet to its end.
+    For SET, MIGRATE and DATA the header CRC ends with the chunk reference, whose length and CRC the payload must match;
+    otherwise it covers the whole packet.
     """
     codes = bytearray()
     for packet in segments(data, segment_bytes):
@@ -163,8 +159,8 @@ def verify_segments(data: Buffer, segment_bytes: int) -> bytes:
 
 
 class Rows(NamedTuple):
-    """Where the bytes of a value belong that is not used in one piece: the first in ``head``, the rest in ``row_count``
-    rows of ``row_bytes`` in ``room``, from its byte ``first`` on, one every ``stride`` bytes.
+    """Destination of a value that is not used in one piece: the first bytes in ``head``, the others in ``row_count``
+    rows of ``row_bytes`` in ``room``, from byte ``first`` on, every ``stride`` bytes.
     """
 
     head: memoryview
@@ -180,20 +176,22 @@ class Rows(NamedTuple):
 
 
 def out_fits(out: Buffer | Rows, value_bytes: int) -> bool:
-    """Whether a value of this size can be placed there: rows are exactly its, within the room, none over another."""
+    """Return True if a value of this size fits; rows must be exactly its size, within the room, without overlap."""
     if not isinstance(out, tuple):
         return memoryview(out).nbytes >= value_bytes
     head, room, first, count, row_bytes, stride = out
-    apart = first >= 0 and count > 0 and stride >= row_bytes > 0
+    is_regular = first >= 0 and count > 0 and stride >= row_bytes > 0
     return (
-        apart and value_bytes == len(head) + count * row_bytes and first + (count - 1) * stride + row_bytes <= len(room)
+        is_regular
+        and value_bytes == len(head) + count * row_bytes
+        and first + (count - 1) * stride + row_bytes <= len(room)
     )
 
 
 def _places(
     out: Buffer | Rows, targets: Sequence[memoryview], start: int, payload: memoryview
 ) -> Iterator[tuple[memoryview, int, memoryview]]:
-    """The parts of a payload that begins at byte ``start`` of the value, each with its buffer and its place there."""
+    """Yield the parts of a payload at byte ``start`` of the value, each with its buffer and offset there."""
     if not isinstance(out, tuple):
         yield targets[0], start, payload
         return
@@ -221,15 +219,14 @@ def place_segments(
     arrived: Buffer,
     crcs: Buffer,
 ) -> tuple[int, int, int, int]:
-    """Copy the payloads of a value's sound DATA segments to their places: ``(placed, duplicates, corrupt,
+    """Copy the payloads of a value's valid DATA segments to their places; return ``(placed, duplicates, corrupt,
     foreign)``.
 
-    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) receives chunk ``i`` as the value's bytes
-    from ``i * chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32)
-    the chunk's CRC. In this order:
-    a malformed segment or a wrong header CRC or a chunk number out of range is corrupt; another operation,
-    key, version or geometry is foreign; a chunk that has arrived is a duplicate (its payload is not read);
-    a wrong payload CRC is corrupt.
+    ``out`` (writable, at least ``value_bytes``; or rows of exactly the value) gets chunk ``i`` from byte ``i *
+    chunk_bytes`` on, ``arrived`` (writable, ``chunks`` bytes) a 1, ``crcs`` (writable, ``chunks`` uint32) its CRC.
+    Checks in order: malformed, a wrong header CRC or a chunk number out of range is corrupt; another operation, key,
+    version or geometry is foreign; an arrived chunk is a duplicate (its payload is not read); a wrong payload CRC is
+    corrupt.
     """
     targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
     flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))
@@ -242,7 +239,8 @@ def place_segments(
         raise ValueError("out, arrived or crcs: too small for the value, or rows that are not its")
     placed = duplicates = corrupt = foreign = 0
     for packet in segments(data, segment_bytes):
-        # The cheap checks first, the payload's CRC last: a duplicate or foreign packet costs no pass over its payload.
+        # The cheap checks first, the payload's CRC last: a duplicate or foreign packet costs no pass over its
+        # payload.
         code, ref = check_header(packet)
         if code:
             corrupt += 1
@@ -251,8 +249,8 @@ def place_segments(
         if packet[sky + 1] != DATA:
             foreign += 1
             continue
-        its_key, number, total, length, crc, its_bytes, its_crc = _REF.unpack_from(packet, ref)
-        if its_key != key or (total, its_bytes, its_crc) != (chunks, value_bytes, value_crc):
+        segment_key, number, total, length, crc, segment_value_bytes, segment_value_crc = _REF.unpack_from(packet, ref)
+        if segment_key != key or (total, segment_value_bytes, segment_value_crc) != (chunks, value_bytes, value_crc):
             foreign += 1
             continue
         if not 1 <= number <= chunks:
@@ -280,7 +278,7 @@ def place_segments(
 MAC_KEY_BYTES: Final = 32
 TIMESTAMP_AT, KEY_ID_AT = 24, 38
 MOST_SIGNED_CHUNK_BYTES = 65_507 - TELEMETRY_BYTES - SKY_BYTES - REF_BYTES - MAC_BYTES
-"""The largest chunk that fits into an answer with a MAC."""
+"""Largest chunk of an answer with a MAC."""
 _LONGEST_PACKET = 65_507
 _LEAST_TIME_US, _LAST_TIME_US = -(1 << 63), (1 << 63) - 1
 _COMMAND_BIT = 0x10
@@ -289,14 +287,14 @@ _BLOCK_BYTES = 64
 
 @lru_cache(maxsize=32)
 def _states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
-    """The inner and the outer hash state of a key: caching them halves the time of a MAC."""
+    """Return a key's inner and outer hash states: caching them halves the time of a MAC."""
     padded = key.ljust(_BLOCK_BYTES, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in padded)) for pad in (0x36, 0x5C))
     return inner, outer
 
 
 def mac_of(key: bytes, time_high: int, head: Buffer, sky: int, payload: Buffer) -> bytes:
-    """The MAC of a packet that starts with ``head``, everything before the MAC. A longer key covers payloads of SET and
+    """Return the MAC of a packet whose part before the MAC is ``head``. A longer key covers payloads of SET and
     MIGRATE.
     """
     mac_key, payload_key = key[:MAC_KEY_BYTES], key[MAC_KEY_BYTES:]
@@ -324,14 +322,14 @@ def sign_packets(
     time_us: int,
     payloads: Sequence[Buffer] | None = None,
 ) -> bytearray:
-    """Add MACs to rows of ``header_bytes``, each a packet without its payload; returns them 16 bytes longer, sealed.
+    """Add MACs to rows of ``header_bytes``, packets without payload; return them 16 bytes longer, sealed.
 
     ``sky_offset`` is 8 for commands, which get ``time_us`` as their time, and 16 for telemetry (``time_us`` 0). A key
-    has ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads, too.
+    has ``MAC_KEY_BYTES``, or ``PAYLOAD_KEY_BYTES`` more: then the MACs of SETs and MIGRATEs cover their payloads too.
 
     Raises:
         ValueError: a packet would be too long; or no whole number of rows, no payload for each, or an invalid offset,
-            key or key id.
+        key or key id.
     """
     rows = memoryview(headers).cast("B")
     _check_offset(sky_offset)
@@ -342,17 +340,17 @@ def sign_packets(
         or not 1 <= key_id <= 0xFFFF
     ):
         raise ValueError(f"{len(rows)} bytes of headers in rows of {header_bytes}, key {key_id} of {len(key)} bytes")
-    given = None if payloads is None else tuple(payloads)
-    if given is not None and len(given) != len(rows) // header_bytes:
-        raise ValueError(f"{len(given)} payloads for {len(rows) // header_bytes} rows")
+    payload_list = None if payloads is None else tuple(payloads)
+    if payload_list is not None and len(payload_list) != len(rows) // header_bytes:
+        raise ValueError(f"{len(payload_list)} payloads for {len(rows) // header_bytes} rows")
     signed = bytearray()
     for number in range(len(rows) // header_bytes):
         row = bytearray(rows[number * header_bytes : (number + 1) * header_bytes])
         payload: Buffer = b""
         if _covers_payload(key, row, sky_offset):
-            if given is None:
+            if payload_list is None:
                 raise ValueError("the MAC covers payloads: expected them")
-            payload = memoryview(given[number])
+            payload = memoryview(payload_list[number])
             if payload.nbytes >= _LONGEST_PACKET:
                 raise ValueError("a packet with no room for a MAC")
         length = int.from_bytes(row[4:6], "big") + MAC_BYTES
@@ -373,12 +371,11 @@ def sign_packets(
 def check_macs(
     data: Buffer, segment_bytes: int, sky_offset: int, keys: Mapping[int, bytes], now_us: int, skew_us: int
 ) -> list[int | None]:
-    """Per packet of a run, when it was sent, in microseconds (0 for telemetry); None for one that is not authentic.
+    """Return, per packet of a run, its time of sending in microseconds (0 for telemetry); None if not authentic.
 
-    A packet is not authentic without a MAC, with a wrong one, one by a key not in ``keys``, or (commands) with a time
-    more than ``skew_us`` from ``now_us``; nor is a chunk that no answer could carry with its MAC. So is none whose
-    headers are not sound: without its MAC it has another length and another CRC. The payload's CRC is not checked; the
-    payload of a SET or MIGRATE is where a key covers payloads (``sign_packets``).
+    Not authentic: no MAC, a wrong MAC, a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, a
+    chunk too large for an answer with a MAC, invalid headers (without its MAC a packet has another length and CRC). The
+    payload's CRC is not checked; the payload of a SET or MIGRATE is, if the key covers it (``sign_packets``).
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]
@@ -390,7 +387,8 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
         return None
     sent_us = 0
     if sky == COMMAND_BYTES:
-        # The packet has the low 32 bits of the time, which wrap every 71.6 minutes: the nearest time to ours is meant.
+        # The packet has the low 32 bits of the time, which wrap every 71.6 minutes: the nearest time to ours is
+        # meant.
         low = int.from_bytes(packet[sky + TIMESTAMP_AT : sky + TIMESTAMP_AT + 4], "big")
         ahead_us = (low - now_us + (1 << 31)) % (1 << 32) - (1 << 31)
         sent_us = now_us + ahead_us
@@ -406,18 +404,18 @@ def _sent_us(packet: memoryview, sky: int, keys: Mapping[int, bytes], now_us: in
 
 
 def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) -> bytearray:
-    """Remove the MACs of a run's packets: returns, end to end and sealed, those whose byte in ``keep`` is not 0.
+    """Remove the MACs of a run; return, end to end and sealed, the packets whose byte in ``keep`` is not 0.
 
     Raises:
-        ValueError: one to keep has no MAC, or ``keep`` does not have a byte per packet.
+        ValueError: a packet to keep has no MAC, or ``keep`` has not a byte per packet.
     """
     _check_offset(sky_offset)
     packets, wanted = segments(data, segment_bytes), bytes(keep)
     if len(packets) != len(wanted):
         raise ValueError(f"{len(packets)} packets, {len(wanted)} of which are to be kept or not")
-    plain = bytearray()
-    for packet, kept in zip(packets, wanted, strict=True):
-        if not kept:
+    stripped = bytearray()
+    for packet, is_wanted in zip(packets, wanted, strict=True):
+        if not is_wanted:
             continue
         end = _mac_end(packet, sky_offset)
         if not end:
@@ -427,13 +425,13 @@ def strip_macs(data: Buffer, segment_bytes: int, sky_offset: int, keep: Buffer) 
         head[sky_offset + FLAGS_AT] &= ~AUTHENTICATED & 0xFF
         head[sky_offset + KEY_ID_AT : sky_offset + KEY_ID_AT + 2] = b"\0\0"
         seal_headers(head, len(head), sky_offset)
-        plain += head
-        plain += packet[end:]
-    return plain
+        stripped += head
+        stripped += packet[end:]
+    return stripped
 
 
 def _mac_end(packet: memoryview, sky: int) -> int:
-    """Offset of the end of the MAC; 0 for a packet without one, or too short, or too large."""
+    """Return the end of the MAC; 0 without a MAC, or for a packet too short or too large."""
     if len(packet) < sky + SKY_BYTES + MAC_BYTES or bool(packet[0] & _COMMAND_BIT) != (sky == COMMAND_BYTES):
         return 0
     if not packet[sky + FLAGS_AT] & AUTHENTICATED:

@@ -1,8 +1,8 @@
-"""Batched UDP calls: many datagrams per call, with segmentation offload where the kernel has it; and small packets.
-Values and requests from stream sockets (``receive_all``, ``request_words``).
+"""Batched UDP calls: many datagrams per call, with segmentation offload if available; small packets; values and
+requests from stream sockets (``receive_all``, ``request_words``).
 
-``UDP_SEGMENT`` lets one send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such
-a run in one receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
+``UDP_SEGMENT`` lets a send carry a run of equally long datagrams (the last may be shorter); ``UDP_GRO`` delivers such a
+run in a single receive, with the segment length. Sources: udp(7), Linux ``net/ipv4/udp.c``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 SLOT_BYTES = 65_536
-"""Room for one receive: a whole run of segments is at most 65,535 bytes."""
+"""Room for a receive: a run has at most 65,535 bytes."""
 MAX_RUN_BYTES = 65_507
 MAX_RUN_SEGMENTS = 64
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
@@ -46,14 +46,14 @@ Arrival = tuple[int, int, int, str, int]
 
 
 def borrowed(fd: int) -> socket.socket:
-    """The socket ``fd`` as an object, to be detached, not closed."""
+    """Return ``fd`` as a socket object, to be detached, not closed."""
     if fd < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return socket.socket(type=socket.SOCK_DGRAM, proto=0, fileno=fd)
 
 
 def check_endpoint(host: str, port: int) -> None:
-    """Raises ``ValueError`` unless the host is an IPv4 or IPv6 address, ``OverflowError`` unless the port is one."""
+    """Raise ``ValueError`` for a host that is no IP address, ``OverflowError`` for an invalid port."""
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     except OSError as error:
@@ -63,11 +63,10 @@ def check_endpoint(host: str, port: int) -> None:
 
 
 def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
-    """Receive what waits at socket ``fd``, at most ``slots`` runs, run ``i`` at ``i * 65,536`` of writable ``scratch``.
-    Never blocks.
+    """Receive pending runs, at most ``slots``; run ``i`` at ``i * 65,536`` of writable ``scratch``. Never blocks.
 
     Raises:
-        OSError: the socket's pending error (an ICMP error, say); the next call continues.
+        OSError: the socket's pending error (such as an ICMP error); the next call continues.
     """
     view = memoryview(scratch).cast("B")
     if view.readonly:
@@ -98,7 +97,7 @@ def recv_batch(fd: int, scratch: Buffer, slots: int) -> list[Arrival]:
 
 
 def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
-    """Cut segments of these sizes into ``(first, end)`` runs that one offloaded send can carry."""
+    """Cut segments of these sizes into ``(first, end)`` runs for offloaded sends."""
     first = 0
     while first < len(sizes):
         end, total = first + 1, sizes[first]
@@ -119,14 +118,14 @@ def runs(sizes: Sequence[int], offload: bool) -> Iterator[tuple[int, int]]:
 def send_batch(
     fd: int, host: str, port: int, headers: Buffer, header_bytes: int, payloads: Sequence[Buffer] | None
 ) -> int:
-    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; returns how many the kernel took.
+    """Send segments ``headers[i·header_bytes:][:header_bytes] + payloads[i]``; return the number the kernel accepted.
 
-    With ``payloads`` None, ``headers`` is a run of whole segments of ``header_bytes``, the last maybe
-    shorter. Stops where the kernel's buffers are full; the caller sends the rest later. A device that
-    refuses segmentation offload gets one datagram per segment. ``host`` is an address of the socket's family.
+    Without ``payloads``, ``headers`` is a run of whole segments, the last maybe shorter. Stops at full kernel buffers;
+    the caller sends the remainder later. A device without segmentation offload gets single datagrams. ``host``: an
+    address of the socket's family.
 
     Raises:
-        OSError: nothing was sent, and for another reason than full buffers.
+        OSError: nothing was sent, for another reason than full buffers.
     """
     view = memoryview(headers).cast("B")
     if header_bytes < 1:
@@ -159,7 +158,7 @@ def send_slices(
     first: int,
     step: int,
 ) -> int:
-    """``send_batch`` of payloads that are chunks ``first``, ``first + step``, … of ``value``, one for every header."""
+    """Run ``send_batch`` with chunks ``first``, ``first + step``, … of ``value`` as payloads, a chunk per header."""
     view, size = memoryview(value).cast("B"), memoryview(headers).nbytes
     if header_bytes < 1 or size % header_bytes:
         raise ValueError(f"{size} bytes of headers of {header_bytes}: expected a whole number of them")
@@ -182,7 +181,8 @@ def _send_runs(sock: socket.socket, address: tuple[str, int], parts: list[list[m
         try:
             sock.sendmsg(buffers, ancillary, socket.MSG_DONTWAIT, address)
         except OSError as error:
-            if ancillary and error.errno in _NO_OFFLOAD:  # a device without it: one datagram each from now on
+            # A device without offload: one datagram per segment from now on.
+            if ancillary and error.errno in _NO_OFFLOAD:
                 offload = False
                 continue
             if error.errno in TRY_LATER or sent:
@@ -207,9 +207,8 @@ Ack = tuple[int, int, int, int, int, int, bytes, int, int, int]
 
 
 def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, int, bytes]]) -> list[bytes]:
-    """Sealed command packets that differ only in their rows: destination, source, request id, body.
-
-    ``prefix`` is the 52 bytes of both headers; sequence counts go up from ``sequence``.
+    """Return sealed command packets that differ only in their rows: destination, source, request id, body. ``prefix``:
+    the 52 bytes of both headers. Sequence counts go up from ``sequence``.
     """
     first = bytes(prefix)
     if len(first) != COMMAND_BYTES + SKY_BYTES or sequence < 0:
@@ -230,7 +229,7 @@ def command_packets(prefix: Buffer, sequence: int, rows: list[tuple[int, int, in
 
 
 def open_ack(packet: Buffer) -> Ack | None:
-    """Parse a plain acknowledgement; None unless it is a sound ACK of status 0 with every bit of its selection set."""
+    """Parse a plain acknowledgement; None unless valid, of status 0, with a full selection."""
     view = memoryview(packet).cast("B")
     bitmap_at = TELEMETRY_BYTES + SKY_BYTES + _SELECTION.size
     if len(view) <= bitmap_at or view[0] & 0x10 or view[TELEMETRY_BYTES + 1] != ACK or view[TELEMETRY_BYTES + 3]:
@@ -244,16 +243,14 @@ def open_ack(packet: Buffer) -> Ack | None:
     bitmap = bytes(view[bitmap_at:])
     if len(bitmap) != (count + 7) // 8 or first + stride * (count - 1) > 0xFFFFFFFF:
         return None
-    if int.from_bytes(bitmap, "little") + 1 != 1 << count:  # a gap: the general way reads those
+    if int.from_bytes(bitmap, "little") + 1 != 1 << count:  # a gap: the general parser reads those
         return None
     return request, ground, timestamp, slot_moves, plane_moves, credit, key, first - 1, stride, count
 
 
 def send_each(fd: int, packets: Sequence[tuple[Buffer, str, int]], first: int) -> int:
-    """Send each of ``packets`` from ``first`` on, 64 at most, to its own host and port; returns how many the kernel
-    took.
-
-    Stops where the kernel's buffers are full, or at one that the network refuses.
+    """Send ``packets`` from ``first`` on, at most 64, each to its host and port; return the number the kernel accepted.
+    Stops at full buffers, or at a packet that the network refuses.
 
     Raises:
         OSError: the very first was refused, for another reason than full buffers.
@@ -285,11 +282,11 @@ _ARRAY, _BULK = re.compile(rb"\*([0-9]{1,12})\r\n"), re.compile(rb"\$([0-9]{1,12
 def request_words(
     data: bytes | bytearray, at: int, missing: int, most_words: int, most_bytes: int, room_bytes: int
 ) -> tuple[list[bytes], int, int]:
-    """The words of a request that are whole in ``data`` from ``at`` on, where they end, and how many it lacks yet.
+    """Return a request's complete words in ``data`` from ``at`` on, their end, and the number of missing words.
 
-    ``missing``: how many it lacked; 0: it begins here, with its number of words, at most ``most_words``. Ends in front
-    of the first word that is not whole, has more than ``most_bytes``, or with those before it more than ``room_bytes``,
-    and of whatever is not written as clients do: which of these it is, ``serving.resp.protocol`` finds out.
+    ``missing``: words missing so far; 0: the request begins here, with its number of words, at most ``most_words``.
+    Stops before a word that is incomplete, over ``most_bytes``, or over ``room_bytes`` with the words before, and at
+    anything not written as clients do; ``serving.resp.protocol`` finds out the reason.
     """
     if min(at, missing, most_words, most_bytes, room_bytes) < 0:
         raise ValueError("request_words: a number is below 0")
@@ -310,14 +307,14 @@ def request_words(
 
 
 def receive_all(fd: int, head: Buffer, size_bytes: int, timeout_s: float, tail: bytearray | memoryview) -> bytes:
-    """``head`` and the next ``size_bytes`` from the stream socket ``fd``, as one piece of memory. What follows them on
-    the stream fills ``tail``.
+    """Receive ``size_bytes`` after ``head`` from the stream socket ``fd``, in a single buffer; later bytes fill
+    ``tail``.
 
     Raises:
-        ConnectionError: the stream ended before.
-        TimeoutError: they did not come within ``timeout_s``. Noticed when bytes come, or the socket's own timeout
-            passes (``SO_RCVTIMEO``).
-        OSError: none came for the socket's own timeout, or another fault of it.
+        ConnectionError: the stream ended too early.
+        TimeoutError: too late (``timeout_s``). Noticed when bytes arrive, or at the socket's own timeout
+        (``SO_RCVTIMEO``).
+        OSError: no bytes within the socket's own timeout, or another error.
     """
     if size_bytes < 0:
         raise ValueError(f"{size_bytes} bytes")

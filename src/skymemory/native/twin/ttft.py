@@ -1,6 +1,6 @@
-"""Ranking of servers by the time to a first token, equal to the compiled one to the last digit.
+"""Ranking of servers by time to first token, equal to the compiled ranking to the last digit.
 
-``TtftRanker.rank`` is called by ``conductor.strategies.least_ttft`` for every request. For each server it
+``conductor.strategies.least_ttft`` calls ``TtftRanker.rank`` for every request. For each server it
 
 1. matches the prompt's blocks, held and under way (``prefix``, ``queues``);
 2. estimates waiting (``queues``) and computing (``prefill_s`` by a fitted curve);
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 
 
 CROWDED = 2.0
-"""The price of delay rises by up to this factor of itself, where all servers have endless queues."""
+"""Largest relative increase of the price of delay, if all queues are endless."""
 SET_BACK_S = 1e9
-"""Subtracted from the score of a server that has had its share: it ranks behind all others, which keep their order."""
+"""Penalty of a server that has had its share: it ranks after all others; order is kept."""
 FIGURES = struct.Struct("=ddqq")
-"""Of one server: seconds of waiting, seconds of computing, tokens matched, and blocks held."""
+"""Per server: seconds of waiting, seconds of computing, tokens matched, blocks held."""
 CURVE = struct.Struct("=ddd")
-"""Fixed seconds, seconds per computed token, and the rise of the latter per token that it attends to (twice)."""
+"""Fixed seconds, seconds per computed token, and their rise per attended token (counted twice)."""
 Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
-"""Positions of the best; of those set back; the best match if it was too short to follow, else 0; scores (doubles); and
-``FIGURES`` of each."""
+"""Positions of the best; of those set back; the best match if too short to follow, else 0; scores (doubles);
+``FIGURES``.
+"""
 
 
 class DelayPrice:
-    """The rate of ``delays_s``, from the number and work of recent requests (exponentially weighted over ``window_s``).
-    Servers count as at most ``most_busy`` busy.
+    """Rate of ``delays_s``, from the number and work of recent requests (exponential, over ``window_s``). Servers count
+    as at most ``most_busy`` busy.
     """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
@@ -50,13 +51,14 @@ class DelayPrice:
         self._at_s = -math.inf
 
     def sent(self, work_s: float, now_s: float) -> None:
-        """A request was sent that takes ``work_s`` to prefill."""
-        kept = self._kept(now_s)
-        self._requests, self._work_s = self._requests * kept + 1.0, self._work_s * kept + work_s
+        decay = self._kept(now_s)
+        self._requests, self._work_s = self._requests * decay + 1.0, self._work_s * decay + work_s
         self._at_s = max(self._at_s, now_s)
 
     def rate(self, servers: int, now_s: float) -> float:
-        """Seconds of later requests' delay per second of work and second of queue, at one of ``servers`` (1/s)."""
+        """Return the delay of later requests (s) per second of work and second of queue, at any of ``servers``
+        (1/s).
+        """
         if servers < 1:
             raise ValueError("a rate at less than one server")
         share = self._kept(now_s) / (self._window_s * servers)
@@ -68,9 +70,7 @@ class DelayPrice:
 
 
 class TtftRanker:
-    """``min_tokens``, ``min_ratio``: a match is followed only if it is longer, in tokens and as a part of the
-    prompt.
-    """
+    """Ranker of servers. A match must exceed ``min_tokens`` tokens and ``min_ratio`` of the prompt to be followed."""
 
     def __init__(
         self, queues: PrefillQueues, guard: ShareGuard, under_way: UnderWay, min_tokens: int, min_ratio: float
@@ -91,9 +91,9 @@ class TtftRanker:
         curves: Buffer,
         hear: Callable[[list[Any]], object],
     ) -> Ranked:
-        """``held``: the table to match ``blocks`` in, or how many of them each server holds. ``rate``: that of
-        ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally one for each slot from 0 on (a fixed part
-        of NaN: the first applies). ``hear`` is called with servers that have a new report.
+        """Rank ``servers`` for a prompt. ``held``: the table to match ``blocks`` in, or each server's number of them.
+        ``rate``: of ``DelayPrice``. ``curves``: a ``CURVE`` for all slots, then optionally for each slot from 0 on (a
+        fixed part of NaN: the first applies). ``hear`` is called with servers that have a new report.
         """
         if not servers:
             raise ValueError("no servers to rank")
@@ -102,7 +102,7 @@ class TtftRanker:
         if new := [server for server in servers if self._is_new(server)]:
             hear(new)
         # 1. Matches: blocks held, or under way (they will be held once that prompt is computed). A match that is too
-        # short to follow counts as none for all servers: spreading the load is worth more than it.
+        #    short to follow counts as none for all servers: spreading the load is worth more.
         slots = [server.slot for server in servers]
         view = memoryview(cast("Buffer", blocks)).cast("B")
         count = len(view) // 8
@@ -131,7 +131,7 @@ class TtftRanker:
         waits = self._queues.waits_s(servers, now_s)
         delays = delays_s(waits, prefills, self._queues.usual_s, rate)
         scores = [-(waits[at] + prefills[at]) - delays[at] for at in range(len(slots))]
-        # 4. The guard may set back the best, more than once; what ties for the best then is the caller's choice.
+        # 4. The guard may set back the best servers, repeatedly; the caller chooses among ties for the best.
         held_back = self._hold_back(scores, slots, now_s)
         best = max(scores)
         tied = tuple(at for at, score in enumerate(scores) if score == best)
@@ -139,7 +139,7 @@ class TtftRanker:
         return tied, held_back, unworthy, struct.pack(f"={len(scores)}d", *scores), figures
 
     def forget(self, slot: int) -> None:
-        """The next report of ``slot`` counts as new, whatever it is."""
+        """Treat the next report of ``slot`` as new."""
         self._heard.pop(slot, None)
 
     def _is_new(self, server: Server) -> bool:
@@ -150,7 +150,6 @@ class TtftRanker:
         return True
 
     def _hold_back(self, scores: list[float], slots: Sequence[int], now_s: float) -> tuple[int, ...]:
-        """Set back servers that have had their share, from the best down, until the best has not."""
         held_back: list[int] = []
         while len(held_back) < len(slots):
             best = max(scores)
@@ -175,7 +174,7 @@ def _curve(curves: Sequence[Curve], slot: int) -> Curve:
 
 
 def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float, rate: float) -> list[float]:
-    """Per server, the total seconds that later requests wait longer if this work is added to its queue
+    """Return, per server, the seconds that later requests wait longer if this work is queued
     (``conductor.strategies.estimates``).
     """
     shortest_s = min(waits_s)
@@ -188,41 +187,39 @@ def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float,
 
 
 BARS = 4
-"""A slot keeps a sliding maximum for this many different numbers of servers; beyond, they are rebuilt."""
+"""Limit of server counts for which a slot keeps a sliding maximum; beyond, they are rebuilt."""
 
 
 @dataclass(slots=True)
 class _Bar:
-    """The sliding maximum over a server's requests, for one number of servers."""
+    """Sliding maximum over a server's requests, for a number of servers."""
 
     highest: deque[tuple[float, float]] = field(default_factory=deque)
-    """When a request was sent, and its bar; only those without a later one at least as high."""
+    """Time and bar of requests without a later bar at least as high."""
     judged: int = 0
-    """The server's requests before this number are included."""
+    """Number of the server's first request not included yet."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """One server's requests in the window."""
-
     sent: deque[tuple[float, int]] = field(default_factory=deque)
-    """The time, and the number of earlier requests to all servers."""
+    """Time, and number of earlier requests to all servers."""
     first: int = 0
-    """The number of ``sent[0]`` among the server's own requests."""
+    """Number of ``sent[0]`` among the server's requests."""
     bars: dict[int, _Bar] = field(default_factory=dict)
 
 
 class ShareGuard:
-    """Limits each server to little more than its share of requests.
+    """Guard that limits each server to little more than its share of requests.
 
     In every run of consecutive requests that fits into ``window_s`` and has at least ``requests`` requests (or ``mean``
-    per server), none of ``n`` servers gets more than ``limit / n``. This holds even if traffic stops at any request;
-    and it is exact: a server is over only if its next request would end such a run, or a shorter one that no further
-    requests up to that length could repair.
+    per server), none of ``n`` servers gets more than ``limit / n``, even if traffic stops at any request. This is
+    exact: a server is over only if its next request would end such a run, or a shorter run that no further requests up
+    to that length could repair.
 
-    How: a run from a server's own request number ``j`` to its next one, number ``k``, has ``k − j + 1`` of its requests
-    among ``q − p + 1`` of all, which is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
-    greatest left side is a sliding maximum over ``j``, so that a request costs amortised constant time.
+    Method: a run from a server's own request number ``j`` to its next, number ``k``, has ``k − j + 1`` of its requests
+    among ``q − p + 1`` of all. That is too many if ``p − c·j > q + 1 − c·(k + 1)``, with ``c = n / limit``. The
+    greatest left side is a sliding maximum over ``j``, so a request costs amortised constant time.
     """
 
     def __init__(self, limit: float, window_s: float, requests: float, mean: float) -> None:
@@ -233,12 +230,12 @@ class ShareGuard:
         self._shares: dict[int, _Share] = {}
 
     def over(self, slot: int, servers: int, now_s: float) -> bool:
-        """Whether the server has had its share, as one of ``servers``. Changes nothing that a caller can see."""
+        """Return True if the server has had its share of ``servers``. No visible change."""
         check_slot(slot)
         share = self._shares.get(slot)
         if share is None or servers < 1 or self._limit >= servers:
             return False
-        # A run of less than one request is none.
+        # A run of less than one request does not exist.
         free = max(1, math.floor(self._limit * max(self._requests / servers, self._mean) + 1e-9))
         if len(share.sent) < free:
             return False
@@ -251,8 +248,8 @@ class ShareGuard:
         upcoming = share.first + len(share.sent)
         highest = bar.highest
         bar.judged = max(bar.judged, share.first)
-        # Bring the sliding maximum up to date: a run is judged once it has ``free`` requests of this server; a lower
-        # one before a higher one can never be the maximum again.
+        # Update the sliding maximum. A run is judged once it has ``free`` requests of this server; a lower height
+        # before a higher height can never be the maximum again.
         while bar.judged < upcoming + 1 - free:
             at_s, before = share.sent[bar.judged - share.first]
             height = before - per_request * bar.judged
@@ -265,7 +262,6 @@ class ShareGuard:
         return bool(highest) and highest[0][1] > self._count + 1 - per_request * (upcoming + 1) + 1e-6
 
     def sent(self, slot: int, now_s: float) -> None:
-        """A request goes to ``slot``."""
         check_slot(slot)
         share = self._shares.setdefault(slot, _Share())
         share.sent.append((now_s, self._count))
@@ -280,25 +276,22 @@ class ShareGuard:
 
 
 Curve = tuple[float, float, float]
-"""Of a fitted curve, as in ``CURVE``."""
 
 
 def prefill_s(curve: Curve, tokens: int, cached: int) -> float:
-    """Estimated seconds for a prompt of which ``cached`` tokens are cached."""
+    """Estimate the seconds for a prompt with ``cached`` tokens in the cache."""
     fixed_s, per_token_s, bend = curve
     return fixed_s + per_token_s * (tokens - cached) * (1.0 + bend * (tokens + cached))
 
 
 BENDS = (0.0, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5)
-"""Candidates: attention over weights, by the cost model's ``a / (b·d)``: 2.2e-5 for a width of 8192."""
+"""Candidates for attention over weights, ``a / (b·d)`` of the cost model: 2.2e-5 for a width of 8192."""
 MOST_POINTS = 4096
 
 
 def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0) -> Curve:
-    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour of it in ``BENDS``; a
-    larger bend must be better by a twentieth.
-
-    The best has the least mean error, without the worst sixteenth of the points.
+    """Fit a curve to ``points`` (tokens, cached tokens, seconds), with ``bend`` or a neighbour in ``BENDS``; a larger
+    bend must be better by a twentieth. Best is the least mean error, without the worst sixteenth of the points.
     """
     if not 0 < len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 1 to {MOST_POINTS}")
@@ -309,14 +302,14 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
     ):
         raise ValueError("points: expected tuples of tokens, fewer cached tokens, and seconds")
     at = BENDS.index(bend)
-    seconds = [float(taken) for _, _, taken in points]
-    kept = len(points) - len(points) // 16
+    seconds = [float(s) for _, _, s in points]
+    kept_points = len(points) - len(points) // 16
     best: tuple[float, Curve] | None = None
     for tried in BENDS[max(0, at - 1) : at + 2]:
         work = [(tokens - cached) * (1.0 + tried * (tokens + cached)) for tokens, cached, _ in points]
         fixed_s, per_work_s = _line(work, seconds)
-        errors = sorted(abs(taken - fixed_s - per_work_s * done) for done, taken in zip(work, seconds, strict=True))
-        error = _sum(errors[:kept]) / kept
+        errors = sorted(abs(s - fixed_s - per_work_s * done) for done, s in zip(work, seconds, strict=True))
+        error = _sum(errors[:kept_points]) / kept_points
         if best is None or error < 0.95 * best[0]:
             best = error, (fixed_s, per_work_s, tried)
     assert best is not None
@@ -324,15 +317,15 @@ def fit_prefills(points: Sequence[tuple[float, float, float]], bend: float = 0.0
 
 
 def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Least squares, repeated without outliers of more than three median errors: seconds fixed, and per work. Errors
-    are relative: three seconds are much for a short prompt and little for a long one.
+    """Fit fixed seconds and seconds per work by least squares, repeated without outliers beyond three median errors.
+    Errors are relative: three seconds are much only for a short prompt.
     """
     fixed_s, per_work_s = _least_squares(work, seconds, [True] * len(work))
     for _ in range(2):
         errors = []
-        for done, taken in zip(work, seconds, strict=True):
-            there = fixed_s + per_work_s * done
-            errors.append(abs(taken - there) / there)
+        for done, s in zip(work, seconds, strict=True):
+            expected_s = fixed_s + per_work_s * done
+            errors.append(abs(s - expected_s) / expected_s)
         ordered = sorted(errors)
         usual = (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2.0
         fixed_s, per_work_s = _least_squares(work, seconds, [error <= 3.0 * usual + 1e-9 for error in errors])
@@ -340,13 +333,13 @@ def _line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequence[bool]) -> tuple[float, float]:
-    """Neither part is negative: prompts of one length show only the seconds per token, none fixed."""
+    """Fit both parts, not negative: prompts of equal length show no fixed part."""
     points = [point for point, counts in zip(zip(work, seconds, strict=True), near, strict=True) if counts]
     count = float(len(points))
     work_mean = _sum([done for done, _ in points]) / count
-    seconds_mean = _sum([taken for _, taken in points]) / count
+    seconds_mean = _sum([s for _, s in points]) / count
     spread = _sum([(done - work_mean) * (done - work_mean) for done, _ in points]) / count
-    lean = _sum([(done - work_mean) * (taken - seconds_mean) for done, taken in points]) / count
+    lean = _sum([(done - work_mean) * (s - seconds_mean) for done, s in points]) / count
     least = 0.1 * work_mean
     if spread >= least * least and spread > 0.0:
         per_work_s = lean / spread
@@ -357,7 +350,7 @@ def _least_squares(work: Sequence[float], seconds: Sequence[float], near: Sequen
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """In order from the first: ``sum`` adds differently in newer Pythons."""
+    """Add in order: ``sum`` adds differently in newer Pythons."""
     total = 0.0
     for term in terms:
         total += term
@@ -365,44 +358,45 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 SURE = 4.0
-"""The seconds per prompt token must be this many standard errors above 0: then they are known within a half."""
+"""Required seconds per prompt token, in standard errors: then they are known within a half."""
 ROUNDS = 4
 
 
 def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | None:
-    """``fit_prefills`` where only the time of prefill and answer together is known: tokens, cached, tokens of the
-    answer, and seconds. Each token of an answer is assumed to take the same time.
+    """Fit like ``fit_prefills`` if only prefill and answer together are timed. ``points``: tokens, cached tokens,
+    answer tokens, seconds. Answer tokens are assumed to take equal times.
 
-    None if the seconds per prompt token are uncertain: beside long answers, whose times vary by more than a prefill
-    takes, the best fit may be close to 0, and then no cache would be worth a detour.
+    None if the seconds per prompt token are uncertain: with long answers, whose times vary by more than a prefill, the
+    best fit may be close to 0, and then no cache would be worth a detour.
     """
     if not 3 <= len(points) <= MOST_POINTS:
         raise ValueError(f"{len(points)} points: expected 3 to {MOST_POINTS}")
-    if not all(0 <= held <= tokens - 1 and max(map(abs, rest)) <= 1e15 for tokens, held, *rest in points):
+    if not all(0 <= cached <= tokens - 1 and max(map(abs, figures)) <= 1e15 for tokens, cached, *figures in points):
         raise ValueError("points: expected tuples of tokens, fewer cached tokens, and seconds")
     outputs = [output for _, _, output, _ in points]
-    seconds = [taken for _, _, _, taken in points]
+    seconds = [s for _, _, _, s in points]
     best: tuple[float, Curve] | None = None
     for bend in BENDS:
-        work = [(tokens - held) * (1.0 + bend * (tokens + held)) for tokens, held, _, _ in points]
-        # Least squares in rounds: after each, points off by more than three median errors are left out of the next.
-        errors, most, found = [0.0] * len(points), 0.0, None
+        work = [(tokens - cached) * (1.0 + bend * (tokens + cached)) for tokens, cached, _, _ in points]
+        # Least squares in rounds: after each, points off by more than three median errors are left out of the next
+        # round.
+        errors, most, parts = [0.0] * len(points), 0.0, None
         for _ in range(ROUNDS):
             near = [at for at, error in enumerate(errors) if error <= most]
-            found = _two_parts(*([column[at] for at in near] for column in (work, outputs, seconds)))
-            if found is None:
+            parts = _two_parts(*([column[at] for at in near] for column in (work, outputs, seconds)))
+            if parts is None:
                 break
-            for at, taken in enumerate(seconds):
-                errors[at] = abs(taken - (work[at] * found[0] + outputs[at] * found[1]))
+            for at, s in enumerate(seconds):
+                errors[at] = abs(s - (work[at] * parts[0] + outputs[at] * parts[1]))
             ordered = sorted(errors)
             most = 3.0 * ((ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2.0) + 1e-9
-        if found is None:
+        if parts is None:
             continue
-        per_work_s, per_output_s = found
-        kept = len(points) * 3 // 4
-        error = _sum(sorted(errors)[:kept]) / kept
+        per_work_s, per_output_s = parts
+        kept_points = len(points) * 3 // 4
+        error = _sum(sorted(errors)[:kept_points]) / kept_points
         both, sums = _product(work, outputs), (_product(work, work), _product(outputs, outputs))
-        off = _product(errors, errors) / (len(points) - 2)  # with the outliers: they are part of the uncertainty
+        off = _product(errors, errors) / (len(points) - 2)  # including the outliers, which are part of the uncertainty
         sure = per_work_s / SURE
         shows = per_work_s > 0 and off * sums[1] <= sure * sure * (sums[0] * sums[1] - both * both)
         if shows and per_output_s >= 0 and (best is None or error < 0.95 * best[0]):
@@ -411,17 +405,17 @@ def fit_whole(points: Sequence[tuple[float, float, float, float]]) -> Curve | No
 
 
 def _two_parts(work: Sequence[float], outputs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Least squares: seconds per work and per token of the answer; None where the points do not separate the two."""
+    """Fit seconds per work and per answer token by least squares; None if inseparable."""
     works, both, squares = _product(work, work), _product(work, outputs), _product(outputs, outputs)
     work_seconds, output_seconds = _product(work, seconds), _product(outputs, seconds)
     if squares == 0.0:
         return work_seconds / works, 0.0
-    apart = works * squares - both * both
-    if not apart > 1e-12 * works * squares:
+    determinant = works * squares - both * both
+    if not determinant > 1e-12 * works * squares:
         return None
-    return (work_seconds * squares - output_seconds * both) / apart, (
+    return (work_seconds * squares - output_seconds * both) / determinant, (
         output_seconds * works - work_seconds * both
-    ) / apart
+    ) / determinant
 
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:

@@ -1,1 +1,1 @@
-"""A ground host's side of the protocol."""
+"""Client (ground host) side of the protocol."""

@@ -1,16 +1,16 @@
-"""Access modes: through which satellite's beam a host reaches another satellite.
+"""Access modes: the satellite through whose beam a host reaches another satellite.
 
 ``ideal``    a beam to each satellite, as in the paper: the box counts as reachable, whatever the elevation mask says.
-             Files of plans and earlier releases call it ``los``.
-``gateway``  one beam, to the nearest satellite in sight; inter-satellite links carry the rest.
+             Plan files and earlier releases call it ``los``.
+``gateway``  a single beam, to the nearest satellite in sight; inter-satellite links carry the packets from there.
 ``hybrid``   a beam to each satellite in sight; the others through the gateway.
-``onboard``  the host is a satellite: its beam has no length, and links carry the rest from there.
+``onboard``  the host is a satellite: its beam has no length, and links carry the packets from there.
 
-Of these only ``ideal`` ever has a beam to a satellite below the mask. With none in sight ``gateway`` and ``hybrid`` are
-*dark*: nothing is sent until one rises.
+Only ``ideal`` ever has a beam to a satellite below the mask. With no satellite in sight, ``gateway`` and ``hybrid`` are
+*dark*: nothing is sent until a satellite rises.
 
-A change of gateway loses no packets: an answer returns through the gateway that its request took, and a retransmission
-takes the current one. A gateway that has fallen silent is skipped for a while.
+A change of gateway loses no packets: an answer returns through the gateway of its request, and a retransmission takes
+the current gateway. A silent gateway is skipped for a while.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from skymemory.protocol.clock import FollowedClock, SkyMap
 Access = Literal["ideal", "gateway", "onboard", "hybrid"]
 ACCESS_MODES: tuple[Access, ...] = get_args(Access)
 IDEAL_ONCE = "los"
-"""What ``ideal`` is called in files and by earlier releases."""
+"""Name of ``ideal`` in files and earlier releases."""
 _SKIPPED_S = 5.0
-"""A silent gateway is tried again after this time."""
 _MAX_CANDIDATES = 25
 
 
 class Gateway:
-    """The current gateway of every mode but ``ideal``, which needs none. ``direct``: satellites with their own beams.
+    """Current gateway of every mode but ``ideal``. ``direct`` are the satellites with their own beams.
 
-    Chosen again when the box moves, and for each second of the satellites' flight.
+    It is chosen again when the box moves and for each second of the satellites' flight.
     """
 
     def __init__(self, access: Access, sky: SkyMap, counters: Counters) -> None:
         self.current: SatelliteId | None = None
         self.direct: frozenset[SatelliteId] = frozenset()
         self.dark = False
-        """No satellite is in sight, so there is no beam at all."""
+        """True if no satellite is in sight: there is no beam at all."""
         self._access = access
         self._sky = sky
         self._counters = counters
@@ -54,17 +53,19 @@ class Gateway:
         self._silent_until_s: dict[SatelliteId, float] = {}
 
     def beam(self, satellite: SatelliteId) -> SatelliteId:
-        """The satellite whose beam carries packets for ``satellite``. Not to be sent by while ``dark``."""
+        """Return the satellite whose beam carries packets for ``satellite``. Do not send while ``dark``."""
         return satellite if self.current is None or satellite in self.direct else self.current
 
     def update(self, clock: FollowedClock, now_s: float) -> bool:
-        """Choose the gateway for this time; returns whether it has changed."""
+        """Choose the gateway for this time. Return True if it has changed."""
         moves, sky_s = clock.moves(now_s), clock.sky_s(now_s)
         at = moves, math.floor(sky_s)
         if at == self._chosen_at and now_s < self._choose_again_s:
             return False
         self._chosen_at = at
-        self._silent_until_s = {here: until_s for here, until_s in self._silent_until_s.items() if until_s > now_s}
+        self._silent_until_s = {
+            satellite: until_s for satellite, until_s in self._silent_until_s.items() if until_s > now_s
+        }
         self._choose_again_s = min(self._silent_until_s.values(), default=math.inf)
         if self._access == "onboard":
             self.current = self._sky.torus.living(self._sky.centre)
@@ -82,7 +83,9 @@ class Gateway:
         return changed
 
     def silent(self, satellite: SatelliteId, now_s: float) -> None:
-        """No answer came, not even from the gateway, if it carries packets for ``satellite``: skip it for a while."""
+        """Skip the gateway for a while if it carries packets for ``satellite``, because not even the gateway
+        answered.
+        """
         gateway = self.current
         if gateway is not None and self._access != "onboard" and self.beam(satellite) == gateway:
             self._silent_until_s[gateway] = now_s + _SKIPPED_S
@@ -90,8 +93,8 @@ class Gateway:
             self._counters.add("gateway_silent")
 
     def _choose(self, moves: Moves, sky_s: float) -> tuple[SatelliteId | None, tuple[SatelliteId, ...]]:
-        """The gateway, None without one in sight, and all satellites in sight. Without a ``sight`` it is the
-        box's centre.
+        """Return the gateway (None: none in sight; the box's centre without a ``sight``) and all satellites in
+        sight.
         """
         centre = self._sky.centre_at(moves)
         if self._sky.sight is not None:
@@ -102,19 +105,19 @@ class Gateway:
 
 
 def access_named(name: str) -> Access:
-    """An access mode by its name; ``los`` is ``ideal``.
+    """Return an access mode by its name; ``los`` is ``ideal``.
 
     Raises:
         InvalidInput: no such mode.
     """
-    found = next((mode for mode in ACCESS_MODES if name == mode), None)
-    if found is None and name != IDEAL_ONCE:
+    access = next((mode for mode in ACCESS_MODES if name == mode), None)
+    if access is None and name != IDEAL_ONCE:
         raise InvalidInput(f"access {name!r}; {suggestion(name, ACCESS_MODES)}")
-    return found or "ideal"
+    return access or "ideal"
 
 
 def first_responsive(candidates: Iterable[SatelliteId], silent: Container[SatelliteId]) -> SatelliteId | None:
-    """The first candidate (the best come first) that is not silent; the very first if all are; None of none."""
+    """Return the first candidate (best first) that is not silent; the very first if all are silent."""
     first = None
     for candidate in candidates:
         if candidate not in silent:
@@ -124,7 +127,7 @@ def first_responsive(candidates: Iterable[SatelliteId], silent: Container[Satell
 
 
 def nearest(centre: SatelliteId, torus: Torus) -> list[SatelliteId]:
-    """The satellites with the fewest links to ``centre``, itself first: possible gateways in its place."""
+    """Return possible gateways in place of ``centre``: the satellites with the fewest links to it, nearest first."""
     centre = torus.living(centre)
     ordered = sorted(torus.satellites(), key=lambda satellite: (torus.hops(centre, satellite), satellite))
     return ordered[:_MAX_CANDIDATES]

@@ -1,10 +1,10 @@
-"""What a client knows of each satellite, and how it finds out that one is dead, or back.
+"""State of each satellite as seen by a client, and detection of dead and recovered satellites.
 
-1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). From then on
-   operations that need a suspect fail at once, or read from others (``Suspects``).
-2. Probes (PINGs of our own) go to suspects ever more rarely, and to their neighbours: what else of a plane or computer
-   is gone is then known before a read has to wait for it. The first answer ends a suspicion.
-3. Where no satellite at all answers, the gateway is skipped; then the circuit breaker opens (``FailureDetector``).
+1. A request that stays unanswered for too long makes its satellite a suspect (``requests.InFlight``). Operations that
+   need a suspect then fail at once or read from other satellites (``Suspects``).
+2. Probes (the client's own PINGs) go to suspects at growing intervals, and to their neighbours, so that other dead
+   satellites of a plane or computer are known before a read waits for them. The first answer ends a suspicion.
+3. If no satellite answers at all, the gateway is skipped; then the circuit breaker opens (``FailureDetector``).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from skymemory.protocol.wire import Op
 
 _WINDOW_FLOOR_BYTES = 64 * 1024
 _LANE_FLOOR_BYTES = 16 * 1024
-"""Of a link with a rate: two chunks."""
+"""Minimum window of a link with a rate: two chunks."""
 UNLIMITED = math.inf, 0
 _LEAST_GRACE_S = 0.002
 _OVERTAKING_MARGIN = 1.25
 _OVERTAKING_S = 30.0
-"""How long it is remembered how far packets overtake each other."""
+"""Seconds for which the lag of overtaken packets is remembered."""
 _CLOCK_GRAIN_S = 2e-6
-"""Timestamps on the wire are whole microseconds."""
+"""Tolerance for timestamps on the wire, which are whole microseconds."""
 
 
 class Peer:
-    """One satellite: its round trip, when it was last heard, and what it supports."""
+    """State of one satellite: its round trip, when it was last heard, and what it supports."""
 
     __slots__ = (
         "_answer_number",
@@ -54,29 +54,28 @@ class Peer:
         self.round_trip = RoundTrip(expected_rtt_s)
         self.heard_s = self.answered_sent_s = -math.inf
         self.quiet = False
-        """It did not answer as a stand-in for a silent satellite: it is not one again until it is heard."""
+        """True if it did not answer as a stand-in; it is no stand-in again until it is heard."""
         self.capabilities: Capabilities | None = None
-        """Of its last PONG; None before any."""
+        """Capabilities in its last PONG; None before any."""
         self._lacks: dict[Op, float] = {}
-        """Operations that it does not support, each until when that is believed."""
+        """Unsupported operations, and until when that is believed."""
         self._name = name
         self._suspects = suspects
         self._answer_number = self._notice_number = -1
 
     def is_new(self, number: int) -> bool:
-        """Whether an answer (``auth.answer_number``) is later than all before it; it is then the latest."""
+        """Return True if an answer (``auth.answer_number``) is later than all before it, and remember it."""
         is_new = number > self._answer_number
         self._answer_number = max(self._answer_number, number)
         return is_new
 
     def is_new_notice(self, number: int) -> bool:
-        """``is_new`` of a GONE, which may come by another link than answers."""
+        """Return ``is_new`` for a GONE, which may arrive by another link than answers."""
         is_new = number > self._notice_number
         self._notice_number = max(self._notice_number, number)
         return is_new
 
     def heard(self, round_trip_s: float | None, now_s: float) -> None:
-        """A verified answer came from it."""
         self.heard_s = now_s
         self.quiet = False
         if self._suspects:
@@ -88,28 +87,27 @@ class Peer:
                 self.answered_sent_s = sent_s
 
     def declares(self, capabilities: Capabilities, now_s: float) -> None:
-        """It lists what it supports; other operations are not sent to it for a while."""
+        """Record its stated capabilities; other operations are not sent to it for a while."""
         self.capabilities = capabilities
         if capabilities.stated:
-            lacking = (op for op in Op if op.is_command and not capabilities.serves(op))
-            self._lacks = dict.fromkeys(lacking, now_s + ASK_AGAIN_S)
+            unsupported = (op for op in Op if op.is_command and not capabilities.serves(op))
+            self._lacks = dict.fromkeys(unsupported, now_s + ASK_AGAIN_S)
 
     def cannot(self, op: Op, now_s: float) -> None:
-        """It has refused ``op`` as unsupported, or has answered everything but this."""
+        """Record that it refused ``op`` as unsupported, or answered everything else."""
         self._lacks[op] = now_s + ASK_AGAIN_S
 
     def lacks(self, op: Op, now_s: float) -> bool:
-        """Whether it is known not to support ``op``."""
         return bool(self._lacks) and now_s < self._lacks.get(op, -math.inf)
 
     def may_ignore(self, op: Op) -> bool:
-        """Whether it may leave ``op`` unanswered because it does not know it."""
+        """Return True if it may leave ``op`` unanswered because it is unknown to it."""
         known = self.capabilities
         return known is not None and not (known.stated and known.serves(op))
 
 
 class Peers:
-    """All satellites: the state of each, the windows towards the beams, and one window for all that comes to us."""
+    """State of all satellites, windows towards the beams, and a shared window for incoming data."""
 
     def __init__(
         self,
@@ -119,8 +117,8 @@ class Peers:
         up: tuple[float, int] = UNLIMITED,
         down: tuple[float, int] = UNLIMITED,
     ) -> None:
-        """``up`` and ``down``: the rate of the slowest link of a way by one beam, in bytes/s, and what may be in flight
-        there; with an infinite rate nothing bounds it but the receivers.
+        """Create the state. ``up`` and ``down`` are the rate in bytes/s of a beam's slowest link, and the bytes that
+        may be in flight there; with an infinite rate, only the receivers bound it.
         """
         self.inbound = Window(inbound_bytes, _WINDOW_FLOOR_BYTES)
         self._up, self._down = up, down
@@ -130,14 +128,13 @@ class Peers:
         self._expected_rtt_s = expected_rtt_s
         self.suspects = Suspects()
         self._overtaken_s, self._overtaken_until_s = 0.0, -math.inf
-        """By how much packets were late behind others that left after them, and until when that is believed. All
-        satellites are behind one network.
+        """Lag of packets after packets sent later, and until when it is believed; shared, because all satellites share
+        a network.
         """
         self._outbound: dict[SatelliteId, Window] = {}
         self._peers: dict[SatelliteId, Peer] = {}
 
     def outbound(self, beam: SatelliteId) -> Window:
-        """Bytes in flight up this beam."""
         window = self._outbound.get(beam)
         if window is None:
             rate_bytes_s, most_bytes = self._up
@@ -149,7 +146,7 @@ class Peers:
         return window
 
     def lane(self, beam: SatelliteId) -> Window | None:
-        """Bytes in flight down this beam, a part of ``inbound``; None where links have no rates."""
+        """Return the window of bytes in flight down this beam, a part of ``inbound``; None without link rates."""
         rate_bytes_s, most_bytes = self._down
         if rate_bytes_s == math.inf:
             return None
@@ -159,25 +156,25 @@ class Peers:
         return lane
 
     def rerouted(self) -> None:
-        """The gateway has changed: round trips measured through the old one may not hold."""
         for peer in self._peers.values():
             peer.round_trip.rerouted()
 
     def peer(self, satellite: SatelliteId) -> Peer:
-        found = self._peers.get(satellite)
-        if found is None:
-            found = self._peers[satellite] = Peer(satellite, self._expected_rtt_s, self.suspects)
-        return found
+        peer = self._peers.get(satellite)
+        if peer is None:
+            peer = self._peers[satellite] = Peer(satellite, self._expected_rtt_s, self.suspects)
+        return peer
 
     def quiet(self, satellite: SatelliteId) -> bool:
-        """Whether it is useless as a stand-in for a silent satellite."""
+        """Return True if it is useless as a stand-in."""
         return satellite in self.suspects or self.peer(satellite).quiet
 
     def heard_late(
         self, satellite: SatelliteId, round_trip_s: float | None, now_s: float, number: int | None = None
     ) -> None:
-        """It has answered a request that is no longer waited for: it lives, but this late. An answer with a ``number``
-        may be a replay: it must be new.
+        """Record an answer to a request no longer awaited: the satellite is alive but late.
+
+        An answer with a ``number`` may be a replay, so it must be new.
         """
         if (peer := self._peers.get(satellite)) is None:
             return
@@ -185,36 +182,37 @@ class Peers:
             peer.heard(round_trip_s, now_s)
 
     def grace_s(self, satellite: SatelliteId, now_s: float) -> float:
-        """How long the rest of an answer may lag behind the part that is here before it seems lost."""
+        """Return how long the rest of an answer may lag the received part before it seems lost."""
         overtaken_s = self._overtaken_s if now_s < self._overtaken_until_s else 0.0
         return max(self.peer(satellite).round_trip.smoothed_s / 4, _LEAST_GRACE_S, _OVERTAKING_MARGIN * overtaken_s)
 
     def overtaken_by(self, late_s: float, now_s: float) -> None:
-        """The rest of an answer came this late behind later parts, and was not lost."""
+        """Record that the rest of an answer arrived this late after later parts."""
         if now_s >= self._overtaken_until_s or late_s >= self._overtaken_s:
             self._overtaken_s, self._overtaken_until_s = late_s, now_s + _OVERTAKING_S
 
     def silent_since_s(self, satellite: SatelliteId, asked_s: float) -> float:
-        """Since when a satellite that was asked at ``asked_s`` has been silent."""
+        """Return the start of a satellite's silence since it was asked at ``asked_s``."""
         return max(asked_s, self.peer(satellite).heard_s)
 
     def overtaken(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Whether a packet sent later than ``sent_s`` has been answered: satellites serve in order of arrival."""
+        """Return True if a packet sent after ``sent_s`` has been answered: satellites serve in order of arrival."""
         return self.peer(satellite).answered_sent_s > sent_s + _CLOCK_GRAIN_S
 
     def answered_since(self, satellite: SatelliteId, sent_s: float) -> bool:
-        """Whether a packet sent then, or later, has been answered."""
         return self.peer(satellite).answered_sent_s > sent_s - _CLOCK_GRAIN_S
 
     def any_heard_since(self, time_s: float, but: Container[SatelliteId] = ()) -> bool:
-        """Whether any satellite, except ``but``, has answered since then. Looks at all: for when something is wrong."""
-        return any(peer.heard_s > time_s for here, peer in self._peers.items() if here not in but)
+        """Return True if any satellite except ``but`` has answered since then. Scans all: only if something is
+        wrong.
+        """
+        return any(peer.heard_s > time_s for satellite, peer in self._peers.items() if satellite not in but)
 
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 4.0
-"""A suspect is probed again after a quarter of the time for which it has been silent, within these bounds."""
+"""Bounds of the probe interval, which is a quarter of the silence so far."""
 MAX_SUSPECTS = 64
-"""One more replaces the suspect that has been silent the longest: this bounds the probes."""
+"""Limit of suspects, and so of probes. A further suspect replaces the longest silent."""
 
 
 @dataclass(slots=True)
@@ -224,13 +222,13 @@ class _Suspicion:
 
 
 class Suspects:
-    """Satellites that are taken for dead, and when to probe each. ``heard`` ends a suspicion."""
+    """Satellites considered dead, and when to probe each."""
 
     def __init__(self) -> None:
         self._suspicions: dict[SatelliteId, _Suspicion] = {}
         self._new: list[SatelliteId] = []
         self.next_s = math.inf
-        """No probe is due, and no suspect is new, before this time."""
+        """Time before which no probe is due and no suspect is new."""
         self.added = 0
         """Suspects added so far: a read that has checked all need not check again until this changes."""
 
@@ -241,7 +239,6 @@ class Suspects:
         return satellite in self._suspicions
 
     def add(self, satellite: SatelliteId, now_s: float) -> None:
-        """It has been silent for too long."""
         if satellite in self._suspicions:
             return
         if len(self._suspicions) >= MAX_SUSPECTS:
@@ -256,25 +253,24 @@ class Suspects:
             self._set_next()
 
     def due(self, now_s: float) -> list[SatelliteId]:
-        """Suspects to probe now."""
         if now_s < self.next_s:
             return []
-        due = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
-        for satellite in due:
+        due_now = [satellite for satellite, suspicion in self._suspicions.items() if suspicion.probe_s <= now_s]
+        for satellite in due_now:
             suspicion = self._suspicions[satellite]
             silent_s = now_s - suspicion.since_s
             suspicion.probe_s = now_s + min(max(silent_s / 4, _FIRST_WAIT_S), _LAST_WAIT_S)
         self._set_next()
-        return due
+        return due_now
 
     def probe_all(self, now_s: float) -> None:
-        """The outage may be over: all are due now."""
+        """Make all probes due now: the outage may be over."""
         for suspicion in self._suspicions.values():
             suspicion.probe_s = now_s
         self._set_next()
 
     def take_new(self) -> list[SatelliteId]:
-        """Those that became suspect since the last call, and still are."""
+        """Return the satellites that became suspect since the last call and still are."""
         new, self._new = self._new, []
         return [satellite for satellite in new if satellite in self._suspicions]
 
@@ -283,19 +279,19 @@ class Suspects:
 
 
 _RECENT_S = 1.0
-"""A neighbour of a suspect that was heard or probed within this time is not probed."""
+"""Seconds for which a suspect's neighbour that was heard or probed is not probed again."""
 _MAX_SCOUTED = 32
-"""With more suspects, neighbours are no longer probed: the outage covers a large part of the constellation."""
+"""Suspects beyond which neighbours are no longer probed: a large part of the constellation is out."""
 _WITNESSES = 3
 Probes = list[tuple[SatelliteId, bool]]
-"""PINGs to send: the satellite, and whether it is sent once only."""
+"""PINGs to send: the satellite, and True if sent only once."""
 
 
 _NO_SATELLITE_ANSWERS = BreakerConfig(failures=1, first_wait_s=0.1, last_wait_s=2.0, probe_limit_s=None)
 
 
 class FailureDetector:
-    """Decides whom to probe, when the gateway is dead, and when the whole constellation is (``breaker``)."""
+    """Decisions on which satellites to probe, and when the gateway or the whole constellation (``breaker``) is dead."""
 
     def __init__(self, sky: SkyMap, peers: Peers, gateway: Gateway | None, counters: Counters) -> None:
         self.breaker = CircuitBreaker(_NO_SATELLITE_ANSWERS)
@@ -304,11 +300,10 @@ class FailureDetector:
         self._gateway = gateway
         self._counters = counters
         self._doubted_s = -math.inf
-        """When we last asked witnesses whether any satellite is there."""
         self._scouted_s: dict[SatelliteId, float] = {}
 
     def refuses(self, satellite: SatelliteId | None) -> bool:
-        """Whether to fail at once, because the constellation, or this satellite, is silent."""
+        """Return True if a request must fail at once: the constellation or this satellite is silent."""
         if not self.breaker.closed:
             self._counters.add("breaker_refused")
             return True
@@ -316,11 +311,10 @@ class FailureDetector:
 
     @property
     def next_s(self) -> float:
-        """When ``due`` has probes to send; infinite while all is well."""
         return self._peers.suspects.next_s if self.breaker.closed else self.breaker.next_probe_s
 
     def due(self, centre: SatelliteId, now_s: float) -> Probes:
-        """Probes of suspects and their neighbours; of a few witnesses where no satellite answers."""
+        """Return probes of suspects and their neighbours, or of a few witnesses if no satellite answers."""
         if not self.breaker.closed:
             if not self.breaker.probe_due(now_s):
                 return []
@@ -333,7 +327,6 @@ class FailureDetector:
         return probes + self._to_neighbours(now_s)
 
     def _to_neighbours(self, now_s: float) -> Probes:
-        """Probes of the neighbours of new suspects."""
         suspects, probes = self._peers.suspects, Probes()
         for suspect in suspects.take_new():
             if len(suspects) > _MAX_SCOUTED:
@@ -349,15 +342,15 @@ class FailureDetector:
     def overdue(
         self, satellite: SatelliteId, begun_s: float, sent_s: float, centre: SatelliteId, now_s: float
     ) -> Probes:
-        """Probes because a request to ``satellite`` is overdue and no satellite was heard since ``sent_s``.
+        """Return probes for an overdue request to ``satellite``, if no satellite was heard since ``sent_s``.
 
-        First witnesses: is any satellite there? If they are silent too, the gateway is skipped, and they are asked
-        through the next one.
+        Witnesses come first: is any satellite alive? If they are silent too, the gateway is skipped, and they are asked
+        through the next gateway.
         """
         gateway = self._gateway.current if self._gateway is not None else None
         direct: frozenset[SatelliteId] = frozenset()
         if self._gateway is not None and self._gateway.beam(satellite) == gateway:
-            direct = self._gateway.direct - {gateway}  # their answers say nothing of the gateway
+            direct = self._gateway.direct - {gateway}  # their answers prove nothing about the gateway
         if self._peers.any_heard_since(sent_s, direct):
             return []
         if self._doubted_s < begun_s:
@@ -371,13 +364,12 @@ class FailureDetector:
         return self._to_witnesses(satellite, centre, once=False)
 
     def succeeded(self, now_s: float) -> None:
-        """An operation has ended well: what was silent may be back, too."""
+        """Record a success. If it closes the breaker, probe all suspects, which may be back, too."""
         if self.breaker.answered():
             self._counters.add("breaker_closed")
             self._peers.suspects.probe_all(now_s)
 
     def timed_out(self, started_s: float, now_s: float) -> None:
-        """An operation that began at ``started_s`` has timed out."""
         if not self._peers.any_heard_since(started_s):
             if self.breaker.closed:
                 self._counters.add("breaker_opened")
@@ -389,7 +381,7 @@ class FailureDetector:
 
 
 def witnesses(sky: SkyMap, centre: SatelliteId, silent: SatelliteId | None) -> list[SatelliteId]:
-    """Satellites to ask whether any is there: near the box's centre, of different planes, none of ``silent``'s."""
+    """Return satellites that show if any is alive: near the box's centre, on different planes, none on ``silent``'s."""
     near = [satellite for satellite in nearest(centre, sky.torus) if silent is None or satellite.plane != silent.plane]
     by_plane = {satellite.plane: satellite for satellite in reversed(near)}
     return sorted(by_plane.values(), key=near.index)[:_WITNESSES] or near[:1] or [sky.torus.living(centre)]

@@ -1,4 +1,4 @@
-"""The client's state machine: reads, writes and questions to satellites. It does no I/O and reads no clock.
+"""State machine of the client: reads, writes and questions to satellites. It does no I/O and reads no clock.
 
 The transport drives it:
 
@@ -73,13 +73,13 @@ from skymemory.protocol.wire import (
 Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
-"""Of a transport that does not say what it takes: a receive buffer of 4 MiB, and a quarter of one."""
+"""Defaults for a transport that states no limits: a receive buffer of 4 MiB, and a quarter of one."""
 _ARRIVES_WITHIN_S = 1.0
-"""The box may move before a packet of ours arrives."""
+"""Transit time of a packet, in seconds, during which the box may move."""
 _MIN_BURST_CHUNKS = 10
-"""A write waits for a window that admits fewer chunks, unless nothing is in flight."""
+"""Smallest burst that a write sends while others are in flight."""
 _MAX_GONE = 1 << 16
-"""Dead values kept for ``take_gone``; of more the oldest are dropped, and readers find those out by a MISS."""
+"""Maximum queue of dead values for ``take_gone``. The oldest are dropped beyond it; a later read then misses."""
 _ANSWERS: dict[Op, Op] = {
     Op.GET: Op.DATA,
     Op.HAS: Op.PRESENCE,
@@ -94,9 +94,10 @@ _ANSWERS: dict[Op, Op] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """``window_bytes``: bytes in flight to us (bounded by our receive buffer's real size); ``credit_bytes``: what a
-    satellite is assumed to hold before it has said so; each 0: what the transport takes. ``expected_rtt_s``: round trip
-    by geometry.
+    """Configuration of a client.
+
+    ``window_bytes`` are the bytes in flight to the client; ``credit_bytes`` is the assumed capacity of a satellite that
+    has not stated it. With 0, each is the transport's limit. ``expected_rtt_s`` is the round trip by geometry.
     """
 
     ground: int
@@ -105,32 +106,32 @@ class ClientConfig:
     credit_bytes: int = 0
     expected_rtt_s: float = 0.0
     give_up_s: float = 0.8
-    """A satellite that is silent for this long is taken for dead."""
+    """Seconds of silence after which a satellite is considered dead."""
     read_burst_chunks: int = 64
     hedge_round_trips: float = 1.5
-    """Of replicated values: after this many round trips without an answer the next copy is asked, too; 0: at once."""
+    """Round trips after which the next copy of a replicated value is also asked; 0 asks all at once."""
     authority: Authority | None = field(default=None, repr=False)
-    """Signs our commands; None where the satellites require no MACs."""
+    """Signer of commands; None if the satellites require no MACs."""
     links: Links | None = None
-    """What links carry: windows fill the slowest link of a way, and no more. None: only receivers bound them."""
+    """Link rates: windows just fill a path's slowest link. None: only receivers bound the windows."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "access", access_named(self.access))
 
     def taking(self, window_bytes: int, credit_bytes: int) -> ClientConfig:
-        """With what a transport takes, where this leaves it open."""
+        """Return a copy in which the transport's limits replace values of 0."""
         return replace(
             self, window_bytes=self.window_bytes or window_bytes, credit_bytes=self.credit_bytes or credit_bytes
         )
 
     def way(self, kind: LinkClass) -> tuple[float, int]:
-        """The rate of the slowest link that answers come ``down`` by (requests go ``up`` by) through one beam, in
-        bytes/s, and the most bytes to have in flight there.
+        """Return the rate in bytes/s of a beam's slowest link, and the most bytes in flight. Answers come ``down``,
+        requests go ``up``.
         """
         if self.links is None:
             return UNLIMITED
         beam, isl = self.links.bytes_per_s(kind), self.links.bytes_per_s("isl")
-        # A satellite has four links to others, and a host on board no beam.
+        # A satellite has four links to others, and a host on board has no beam.
         if self.access == "onboard":
             beam = 4 * isl
         elif self.access == "gateway":
@@ -142,7 +143,7 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of operation ``number``. ``body`` is a question's answer, ``report`` and ``info`` are of transfers."""
+    """End of operation ``number``. ``body`` answers a question; ``report`` and ``info`` belong to transfers."""
 
     number: int
     ok: bool
@@ -153,11 +154,11 @@ class Finished:
 
 _PLAIN_CHUNKS = 128
 _PLAIN_ROUND_TRIP_S = 0.0005
-"""Farther satellites are not waited for with the socket in hand."""
+"""Longest round trip for the fast path, which blocks on the socket."""
 
 
 class PlainRead(NamedTuple):
-    """A read that one GET serves, packed (``ClientMachine.plain_get``). ``landing``: where its answer belongs."""
+    """Packed read by a single GET (``ClientMachine.plain_get``). ``landing`` is where its answer belongs."""
 
     info: ValueInfo
     satellite: SatelliteId
@@ -169,7 +170,7 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
-    """The same of a write: one SET with all chunks (``plain_put``)."""
+    """Packed write by a single SET (``ClientMachine.plain_put``)."""
 
     transfer: WriteTransfer
     satellite: SatelliteId
@@ -185,8 +186,8 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
 
 
 def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
-    """Whether a read of copies goes on without one that missed the last write: others have sent, or are asked for, what
-    it lacks.
+    """Return True if a read of copies continues without a copy that missed the last write: others have sent, or are
+    asked for, what it lacks.
     """
     if not isinstance(transfer, ReplicatedRead):
         return False
@@ -195,20 +196,20 @@ def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
 
 # The life of a read:
 #
-#   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window for what comes to us admits
-#   receive_placed                                         DATA: chunks are in place; the last one ends the read
+#   get → _reads → bursts_to_send → _request_chunks        GETs, as far as the window of incoming data admits
+#   receive_placed                                         DATA: chunks are in place; the last chunk ends the read
 #   _missed → transfer.absent                              MISS: ask where else the chunks may be, or end it
 #   handle_timer → repeat_or_give_up → _failed             silence: ask stand-ins or copies, or end it
 #   _finish → next_event
 #
 # A write is the same with ``_writes``, ``_send_chunks`` (SETs, as far as each beam's window admits) and ``_stored``
 # (ACK). A question has one request and no transfer; its answer ends it. Invariant: an operation is in ``_operations``
-# from ``_register`` to ``_finish`` or ``cancel``, and as long as it is, either a request of it is in flight or it is in
+# from ``_register`` to ``_finish`` or ``cancel``. During that time, either a request of it is in flight or it is in
 # ``_reads`` or ``_writes``.
 
 
 class ClientMachine:
-    """One ground host's conversations with the constellation."""
+    """Communication of one ground host with the constellation."""
 
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
         self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
@@ -219,10 +220,10 @@ class ClientMachine:
         ways = config.way("up"), config.way("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._down_bytes = ways[1][1]
-        """What may be in flight down one beam; 0 without rates."""
+        """Bytes that may be in flight down a beam; 0 without rates."""
         self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
         self._quiet_until_s = -math.inf
-        """The gateway has changed: nothing is sent before."""
+        """Time before which nothing is sent, after a change of gateway."""
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -235,42 +236,39 @@ class ClientMachine:
             first_request_id,
         )
         self._gate: ClientGate | None = None
-        """With one, only what is new is a sign of life: an answer later than those before it, and DATA with new chunks.
+        """Gate for answers. With a gate, only a later answer than those before it, or DATA with new chunks, is a sign
+        of life.
         """
         if config.authority is not None and config.authority.proves_answers:
             self._gate = ClientGate(config.authority, self.counters)
         self._keepalive = WriteKeepalive()
         self._operations: dict[int, Operation] = {}
         self._writes: deque[Operation] = deque()
-        """Writes with chunks to send."""
         self._reads: deque[Operation] = deque()
-        """Reads with chunks to ask for."""
         self._probes: set[int] = set()
-        """Numbers of our own PINGs, whose ends are not events."""
+        """Numbers of the client's own PINGs, whose ends are not events."""
         self._pings_beside: dict[SatelliteId, int] = {}
-        """The last PING sent beside the repetition of an overdue question to a satellite."""
+        """Last PING that accompanied an overdue question, by satellite."""
         self._gone: deque[Dead] = deque(maxlen=_MAX_GONE)
         self._events: deque[Finished] = deque()
         self._next_number = 1
         self.revision = 0
-        """Grows with each call that may give it something to send, beside packets and timers."""
+        """Count of calls, other than packets and timers, that may give it something to send."""
 
     # --- operations ---
 
     def moves(self, now_s: float) -> Moves:
-        """How far the box has moved: the clock, corrected by what satellites count."""
         return self._clock.moves(now_s)
 
     def moves_at(self, time_s: float) -> Moves:
-        """How far the box will have moved (or had) at another time than now."""
         return self._clock.at(time_s)
 
     def moves_before(self, now_s: float, most: int) -> list[Moves]:
-        """The counts of moves before the present one, the latest first, at most ``most``."""
         return self._clock.moves_before(now_s, most)
 
     def get(self, info: ValueInfo, out: memoryview | Rows, now_s: float, replicas: int = 1) -> int:
-        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly that.
+        """Begin to read a value into ``out``: writable, at least ``info.value_bytes`` long, or rows of exactly the
+        value.
 
         Raises:
             InvalidInput: ``out`` is too small or read-only, or ``info`` contradicts itself or the constellation.
@@ -287,12 +285,13 @@ class ClientMachine:
             return self._begin(hedged, now_s)
         return self._begin(ReadTransfer(info, out, copies[0], moves, burst_chunks), now_s)
 
-    # Most values are small and near. Where nothing else is under way and all is well, their reads and writes need no
-    # operation: the transport sends what ``plain_get`` or ``plain_put`` has packed, receives what comes at once, and
-    # gives it to ``end_plain_get`` or ``end_plain_put``. Where that is not all, an operation takes over.
+    # Most values are small and near. If nothing else is under way and no satellite is suspected, their reads and writes
+    # need no operation: the transport sends what ``plain_get`` or ``plain_put`` has packed, receives what arrives at
+    # once, and passes it to ``end_plain_get`` or ``end_plain_put``. If that does not complete it, an operation takes
+    # over.
 
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
-        """``get`` of a value of which all chunks are on one near satellite. None where an operation must serve it."""
+        """Pack ``get`` for a value entirely on one near satellite; None if an operation must serve it."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
         if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
             return None
@@ -306,12 +305,12 @@ class ClientMachine:
         return PlainRead(info, satellite, request_id, packet, landing_of(info, out), moves, now_s)
 
     def end_plain_get(self, read: PlainRead, tallies: Sequence[Tally], now_s: float) -> Finished | int:
-        """Its end, or the number of the operation that goes on with it."""
+        """Return the end of a plain read, or the number of the operation that continues it."""
         info = read.info
         if len(tallies) == 1:
-            request_id, echo_us, _, placed, duplicates, corrupt, foreign = tallies[0]
-            whole = request_id == read.request_id and placed == info.chunks
-            if whole and not (duplicates or corrupt or foreign) and verified(info, read.landing):
+            request_id, echo_us, _, placed_chunks, duplicates, corrupt, foreign = tallies[0]
+            complete = request_id == read.request_id and placed_chunks == info.chunks
+            if complete and not (duplicates or corrupt or foreign) and verified(info, read.landing):
                 self._peers.peer(read.satellite).heard(since_s(echo_us, now_s), now_s)
                 return self._end_plain(TransferReport(info.value_bytes, info.chunks, 1), info, read.begun_s, now_s)
         copies = self._copies(info.strategy, info.servers, info.set_moves, 1)
@@ -324,7 +323,7 @@ class ClientMachine:
     def plain_put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
     ) -> PlainWrite | None:
-        """``put`` of a value of which all chunks go to one near satellite. None where an operation must serve it."""
+        """Pack ``put`` for a value entirely for one near satellite; None if an operation must serve it."""
         size_bytes = memoryview(value).nbytes
         chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
@@ -340,8 +339,8 @@ class ClientMachine:
         return PlainWrite(transfer, satellite, request_id, batch, moves, now_s)
 
     def end_plain_put(self, write: PlainWrite, runs: list[Run], now_s: float) -> Finished | int | None:
-        """What has come for it, or nothing: its end, the number of the operation that goes on with it, or None where
-        more is to come at once.
+        """Return the end of a plain write, the number of the operation that continues it, or None if more is expected
+        at once.
         """
         transfer = write.transfer
         acks = [native.open_ack(run) if len(run) <= segment_bytes else None for run, segment_bytes in runs]
@@ -364,18 +363,16 @@ class ClientMachine:
 
     def _is_of(self, write: PlainWrite, ack: Ack) -> bool:
         request_id, ground, _, _, _, _, key, first, stride, count = ack
-        inside = first + stride * (count - 1) < write.transfer.info.chunks
-        its = key == write.transfer.info.key and ground == self.config.ground
-        return its and inside and request_id == write.request_id
+        in_value = first + stride * (count - 1) < write.transfer.info.chunks
+        matches = key == write.transfer.info.key and ground == self.config.ground
+        return matches and in_value and request_id == write.request_id
 
     def _is_quiet(self) -> bool:
-        """Whether nothing is under way, and no satellite is suspected."""
         busy = self._operations or self._in_flight.packets or self._gateway is not None
         unsafe = self.config.authority is not None or not self.breaker.closed or self._peers.suspects
         return not busy and not unsafe
 
     def _is_near(self, satellite: SatelliteId, now_s: float) -> bool:
-        """Whether it has answered lately, and at once."""
         peer = self._peers.peer(satellite)
         return peer.round_trip.latest_s <= _PLAIN_ROUND_TRIP_S and peer.heard_s + STALE_S >= now_s
 
@@ -385,7 +382,6 @@ class ClientMachine:
         return Finished(0, True, report, b"", info)
 
     def _take_over(self, transfer: Transfer, op: Op, plain: PlainRead | PlainWrite) -> int:
-        """An operation for what a plain read or write has sent, as if it had begun so; its number."""
         operation, info = self._register(transfer, transfer.report, plain.begun_s), transfer.info
         request = self._in_flight.begin(
             operation,
@@ -414,8 +410,8 @@ class ClientMachine:
     ) -> tuple[int, ValueInfo]:
         """Begin to write a value; the caller keeps ``value`` unchanged until the operation ends.
 
-        ``set_moves`` places it as if it were written when the box had moved this far (default: as far as now). Where
-        satellites of its box are taken for dead, the box is displaced.
+        ``set_moves`` places it as if written after these moves (default: now's). If satellites of its box are
+        considered dead, the box is displaced.
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
@@ -431,7 +427,8 @@ class ClientMachine:
             transfer = ReplicatedWrite.of_copies(transfer, copies, moves)
         if self._gateway is not None and self._peers.up_bytes_s < math.inf:
             self._update_gateway(now_s)
-            # The shared beam is a queue: what has farthest to fly leaves first, and the rest follows meanwhile.
+            # The shared beam is a queue: the burst with the longest flight leaves first, and the others follow
+            # meanwhile.
             transfer.pending = WaitingBursts(sorted(transfer.pending, key=self._flies_s, reverse=True))
         return self._begin(transfer, now_s), transfer.info
 
@@ -439,8 +436,8 @@ class ClientMachine:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
 
     def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
-        """The satellites to which values on one server, and on ``servers``, are written now around those that are taken
-        for dead. None where all is well.
+        """Return the satellites of the displaced boxes to which values on one server, and on ``servers``, are written
+        now; none without suspects.
         """
         if not self._peers.suspects:
             return []
@@ -452,9 +449,7 @@ class ClientMachine:
         return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
-        """Begin a question to one satellite (HAS, EVICT, LIST, PING, ADVANCE, RETAIN): one packet there, one back.
-        ``once``: no retransmission.
-        """
+        """Begin a question to one satellite: one packet there, one packet back; with ``once``, not retransmitted."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, "unreachable", now_s)
@@ -472,7 +467,7 @@ class ClientMachine:
         return operation.number
 
     def cancel(self, number: int) -> None:
-        """Drop an operation: answers to it are ignored, and its event, if it has ended, is discarded."""
+        """Drop an operation: its answers are ignored, and its event, if any, is discarded."""
         operation = self._operations.pop(number, None)
         self.revision += 1
         if operation is not None:
@@ -486,18 +481,17 @@ class ClientMachine:
 
     @property
     def any_gone(self) -> bool:
-        """Whether ``take_gone`` would give any."""
         return bool(self._gone)
 
     def take_gone(self) -> list[Dead]:
-        """Values that satellites have reported as gone (GONE) since the last call."""
-        gone = list(self._gone)
+        """Return the values reported as GONE since the last call."""
+        dead_values = list(self._gone)
         self._gone.clear()
-        return gone
+        return dead_values
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way but probes of silent satellites."""
+        """Return True if nothing is under way except probes of silent satellites."""
         return self._operations.keys() <= self._probes
 
     def _register(self, transfer: Transfer | None, report: TransferReport, now_s: float) -> Operation:
@@ -513,18 +507,17 @@ class ClientMachine:
         return operation.number
 
     def _enqueue(self, operation: Operation) -> None:
-        """It has something to send, once it is its turn and the windows admit it."""
         if not operation.queued:
             operation.queued = True
             if not isinstance(operation.transfer, ReadTransfer):
                 self._writes.append(operation)
             elif len(operation.transfer.pending) > 1:
                 self._reads.append(operation)
-            else:  # soon done: it does not wait behind the requests of large values
+            else:  # soon done: it does not wait for the requests of large values
                 self._reads.appendleft(operation)
 
     def _finish(self, operation: Operation, failure: str, now_s: float, body: bytes = b"") -> None:
-        """An operation has ended: well, if ``failure`` is empty."""
+        """End an operation, successfully if ``failure`` is empty."""
         if self._operations.pop(operation.number, None) is None:
             return
         if self._keepalive.ended(operation.number, now_s):  # satellites may have dropped its first chunks
@@ -558,7 +551,6 @@ class ClientMachine:
             self._in_flight.packets.clear()
 
     def _flies_s(self, burst: Burst) -> float:
-        """How long it is on links behind the beam that it takes."""
         assert self._gateway is not None
         return self._sky.links_s(self._gateway.beam(burst.satellite), burst.satellite)
 
@@ -569,36 +561,37 @@ class ClientMachine:
         return [copy(replica) for replica in range(replicas)]
 
     def everywhere(self, info: ValueInfo, now_s: float) -> list[Moves]:
-        """Moves that name all places where chunks of a value may have been left, those of now first."""
+        """Return the moves of all places where a value's chunks may have been left, now's first."""
         return self._clock.everywhere(now_s, info.set_moves, self._sky.placement(info.strategy, info.servers))
 
     def _stand_ins(self, transfer: ReadTransfer, now_s: float) -> StandIns:
         return StandIns(partial(self.everywhere, transfer.info, now_s), self._peers.quiet)
 
     def _places_of_write(self, transfer: WriteTransfer, now_s: float) -> set[SatelliteId]:
-        """Where its chunks are stored, now and when a packet sent now arrives."""
+        """Return the places of its chunks, now and when a packet sent now arrives."""
         info, replicas = transfer.info, len(transfer.acknowledged) // transfer.info.chunks
         return {
-            place
+            satellite
             for moves in {self.moves(now_s), self.moves_at(now_s + _ARRIVES_WITHIN_S)}
             for copy in self._copies(info.strategy, info.servers, info.set_moves, replicas)
-            for place in copy(moves)[: info.chunks]
+            for satellite in copy(moves)[: info.chunks]
         }
 
     # --- packets to send ---
 
     @property
     def wants_to_send(self) -> bool:
-        """False only where there is nothing to send."""
+        """Return False only if there is nothing to send."""
         return bool(self._writes) or bool(self._reads) or bool(self._in_flight.packets)
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, SatelliteId]]:
-        """Batches with the satellite whose beam each takes, as far as the windows admit them."""
-        return [one for together in self.bursts_to_send(now_s) for one in together]
+        return [batch for burst in self.bursts_to_send(now_s) for batch in burst]
 
     def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """``datagrams_to_send`` piece by piece, so that a burst of SETs is packed while the one before it is being
-        sent; the GETs of a read come together. The caller must exhaust the iterator.
+        """Yield batches with the satellite whose beam each takes, as far as the windows admit them.
+
+        A burst of SETs is packed while the previous burst is being sent; the GETs of a read come together. The caller
+        must exhaust the iterator.
         """
         in_flight = self._in_flight
         self._update_gateway(now_s)
@@ -627,7 +620,7 @@ class ClientMachine:
             yield in_flight.take_packets()
 
     def _request_reads(self, now_s: float) -> None:
-        """GETs of the reads that wait, until the window stops one: it is one for all of them."""
+        """Send GETs of the waiting reads until the shared window stops one of them."""
         while self._reads:
             operation = self._reads[0]
             transfer = operation.transfer
@@ -642,11 +635,12 @@ class ClientMachine:
             operation.queued = False
 
     def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
-        """GET the pending bursts of a read, as many as the window admits, packed together. Chunks of suspects are asked
-        of other satellites first; where no other may have them, the read has failed.
+        """GET the pending bursts of a read, as many as the window admits, packed together.
+
+        Chunks of suspects are first requested elsewhere; if that is impossible, the read has failed.
         """
         moves, suspects = self.moves(now_s), self._peers.suspects
-        # Only when a suspect was added since the last look; a replicated read asks another copy below.
+        # Only when a suspect was added since the last check; a replicated read asks another copy below.
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
             silent = len(suspects) > 0 and any(
                 burst.satellite in suspects and not transfer.is_one_of_many(burst.indices) for burst in transfer.pending
@@ -679,12 +673,12 @@ class ClientMachine:
             self._in_flight.transmit(requests, now_s)
 
     def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
-        """SET the pending bursts of a write, with a stop after each. A burst is cut where the window admits less."""
+        """SET the pending bursts of a write, with a stop after each. A burst is cut if the window admits less."""
         pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
         one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
         size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-        # Behind a gateway another beam may carry them now.
+        # Behind a gateway, another beam may carry them now.
         pending.resume(gateway is not None or transfer.checked_suspects != suspects.added)
         transfer.checked_suspects = suspects.added
         while (burst := pending.first()) is not None:
@@ -700,14 +694,15 @@ class ClientMachine:
                 continue
             window = peers.outbound(satellite if gateway is None else gateway.beam(satellite))
             fits = min(len(indices), (window.size_bytes - window.in_flight_bytes) // size_each)
-            # Rather wait than send many small bursts; but with nothing in flight no answer would open the window.
+            # Prefer to wait over sending many small bursts; but with nothing in flight, no answer would open the
+            # window.
             least = min(len(indices), _MIN_BURST_CHUNKS)
             if window.rate_bytes_s < math.inf:  # a slow link holds few: keep it busy
                 least = min(least, max(1, window.limit_bytes // (4 * size_each)))
             if fits < least:
                 if window.in_flight_bytes:
                     pending.put_aside(window)
-                    if one_beam:  # no other is left to send to
+                    if one_beam:  # no other beam is left to send to
                         break
                     continue
                 fits = max(1, fits)
@@ -721,11 +716,10 @@ class ClientMachine:
     # --- packets received ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, now_s: float) -> None:
-        """Take packets of ``segment_bytes`` each (the last may be shorter); bad ones are counted and dropped."""
+        """Process packets of ``segment_bytes`` each (the last may be shorter); bad packets are counted and dropped."""
         self.receive_runs([(memoryview(data), segment_bytes)], now_s)
 
     def receive_runs(self, runs: list[Run], now_s: float) -> None:
-        """``receive_batch`` of several."""
         if self._gate is not None:
             runs = self._gate.admit(runs)
         at = 0
@@ -739,35 +733,35 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Where answers to reads belong: a transport may place runs of DATA there and call ``receive_placed``. Empty
-        if DATA must be authenticated first.
+        """Return where answers to reads belong: a transport may place DATA there and call ``receive_placed``.
+
+        It is empty if DATA must be authenticated first.
         """
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
-        """Runs of DATA have been placed in the buffers of their reads."""
-        # All runs are counted before any operation ends: the end of one drops its requests.
-        heard: list[tuple[Request, ReadTransfer, Tally]] = []
+        # All runs are counted before any operation ends, because its end drops its requests.
+        awaited_runs: list[tuple[Request, ReadTransfer, Tally]] = []
         for tally in tallies:
             request = self._in_flight.by_id.get(tally[0])
             if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
-                heard.append((request, transfer, tally))
+                awaited_runs.append((request, transfer, tally))
                 transfer.placed(*tally[3:6])
                 if transfer.pending:
                     self._enqueue(request.operation)
-        ended: dict[Operation, str] = {}
-        for request, transfer, (_, echo_us, _, placed, duplicates, corrupt, foreign) in heard:
+        endings: dict[Operation, str] = {}
+        for request, transfer, (_, echo_us, _, placed_chunks, duplicates, corrupt, foreign) in awaited_runs:
             size_each = transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES
-            self._in_flight.answered(request, (placed + duplicates) * size_each)
+            self._in_flight.answered(request, (placed_chunks + duplicates) * size_each)
             if request.gap_since_s is not None and transfer.has(request.indices):
                 self._in_flight.completed(request, now_s)
-            proves_life = placed > 0 or self._gate is None
+            proves_life = placed_chunks > 0 or self._gate is None
             if corrupt:
                 self.counters.add("packets_malformed", corrupt)
             elif proves_life:
                 self._heard(request, echo_us, now_s)
             if foreign and not _passes_over(request, transfer):
-                ended[request.operation] = "other version"
+                endings[request.operation] = "other version"
             elif foreign and transfer.missing:
                 self._in_flight.retire(request)
                 self._enqueue(request.operation)
@@ -781,13 +775,13 @@ class ClientMachine:
                 else:
                     # Satellites answer in order: what is missing before the last chunk was lost or overtaken.
                     self._in_flight.hurry(request, now_s)
-            elif request.operation not in ended:
-                ended[request.operation] = "" if verified(transfer.info, transfer.landing) else "corrupt"
-        for operation, failure in ended.items():
+            elif request.operation not in endings:
+                endings[request.operation] = "" if verified(transfer.info, transfer.landing) else "corrupt"
+        for operation, failure in endings.items():
             self._finish(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Packets that are not a single run of DATA: receive offload joins everything that one satellite sends."""
+        """Process packets that are not one run of DATA: receive offload joins everything that a satellite sends."""
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
@@ -808,7 +802,7 @@ class ClientMachine:
                     self.counters.add("packets_malformed")
 
     def _receive_ack(self, ack: Ack, packet: memoryview, now_s: float) -> None:
-        """A plain ACK, verified and parsed: what most writes get."""
+        """Process a plain ACK, verified and parsed: the answer to most writes."""
         request_id, ground, echo_us, slot_moves, plane_moves, credit, key, first, stride, count = ack
         request = self._in_flight.by_id.get(request_id)
         if request is None or ground != self.config.ground:
@@ -824,7 +818,11 @@ class ClientMachine:
             self._stored(request, transfer, range(first, first + stride * count, stride), credit, now_s)
 
     def _receive_control(self, view: memoryview, now_s: float) -> None:
-        """Any other packet whose checksums are right. Raises MalformedPacket."""
+        """Process any other packet whose checksums are right.
+
+        Raises:
+            MalformedPacket: its fields are invalid.
+        """
         packet = parse_packet(view)
         header = packet.header
         speaker = SatelliteId(header.source.plane, header.source.slot)
@@ -846,14 +844,14 @@ class ClientMachine:
             self._receive_answer(request, header, packet.body, now_s)
             return
         if speaker == request.satellite:
-            if not self._is_new(request, view):  # overtaken by a later one, or a replay
+            if not self._is_new(request, view):  # overtaken by a later answer, or a replay
                 self._receive_old(request, header, packet.body, now_s)
                 return
             round_trip_s = self._heard(request, header.timestamp_us, now_s)
         elif self._gate is not None and not self._may_speak_for(speaker, request, header.status):
             self.counters.add("packets_unexpected")
             return
-        else:  # one on the way, which could not pass it on
+        else:  # a satellite on the path, which could not pass it on
             round_trip_s = since_s(header.timestamp_us, now_s) or 0.0
             self._peers.peer(speaker).heard(None, now_s)
         self._clock.report(speaker, (header.slot_moves, header.plane_moves), round_trip_s, now_s)
@@ -897,21 +895,23 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
 
     def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
-        """Whether another satellite than a request's may answer it so. Each signs refusals of whatever it is sent, also
-        of what a stranger makes look like this request: only those of the beam, which checks commands, count.
+        """Return True if ``speaker``, another satellite, may answer the request with this status.
+
+        Satellites sign refusals even of a stranger's packet that looks like this request. So only refusals by the beam,
+        which checks commands, count.
         """
         beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
         return status is not Status.REFUSED or speaker == beam
 
     def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
-        """An answer that is not new: of these only what an ACK says of chunks that are awaited counts."""
+        """Process an answer that is not new: only acknowledgements of awaited chunks count."""
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
     def _is_new(self, request: Request, answer: memoryview) -> bool:
-        """Whether an answer is later than all to this request before it; always without a gate."""
+        """Return True if an answer is later than all to this request before it; always without a gate."""
         if self._gate is None:
             return True
         number = answer_number(answer)
@@ -922,7 +922,7 @@ class ClientMachine:
         return True
 
     def _heard(self, request: Request, echo_us: int, now_s: float) -> float:
-        """A verified answer: the satellite lives. Returns the round trip, 0 where it cannot be known."""
+        """Record a verified answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.heard(elapsed_s, now_s)
         request.link.moved_s = now_s
@@ -931,11 +931,10 @@ class ClientMachine:
     def _stored(
         self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
-        """A satellite has stored these chunks."""
-        fresh = transfer.acknowledge(transfer.of_request(indices, request.indices))
-        if not fresh and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
+        newly_stored = transfer.acknowledge(transfer.of_request(indices, request.indices))
+        if not newly_stored and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
             return
-        self._in_flight.answered(request, fresh * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
+        self._in_flight.answered(request, newly_stored * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
         request.window.offer(credit * CREDIT_UNIT_BYTES)
         if request.in_flight_bytes == 0:
             self._in_flight.completed(request, now_s)
@@ -951,10 +950,10 @@ class ClientMachine:
     def _missed(
         self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
-        """A satellite does not hold these chunks: look elsewhere, or end the read."""
+        """Look elsewhere for chunks that a satellite does not hold, or end the read."""
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
-        asked = set(request.indices)
-        indices = [index for index in selection.indices() if index in asked]
+        requested = set(request.indices)
+        indices = [index for index in selection.indices() if index in requested]
         if selection.key != transfer.info.key or not indices:
             return
         self._in_flight.refused(request, len(indices) * (transfer.info.chunk_bytes + CHUNK_OVERHEAD_BYTES))
@@ -978,13 +977,13 @@ class ClientMachine:
         self._enqueue(request.operation)
 
     def _failed(self, request: Request, failure: str, now_s: float) -> None:
-        """A satellite will not serve a request: its chunks are read from others or left to copies; else it ends."""
+        """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):
-            # With no satellite heard, others would not answer either: the timeout ends the read.
+            # If no satellite was heard, others would not answer either: the timeout ends the read.
             reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
-            others = self._stand_ins(transfer, now_s) if reachable else None
-            saved = transfer.redirect(request.indices, request.satellite, failure, others)
+            stand_ins = self._stand_ins(transfer, now_s) if reachable else None
+            saved = transfer.redirect(request.indices, request.satellite, failure, stand_ins)
             failure = transfer.silence or failure
         else:
             saved = transfer is not None and transfer.waive(request.indices)
@@ -1000,18 +999,20 @@ class ClientMachine:
     # --- timers ---
 
     def next_timer_s(self) -> float | None:
-        due_s = min(self._in_flight.next_timer_s(), self._detector.next_s, self._keepalive.next_s)
+        timer_s = min(self._in_flight.next_timer_s(), self._detector.next_s, self._keepalive.next_s)
         if self._quiet_until_s > -math.inf and self.wants_to_send:
-            due_s = min(due_s, self._quiet_until_s)
-        return due_s if due_s < math.inf else None
+            timer_s = min(timer_s, self._quiet_until_s)
+        return timer_s if timer_s < math.inf else None
 
     @property
     def probing(self) -> bool:
-        """Whether silent satellites are being probed: then the transport serves the timer with no operation, too."""
+        """Return True if silent satellites are being probed: the transport then serves the timer even without an
+        operation.
+        """
         return self._detector.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:
-        """Overdue requests are hedged, retransmitted or given up; then writers are announced and suspects probed."""
+        """Hedge, retransmit or give up overdue requests; then announce writers and probe suspects."""
         self._update_gateway(now_s)
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = -math.inf
@@ -1022,7 +1023,7 @@ class ClientMachine:
                 self._enqueue(request.operation)
                 continue
             satellite, centre = request.satellite, self._sky.centre_at(self.moves(now_s))
-            # Is it this satellite alone, the gateway, or everything? Probes find out while the request is repeated.
+            # Is this satellite dead, or the gateway, or everything? Probes find out while the request is repeated.
             if request.operation.number not in self._probes:
                 self._probe(self._detector.overdue(satellite, request.begun_s, request.sent_s, centre, now_s), now_s)
             if failure := self._in_flight.repeat_or_give_up(request, self.moves(now_s), now_s):
@@ -1039,14 +1040,12 @@ class ClientMachine:
             self._probe(self._detector.due(self._sky.centre_at(self.moves(now_s)), now_s), now_s)
 
     def _ping_beside_question(self, satellite: SatelliteId, now_s: float) -> None:
-        """A question is overdue: its answer was lost, or the satellite does not know the operation. A PING shows
-        which.
-        """
+        """PING the satellite of an overdue question: was the answer lost, or the operation unknown there?"""
         if self._pings_beside.get(satellite) not in self._probes:
             self._pings_beside[satellite] = self._probe([(satellite, False)], now_s)
 
     def _probe(self, probes: Probes, now_s: float) -> int:
-        """PING these; returns the number of the last."""
+        """PING these satellites. Return the last PING's number."""
         number = 0
         for satellite, once in probes:
             number = self.ask(Op.PING, b"", satellite, now_s, once=once)

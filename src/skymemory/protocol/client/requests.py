@@ -3,10 +3,10 @@
 ``begin`` and ``transmit`` send a request. ``answered``, ``extend`` and ``hurry`` move its deadline as parts of the
 answer arrive; ``retire`` ends it. A request whose deadline passes is ``overdue``; ``repeat_or_give_up`` then, in order:
 
-1. retires it, where its chunks came by another request meanwhile;
-2. gives it up, where its satellite has been silent for ``give_up_s`` or more: the satellite becomes a suspect;
-3. waits on, where the satellite still works through what it got before;
-4. retransmits it under the same id, for the chunks that are missing, with back-off and half the window.
+1. retires it, if its chunks arrived by another request meanwhile;
+2. gives it up, if its satellite has been silent for ``give_up_s`` or more: the satellite becomes a suspect;
+3. waits on, if the satellite still works through earlier requests;
+4. retransmits it under the same id, for the missing chunks, with back-off and half the window.
 """
 
 from __future__ import annotations
@@ -46,27 +46,29 @@ from skymemory.protocol.wire import (
 )
 
 ALWAYS_SENT = (Op.PING, Op.ADVANCE)
-"""Even to suspects: an operator wants to know."""
+"""Operations sent even to suspects, because an operator wants an answer."""
 _MIN_HEDGE_S = 0.002
 _MAX_PARTIAL = 10
-"""A request of which only parts are answered is given up after this many times ``give_up_s``."""
+"""Factor of ``give_up_s`` after which a partially answered request is given up."""
 _MAX_LATE = 3
-"""A satellite whose answers come late is waited for this many times ``give_up_s`` at most."""
+"""Factor of ``give_up_s`` that bounds the wait for late answers."""
 _MAX_BACKOFF = 4
-"""Repetitions come at 1, 2, 4, 4 … timeouts: the windows already slow us down, and a lossy path needs many tries."""
+"""Largest back-off: repetitions follow after 1, 2, 4, 4 … timeouts. The windows already slow the sender down, and a
+lossy path needs many tries.
+"""
 _MIN_TRIES = 4
-"""A silent satellite is asked this often at least: where 10 % of them are lost, three lost tries happen every day."""
+"""Fewest tries for a silent satellite: at 10 % loss, three lost tries happen every day."""
 _STAND_IN_TRIES = 3
-"""Fewer for stand-ins of a silent satellite: a dead plane holds most of them."""
+"""Tries for a stand-in: few, because a dead plane holds most of them."""
 _NEARLY_SILENT = 0.9
 _UNSUPPORTED_TRIES = 3
-"""A satellite that has answered this many PINGs sent with repetitions of a question, and not the question, does not
-know it. At 2 % of loss each way one question in 390,000 comes to that by chance; it is then only not asked for a while.
+"""PINGs, sent with repetitions of a question, that a satellite answers before it is considered not to know the
+question. At 2 % loss each way, one question in 390,000 reaches this by chance; it is then only not asked for a while.
 """
 _MODEST_BYTES_PER_S = 200e6
-"""A busy satellite (or we) may take what is queued as slowly as this before it looks like loss."""
+"""Rate at which a busy satellite or client may process its queue before the delay looks like loss."""
 STALE_S = 10.0
-"""A round trip measured this long ago is not used: in a past overload answers took seconds."""
+"""Age at which a measured round trip is discarded: in a past overload, answers took seconds."""
 
 _COMMAND_PREFIX = struct.Struct(COMMAND_FORMAT + SKY.format.removeprefix(">"))
 _GROUND = GROUND_SHELL << 24
@@ -74,7 +76,7 @@ _GROUND = GROUND_SHELL << 24
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What a caller began: a read, a write, or (``transfer`` None) a question."""
+    """Operation that a caller began: a read, a write, or (``transfer`` None) a question."""
 
     number: int
     transfer: ReadTransfer | WriteTransfer | None
@@ -82,14 +84,13 @@ class Operation:
     report: TransferReport
     requests: set[int] = field(default_factory=set)
     queued: bool = False
-    """Whether it is queued for sending."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One packet (or burst of packets) in flight, until answered, repeated or given up.
+    """Packet (or burst of packets) in flight, until answered, repeated or given up.
 
-    A repetition keeps the request id, so that late answers to an earlier sending still count.
+    A repetition keeps the request id, so that late answers still count.
     """
 
     request_id: int
@@ -98,37 +99,32 @@ class Request:
     op: Op
     indices: Sequence[int]
     body: bytes
-    """Follows the headers; empty for a read whose selection is packed when it is sent."""
+    """Bytes after the headers; empty for a read whose selection is packed on transmission."""
     begun_s: float
     deadline_s: float
     in_flight_bytes: int
     moves: Moves
     window: Window
-    """The one it fills, whatever beam a later repetition takes."""
+    """Window that it fills, whatever beam a later repetition takes."""
     peer: Peer
     lane: Window | None = None
-    """The beam that its answer comes down by, where that has a rate."""
+    """Window of the beam that carries its answer down, if that has a rate."""
     turn_bytes: int = 0
-    """What must have passed on its slowest link before its own answer can: the link's ``passed_bytes`` then."""
+    """Value of its link's ``passed_bytes`` from which its own answer can arrive."""
     once: bool = False
-    """It is waited for and not repeated."""
     attempts: int = 1
     sent_s: float = 0.0
-    """When it was last transmitted."""
     hedged: bool = False
-    """The next copy has been asked, too."""
     heard_beside: int = 0
-    """Times that its satellite answered what was sent with a repetition of it, or later, and not the request."""
+    """Answers to packets sent with a repetition of it, or later, while it stayed unanswered."""
     gap_seen: bool = False
-    """Later parts of its answer are here, earlier ones are not."""
+    """True if later parts of its answer arrived before earlier parts."""
     gap_since_s: float | None = None
-    """When that was first seen; None: never."""
     answer_number: int = -1
-    """Of the latest answer to it, if satellites sign answers."""
+    """Number of its latest answer, if satellites sign answers."""
 
     @property
     def link(self) -> Window:
-        """The narrowest that it fills."""
         return self.lane or self.window
 
 
@@ -145,14 +141,15 @@ class InFlight:
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
-        """``gateway`` None: every satellite has a beam of its own. ``give_up_s``: how long to wait for a silent
-        satellite. ``authority`` signs packets; None: no MACs. Requests are numbered from ``first_request_id``.
+        """Create an empty set.
+
+        With ``gateway`` None, every satellite has its own beam. ``give_up_s`` is the wait for a silent satellite;
+        ``authority`` None means no MACs.
         """
         self.by_id: dict[int, Request] = {}
         self.awaited: dict[int, Landing] = {}
-        """Where the answers to reads belong, by request id."""
+        """Destination of the answers to reads, by request id."""
         self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
-        """Packed, not yet taken: each batch with the satellite whose beam it takes."""
         self._peers = peers
         self._gateway = gateway
         self._give_up_s = give_up_s
@@ -160,24 +157,24 @@ class InFlight:
         self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._alarm_s = math.inf
-        """No deadline is earlier; deadlines are postponed far more often than they pass."""
+        """Lower bound of all deadlines: they are postponed far more often than they pass."""
         self._next_request_id = first_request_id
         self._sequence = 0
 
     # --- sending ---
 
     def window(self, op: Op, satellite: SatelliteId) -> Window:
-        """A SET fills the beam it goes up by; answers to all else fill our own receive buffer."""
+        """Return the window that a request fills: the upward beam for a SET, otherwise the own receive buffer."""
         if op is not Op.SET:
             return self._peers.inbound
         return self._peers.outbound(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def lane(self, satellite: SatelliteId) -> Window | None:
-        """What fills the beam that its answers come down by; None where that has no rate."""
+        """Return the window of the beam that carries its answers down; None without a rate."""
         return self._peers.lane(satellite if self._gateway is None else self._gateway.beam(satellite))
 
     def _up_queue_s(self, op: Op, satellite: SatelliteId) -> float:
-        """How long a question waits behind what this host writes up the same beam."""
+        """Return the wait of a question for this host's writes on the same beam."""
         if op is Op.SET or self._peers.up_bytes_s == math.inf:
             return 0.0
         beam = satellite if self._gateway is None else self._gateway.beam(satellite)
@@ -195,14 +192,14 @@ class InFlight:
         now_s: float,
         request_id: int = 0,
     ) -> Request:
-        """A new request, to be transmitted. ``size_bytes`` is what it puts in flight, up or down. ``request_id``: of
-        one that ``pack_get`` has packed.
+        """Create a request to transmit, which puts ``size_bytes`` in flight. ``request_id`` is from ``pack_get`` or
+        ``pack_set``.
         """
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         lane = None if op is Op.SET else self.lane(satellite)
         if peer.heard_s + STALE_S < now_s:
             peer.round_trip.forget()
-        # At most ``give_up_s``: a peer that has answered late may be dead by now.
+        # At most ``give_up_s``: a peer that answered late may be dead by now.
         timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
@@ -263,11 +260,11 @@ class InFlight:
             self._queue(single(packet), beam, now_s)
 
     def _queue(self, batch: SegmentBatch, beam: SatelliteId, now_s: float) -> None:
-        """A repetition is signed again: MACs carry a time."""
+        """Queue a batch, signed. A repetition is signed again, because MACs carry a time."""
         self.packets.append((batch if self._authority is None else self._authority.sign(batch, now_s), beam))
 
     def pack_get(self, satellite: SatelliteId, body: bytes, moves: Moves, now_s: float) -> tuple[int, Buffer]:
-        """A GET by a beam of its own, and its request id. It is not in flight: ``begin`` may take it up later."""
+        """Return the id and packet of a GET by the satellite's own beam; ``begin`` may register it later."""
         request_id = self._take_id()
         prefix = self._prefix(Op.GET, satellite, satellite, request_id, moves, 0, now_s)
         address = _wire_address(satellite)
@@ -278,7 +275,7 @@ class InFlight:
     def pack_set(
         self, transfer: WriteTransfer, satellite: SatelliteId, moves: Moves, now_s: float
     ) -> tuple[int, SegmentBatch]:
-        """All chunks of a value in one SET by a beam of its own; as ``pack_get``."""
+        """Return the id and batch of a SET with all chunks of a value, as ``pack_get``."""
         request_id, indices = self._take_id(), range(transfer.info.chunks)
         return request_id, self._pack_set(transfer, indices, satellite, satellite, request_id, moves, now_s)
 
@@ -292,7 +289,7 @@ class InFlight:
         moves: Moves,
         now_s: float,
     ) -> SegmentBatch:
-        """A batch for each request: all its chunks behind one prefix, sent from the caller's buffer."""
+        """Pack all chunks of a request after a common prefix, without copying them."""
         refs, payloads = transfer.of_these(indices)
         sequence = self._take_sequence(len(payloads))
         prefix = self._prefix(Op.SET, satellite, beam, request_id, moves, sequence, now_s)
@@ -308,7 +305,7 @@ class InFlight:
         sequence: int,
         now_s: float,
     ) -> bytes:
-        """The headers, packed without a ``SkyHeader`` in between: a block takes dozens."""
+        """Pack the headers without an intermediate ``SkyHeader``: a block needs dozens of them."""
         outer = command_fields(op, sequence, COMMAND_PREFIX_BYTES + 1)
         ends = _wire_address(satellite), _GROUND | _wire_address(beam), self._ground, request_id
         journey = HOP_LIMIT, 0, 0, microseconds(now_s) & 0xFFFFFFFF
@@ -331,7 +328,6 @@ class InFlight:
     # --- answers ---
 
     def answered(self, request: Request, size_bytes: int) -> None:
-        """This much of its answer has come."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
@@ -339,7 +335,7 @@ class InFlight:
             request.lane.answered(size_bytes)
 
     def refused(self, request: Request, size_bytes: int) -> None:
-        """This much of its answer will not come."""
+        """Record that this much of its answer will not arrive."""
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
@@ -347,14 +343,12 @@ class InFlight:
             request.lane.given_up(size_bytes)
 
     def retire(self, request: Request) -> None:
-        """No more is expected of it."""
         if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
             self.refused(request, request.in_flight_bytes)
 
     def drop(self, operation: Operation) -> None:
-        """No more is expected of any request of this operation."""
         for request_id in operation.requests:
             request = self.by_id.pop(request_id)
             self.awaited.pop(request_id, None)
@@ -363,19 +357,20 @@ class InFlight:
         operation.requests.clear()
 
     def extend(self, request: Request, now_s: float) -> None:
-        """Its answer is arriving: the rest has a whole timeout from now."""
+        """Restart the timeout, because the answer is arriving."""
         request.deadline_s = now_s + _timeout_s(request.peer, request.link)
 
     def hurry(self, request: Request, now_s: float) -> None:
-        """The end of its answer is here and an earlier part is not: that seems lost, so ask again soon."""
+        """Shorten the deadline: the end of the answer has arrived, and an earlier part seems lost."""
         self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite, now_s)))
         request.gap_seen = True
         if request.gap_since_s is None:
             request.gap_since_s = now_s
 
     def completed(self, request: Request, now_s: float) -> None:
-        """The last of its answer is here. If that lagged behind, and was not lost (a repetition takes a round trip), as
-        much lag is waited for next time.
+        """Record that the last part of an answer has arrived.
+
+        If it lagged and was not lost (a repetition takes a round trip), the same lag is awaited next time.
         """
         if request.gap_since_s is None:
             return
@@ -388,25 +383,26 @@ class InFlight:
     # --- time ---
 
     def next_timer_s(self) -> float:
-        """When to look for overdue requests: sometimes before the first deadline, never after; infinite for none."""
+        """Return when to check for overdue requests, possibly too early; infinite if there are none."""
         return self._alarm_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Requests whose deadlines have passed; each must be hedged, repeated or given up."""
+        """Return requests whose deadlines have passed; each must be hedged, repeated or given up."""
         if now_s < self._alarm_s:
             return []
-        # The alarm may be early, for deadlines are mostly postponed: then this finds none, and sets the next alarm.
-        due = [request for request in self.by_id.values() if request.deadline_s <= now_s]
+        # The alarm may be early, because deadlines are mostly postponed. Then nothing is overdue, and the next alarm is
+        # set.
+        overdue = [request for request in self.by_id.values() if request.deadline_s <= now_s]
         later = (request.deadline_s for request in self.by_id.values() if request.deadline_s > now_s)
         self._alarm_s = min(later, default=math.inf)
-        return due
+        return overdue
 
     def _set_deadline(self, request: Request, deadline_s: float) -> None:
         request.deadline_s = deadline_s
         self._alarm_s = min(self._alarm_s, deadline_s)
 
     def hedge(self, request: Request, now_s: float) -> bool:
-        """An overdue request for a replicated value: whether the next copy is to be asked while this one is awaited."""
+        """Return True if the next copy must be asked, too, for this overdue request."""
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
@@ -415,13 +411,13 @@ class InFlight:
         return transfer.ask_next(request.indices, request.satellite)
 
     def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
-        """Settle an overdue request or send it again (the steps above); why it is given up, or empty."""
+        """Settle an overdue request or repeat it (the steps above). Return why it is given up, or ""."""
         transfer = request.operation.transfer
         wanted: list[int] = []
         if transfer is not None:
-            done = transfer.arrived if isinstance(transfer, ReadTransfer) else transfer.acknowledged
-            wanted = [index for index in request.indices if not done[index]]
-            if not wanted:  # 1. its chunks came by another request
+            completed = transfer.arrived if isinstance(transfer, ReadTransfer) else transfer.acknowledged
+            wanted = [index for index in request.indices if not completed[index]]
+            if not wanted:  # 1. its chunks arrived by another request
                 self.retire(request)
                 return ""
         satellite = request.satellite
@@ -436,12 +432,12 @@ class InFlight:
             self._peers.suspects.add(satellite, now_s)
             return "timeout"
         if satellite in self._peers.suspects and request.op not in ALWAYS_SENT:
-            return "unreachable"  # an earlier request to it has found it silent meanwhile
+            return "unreachable"  # an earlier request to it has shown it silent meanwhile
         if not ignored and self._still_queued(request, now_s):  # 3. its turn has not come
             return ""
         stands_in = isinstance(transfer, ReadTransfer) and transfer.in_place_of_silent(wanted)
         if stands_in and request.attempts >= _STAND_IN_TRIES:
-            request.peer.quiet = True  # late, perhaps, and no suspect: requests that need it wait for it
+            request.peer.quiet = True  # perhaps late, and no suspect: requests that need it wait for it
             return "timeout"
         if request.once:  # 4. or, for a question that is sent once, the last wait
             self._set_deadline(request, silent_until_s)
@@ -452,7 +448,7 @@ class InFlight:
     def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
         round_trip = request.peer.round_trip
         request.link.lost(now_s, round_trip.smoothed_s)
-        # Back-off is for dead satellites: one that answers gets lost packets again at once.
+        # Back-off is for dead satellites: a live satellite gets lost packets again at once.
         alive = request.heard_beside or request.peer.heard_s > request.sent_s
         backoff = 1 if alive else min(2 ** (request.attempts - 1), _MAX_BACKOFF)
         timeout_s = round_trip.timeout_s()
@@ -469,14 +465,17 @@ class InFlight:
         self.transmit([request], now_s)
 
     def _silence_s(self, peer: Peer) -> float:
-        """How long it may be silent. One that has lately answered late, because it is overloaded, may be as late again,
-        and repetitions may be lost meanwhile.
+        """Return how long a satellite may be silent.
+
+        If its recent answers were late, because of overload, they may be as late again, and repetitions may be lost.
         """
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
     def _ignored(self, request: Request) -> bool:
-        """Whether a satellite that may not know this operation has answered a packet sent with its repetition (a PING
-        goes with each) or later. The first sending does not count: no PING goes with it.
+        """Return True if a satellite that may not know this operation answered a packet sent with a repetition of it,
+        or later.
+
+        The first transmission does not count, because only repetitions are accompanied by a PING.
         """
         if not request.peer.may_ignore(request.op) or request.attempts == 1 or request.op in ALWAYS_SENT:
             return False
@@ -485,15 +484,15 @@ class InFlight:
         return answered
 
     def _suspect_all(self, operation: Operation, now_s: float) -> None:
-        """An operation times out: its other satellites that have been silent for as long are suspects, too."""
+        """Suspect the other satellites of a timed-out operation that have been silent for as long."""
         for request in map(self.by_id.__getitem__, operation.requests):
             since_s = self._peers.silent_since_s(request.satellite, request.begun_s)
             if now_s >= since_s + _NEARLY_SILENT * self._silence_s(request.peer):
                 self._peers.suspects.add(request.satellite, now_s)
 
     def _still_queued(self, request: Request, now_s: float) -> bool:
-        """Whether it is late only because the satellite still answers what it got before: then it has a whole timeout
-        from the last answer.
+        """Return True if it is late only because the satellite answers earlier requests: a full timeout then starts at
+        the last answer.
         """
         satellite = request.satellite
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):
@@ -501,19 +500,18 @@ class InFlight:
         heard_s = self._peers.silent_since_s(satellite, request.sent_s)
         link = request.link
         if link.passed_bytes < request.turn_bytes and link.rate_bytes_s < math.inf:
-            # Links are first in, first out: as long as answers to earlier requests still come, its turn has not come.
+            # Links are first in, first out: while answers to earlier requests still arrive, its turn has not come.
             heard_s = max(heard_s, link.moved_s)
         self._set_deadline(request, heard_s + _timeout_s(request.peer, link))
         return heard_s > request.sent_s and request.deadline_s > now_s
 
 
 def _timeout_s(peer: Peer, link: Window) -> float:
-    """How long an answer may take: the round trip, and the bytes in flight before it at the rate of the slowest link,
-    or at a modest one.
+    """Return the time allowed for an answer: the round trip, plus the bytes in flight at the link's rate, or at a
+    modest rate.
     """
     return peer.round_trip.timeout_s() + link.in_flight_bytes / min(link.rate_bytes_s, _MODEST_BYTES_PER_S)
 
 
 def _wire_address(satellite: SatelliteId) -> int:
-    """As ``Address.pack`` would make it."""
     return satellite.plane << 12 | satellite.slot

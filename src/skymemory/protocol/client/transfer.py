@@ -1,9 +1,9 @@
-"""The transfer of one value: which chunks have arrived (or are stored), and which to ask for (or send) next, and where.
+"""Transfer of one value: the chunks that have arrived (or are stored), and which to request (or send) next, and where.
 
-A read asks the satellite where the clock says that a chunk is. If that has not got it (``absent``), the likely places
-are asked one after the other, for the box may be moving; then, at once, all places where the chunk can have been left.
-Where a satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: those that had the chunk before it. A
-replicated value is read from another copy first.
+A read asks the satellite on which the clock places a chunk. If the chunk is not there (``absent``), the likely places
+are asked in turn, because the box may be moving; then, at once, all places where the chunk can have been left. If a
+satellite is silent (``redirect``, ``avoid``), its stand-ins are asked: the satellites that held the chunk before it.
+For a replicated value, another copy is asked before the stand-ins.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from skymemory.protocol.wire import (
 )
 
 Everywhere = Callable[[], Sequence[Moves]]
-"""The moves at which a chunk of this value may ever have been left, those of now first."""
+"""Moves at which a chunk may ever have been left, now's first."""
 Where = Callable[[Moves], tuple[SatelliteId, ...]]
-"""The satellite of each server of this value at the given moves."""
+"""Satellite of each server of this value at given moves."""
 
 WRITE_BURST_CHUNKS = 64
-"""Chunks of one SET request, which is answered as a whole; the windows may cut it."""
+"""Chunks of a SET request, which is answered as a whole; the windows may cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
-"""Bytes of a DATA or SET packet beside its payload."""
+"""Bytes of a DATA or SET packet without its payload."""
 _CRC_BYTES = 4
 _CACHED_PLAN_CHUNKS = 1 << 16
-"""The bursts of larger values are not cached: computing them costs little beside the value."""
+"""Largest value, in chunks, whose bursts are cached; for larger values, computing them is relatively cheap."""
 _MAX_STAND_INS = 8
-"""Satellites asked in place of a silent one: those that had its chunks last, or are next."""
+"""Satellites asked in place of a silent satellite: those that had its chunks last, or are next."""
 _MAX_RENEWALS = 3
-"""How often the search for one chunk starts again because the box has moved."""
+"""Restarts of a chunk's search because the box has moved."""
 
 
 class StandIns(NamedTuple):
-    """Satellites to ask in place of a silent one: places by moves, except those that are ``quiet`` themselves."""
+    """Satellites to ask in place of a silent satellite, by moves, except ``quiet`` satellites."""
 
     at: Everywhere
     quiet: Callable[[SatelliteId], bool]
@@ -66,7 +66,7 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """What a reader must know of a value; the index keeps it, a probe (HAS) recovers it."""
+    """Properties of a value that a reader needs, from the index or a probe (HAS)."""
 
     key: bytes
     chunks: int
@@ -78,7 +78,11 @@ class ValueInfo:
     set_moves: Moves
 
     def check(self) -> None:
-        """Raises ``InvalidInput`` where the numbers contradict each other: an index may be stale, a probe wrong."""
+        """Check that the numbers agree: an index may be stale, a probe wrong.
+
+        Raises:
+            InvalidInput: the numbers contradict each other.
+        """
         fits = 0 < self.chunk_bytes <= MAX_CHUNK_BYTES and 0 <= self.value_bytes < 1 << 32
         if not fits or self.chunks != max(1, -(-self.value_bytes // self.chunk_bytes)) or len(self.key) != KEY_BYTES:
             raise InvalidInput(
@@ -89,9 +93,9 @@ class ValueInfo:
 
 @dataclass(slots=True)
 class TransferReport:
-    """The cost of one transfer. Bytes count payload only; ``requests`` are GET or SET requests sent.
+    """Cost of one transfer. Bytes count payload only; ``requests`` counts GETs or SETs sent.
 
-    ``clock_ahead_s``, of a ping: how far the satellite's clock is ahead of ours, to within half the round trip.
+    ``clock_ahead_s``, for a ping, is the lead of the satellite's clock, accurate to half the round trip.
     """
 
     value_bytes: int = 0
@@ -107,7 +111,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks to ask of one satellite, or to send to it, in one request. ``steps``: they as ``pack_steps``, or empty."""
+    """Chunks of one request to one satellite. ``steps`` are the packed steps (``pack_steps``), or empty."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -115,8 +119,9 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
-    """The bursts of a write that are still to be sent, in order. A look at them costs as much as there are satellites
-    whose windows have changed, however many bursts wait.
+    """Bursts of a write that are still to be sent, in order.
+
+    A lookup costs as much as there are satellites whose windows have changed, however many bursts wait.
     """
 
     __slots__ = ("_aside", "_bursts", "_heads")
@@ -125,10 +130,9 @@ class WaitingBursts:
         self._bursts: dict[SatelliteId, deque[tuple[int, Burst]]] = {}
         for order, burst in enumerate(bursts):
             self._bursts.setdefault(burst.satellite, deque()).append((order, burst))
-        self._heads = [(its[0][0], satellite) for satellite, its in self._bursts.items()]
-        """A heap: the place of the first burst of each satellite that is not put aside."""
+        self._heads = [(queue[0][0], satellite) for satellite, queue in self._bursts.items()]
         self._aside: list[tuple[tuple[int, SatelliteId], Window, int, int]] = []
-        """With the window that admits none, and what must change before it does."""
+        """Satellites put aside, with the full window and its values at that time."""
 
     def __bool__(self) -> bool:
         return bool(self._heads or self._aside)
@@ -137,38 +141,37 @@ class WaitingBursts:
         return (burst for _, burst in sorted(chain.from_iterable(self._bursts.values()), key=itemgetter(0)))
 
     def first(self) -> Burst | None:
-        """The first of a satellite that is not put aside."""
+        """Return the first burst that is not put aside."""
         return self._bursts[self._heads[0][1]][0][1] if self._heads else None
 
     def drop(self, chunks: int) -> None:
-        """So many chunks of ``first`` do not wait any more."""
         order, satellite = self._heads[0]
-        its = self._bursts[satellite]
-        indices = its[0][1].indices
+        queue = self._bursts[satellite]
+        indices = queue[0][1].indices
         if chunks < len(indices):
-            its[0] = order, Burst(satellite, indices[chunks:])
+            queue[0] = order, Burst(satellite, indices[chunks:])
             return
-        its.popleft()
-        if its:
-            heapq.heapreplace(self._heads, (its[0][0], satellite))
+        queue.popleft()
+        if queue:
+            heapq.heapreplace(self._heads, (queue[0][0], satellite))
         else:
             heapq.heappop(self._heads)
             del self._bursts[satellite]
 
     def put_aside(self, window: Window) -> None:
-        """All of the satellite of ``first``, whose window admits none."""
+        """Put aside the satellite of ``first``, whose window is full."""
         self._aside.append((heapq.heappop(self._heads), window, window.passed_bytes, window.limit_bytes))
 
     def resume(self, all_of_them: bool) -> None:
-        """Those put aside whose windows have changed are not any more."""
+        """Resume satellites whose windows have changed."""
         if self._aside:
             aside, self._aside = self._aside, []
-            for each in aside:
-                head, window, passed_bytes, limit_bytes = each
+            for entry in aside:
+                head, window, passed_bytes, limit_bytes = entry
                 if all_of_them or window.passed_bytes != passed_bytes or window.limit_bytes != limit_bytes:
                     heapq.heappush(self._heads, head)
                 else:
-                    self._aside.append(each)
+                    self._aside.append(entry)
 
     def clear(self) -> None:
         self._bursts.clear()
@@ -179,7 +182,7 @@ class WaitingBursts:
 def _bursts_in_turn(
     chunks: int, satellites: Sequence[SatelliteId], servers: int, burst_chunks: int
 ) -> Iterator[tuple[SatelliteId, range]]:
-    """All chunks of a value: the first burst of every server, then the second of every server, and so on."""
+    """Yield all chunks of a value: the first burst of every server, then the second of every server, and so on."""
     # In turn, so that all satellites start to answer with the first requests.
     round_chunks = servers * burst_chunks
     for first in range(0, chunks, round_chunks):
@@ -191,7 +194,7 @@ def _bursts_in_turn(
 def _plan(
     chunks: int, satellites: tuple[SatelliteId, ...], servers: int, burst_chunks: int
 ) -> tuple[tuple[Burst, ...], int]:
-    """The bursts of a transfer and its number of satellites: equal for all values of one size in one place."""
+    """Return a transfer's bursts and number of satellites, equal for all values of one size in one place."""
     bursts = tuple(
         Burst(satellite, indices, pack_steps(indices))
         for satellite, indices in _bursts_in_turn(chunks, satellites, servers, burst_chunks)
@@ -207,11 +210,11 @@ def planned(
 
 
 class Absence(NamedTuple):
-    """A MISS: a satellite has not got some chunks. What a reader knows then.
+    """MISS of some chunks, and what a reader then knows.
 
-    ``nearby`` are the moves at which they may be found, those of now (``moves``) first; ``everywhere`` all at which
-    they may ever have been left. ``settled``: the satellite reports no handover of the key in progress; ``counted``
-    are the moves by its count. It was asked at ``asked_s`` and has answered by ``now_s``.
+    ``nearby`` are the moves at which they may be found, now's (``moves``) first; ``everywhere`` all moves at which they
+    may ever have been left. ``settled``: the satellite reports no handover of the key in progress. ``counted`` are the
+    moves by its count. It was asked at ``asked_s``.
     """
 
     satellite: SatelliteId
@@ -229,10 +232,10 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """The search for one chunk that was not in its place, as seen at moves ``at``.
+    """Search for one chunk that was not in its place, as seen at moves ``at``.
 
-    First place by place (``left``), then at all possible places at once: then ``silent`` are those that have not
-    answered, and ``proof`` is whether the answers so far leave no place where it could be.
+    It first goes place by place (``left``), then to all possible places at once: ``silent`` have not answered, and
+    ``proof`` is True if the answers so far leave no place for the chunk.
     """
 
     at: Moves
@@ -242,7 +245,6 @@ class _Search:
     since_s: float = 0.0
     proof: bool = True
     in_place_of_silent: bool = False
-    """Whether these are stand-ins of a silent satellite."""
 
     def renew(self, moves: Moves) -> bool:
         """Start again if the box has moved since, a bounded number of times."""
@@ -254,10 +256,14 @@ class _Search:
 
 
 class ReadTransfer:
-    """Fetches one value into ``out``: writable, at least ``value_bytes`` long; or rows of exactly the value."""
+    """Read of one value into ``out``: writable, at least ``value_bytes`` long; or rows of exactly the value."""
 
     def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
-        """Raises ``InvalidInput`` for contradictory ``info``, or a buffer that does not hold the value."""
+        """Create the transfer.
+
+        Raises:
+            InvalidInput: contradictory ``info``, or a buffer that does not hold the value.
+        """
         info.check()
         if not can_hold(out, info.value_bytes):
             size_bytes = out.size_bytes if isinstance(out, Rows) else len(out)
@@ -267,52 +273,49 @@ class ReadTransfer:
         self.info = info
         self.out = out
         self.landing = landing_of(info, out)
-        """Where the native helper places its chunks as they arrive."""
+        """Destination into which the native helper places arriving chunks."""
         self.arrived = self.landing[6]
         self.missing = info.chunks
         bursts, satellites = planned(info.chunks, where(moves), info.servers, burst_chunks)
         self.pending = deque(bursts)
         self.checked_suspects: int | None = None
-        """``Suspects.added`` when none of ``pending`` was for one of them."""
+        """``Suspects.added`` when no burst of ``pending`` was for a suspect."""
         self.report = TransferReport(info.value_bytes, info.chunks, satellites)
         self._where = where
         self._searches: dict[int, _Search] = {}
         self._aside: list[Burst] = []
-        """Bursts that wait until the stand-ins have served: if those fail, the rest need not be read."""
+        """Bursts that wait until the stand-ins have served: if these fail, the rest need not be read."""
         self._sought: set[int] = set()
         self.silence = ""
-        """The failure of the first satellite that needed stand-ins: the reason of the read's end if these fail."""
+        """Failure of the first satellite that needed stand-ins, and of the read if these fail."""
 
     def placed(self, placed: int, duplicates: int, corrupt: int) -> None:
-        """Chunks have arrived: in their places, for a second time, or damaged."""
         self.missing -= placed
         self.report.duplicate_chunks += duplicates
         self.report.corrupt_chunks += corrupt
         self._resume_aside()
 
     def _resume_aside(self) -> None:
-        """Ask for what was put aside, once the stand-ins have served."""
         if self._aside and all(self.arrived[index] for index in self._sought):
             self.pending.extend(self._aside)
             self._aside.clear()
             self.checked_suspects = None
 
     def has(self, indices: Sequence[int]) -> bool:
-        """Whether all of these have arrived."""
         if isinstance(indices, range):
             return 0 not in self.arrived[indices.start : indices.stop : indices.step]
         return all(map(self.arrived.__getitem__, indices))
 
     def absent(self, indices: list[int], answer: Absence) -> str:
-        """A satellite has not got these chunks: look where else they may be while the box is moving.
+        """Search for chunks that a satellite does not hold, while the box is moving.
 
         1. The likely places in turn. Only servers of the column or row that has just changed place have a second
-           candidate: a chunk is there until its copy has been acknowledged and aged, so the order is now → nearby →
+           candidate: a chunk stays there until its copy has been acknowledged and aged, so the order is now → nearby →
            now again.
         2. All places where it can have been left, at once.
 
-        Returns why the read must end, or nothing. "missing" is proved: all possible places have answered so within
-        ``PROOF_S``, at one count of moves, with no handover in progress. "under way" is all else.
+        Return the reason why the read must end, or "". "missing" is proved: all possible places have answered so within
+        ``PROOF_S``, at the same count of moves, with no handover in progress. "under way" is everything else.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -350,28 +353,28 @@ class ReadTransfer:
         return search.silent
 
     def _answered_everywhere(self, search: _Search, answer: Absence) -> bool:
-        """Note an answer to the search at all places; returns whether it was the last."""
+        """Record an answer to the search at all places. Return True if it was the last."""
         assert search.silent is not None
         search.silent.discard(answer.satellite)
         search.proof = search.proof and answer.settled and answer.moves == search.at == answer.counted
         return not search.silent
 
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
-        """Where the chunks of a server are, or were, at these moves: each once."""
         return dict.fromkeys(self._where(moves)[server] for moves in at)
 
     def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
-        others = [place for place in places if place != asked]
-        return deque([*others, next(iter(places))] if others else [])
+        other_places = [place for place in places if place != asked]
+        return deque([*other_places, next(iter(places))] if other_places else [])
 
     def redirect(
         self, indices: Sequence[int], satellite: SatelliteId, failure: str = "", others: StandIns | None = None
     ) -> bool:
-        """``satellite`` is dead: get these chunks elsewhere. False if they are nowhere else.
+        """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
-        Where all places are being asked, one need not answer: but then nothing is proved. Otherwise its stand-ins are
-        asked: it may have died before it was handed the chunks. If these fail, too, the read ends with ``failure``.
+        If all places are being asked, one place need not answer, but then nothing is proved. Otherwise the stand-ins
+        are asked: the satellite may have died before it was handed the chunks. If these fail too, the read ends with
+        ``failure``.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -394,8 +397,8 @@ class ReadTransfer:
 
     def _stand_ins(self, index: int, silent: SatelliteId, failure: str, others: StandIns) -> _Search:
         at = others.at()
-        found = self._places(index % self.info.servers, at)
-        places = [place for place in found if place != silent and not others.quiet(place)]
+        known_places = self._places(index % self.info.servers, at)
+        places = [place for place in known_places if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
         search.in_place_of_silent = True
@@ -404,8 +407,8 @@ class ReadTransfer:
         return search
 
     def avoid(self, suspects: Suspects, others: StandIns) -> bool:
-        """Some of the satellites to ask are silent: ask stand-ins first, the others once these have served. False
-        where there are no stand-ins.
+        """Ask the stand-ins of silent satellites first, and the others after these have served. Return False without
+        stand-ins.
         """
         bursts, self.pending = self.pending, deque()
         for burst in bursts:
@@ -422,38 +425,34 @@ class ReadTransfer:
         return True
 
     def is_one_of_many(self, indices: Sequence[int]) -> bool:
-        """Whether all places are being asked for these, so that one silent satellite does not end the read."""
-        found = (self._searches.get(index) for index in indices if not self.arrived[index])
-        return all(search is not None and search.silent is not None for search in found)
+        """Return True if all places are being asked for these, so that a silent satellite does not end the read."""
+        searches = (self._searches.get(index) for index in indices if not self.arrived[index])
+        return all(search is not None and search.silent is not None for search in searches)
 
     def in_place_of_silent(self, indices: Sequence[int]) -> bool:
-        """Whether these are asked of stand-ins: worth a try, but no long wait."""
-        found = (self._searches.get(index) for index in indices if not self.arrived[index])
-        return any(search is not None and search.in_place_of_silent for search in found)
+        """Return True if these are asked of stand-ins: worth a try, but no long wait."""
+        searches = (self._searches.get(index) for index in indices if not self.arrived[index])
+        return any(search is not None and search.in_place_of_silent for search in searches)
 
     def begun(self, landing: Landing) -> None:
-        """All its chunks have been asked for, to be placed there."""
+        """Record that all chunks have been requested into ``landing``."""
         self.landing = landing
         self.arrived = landing[6]
         self.pending.clear()
 
 
 def can_hold(out: memoryview | Rows, value_bytes: int) -> bool:
-    """Whether a value of this size can be received there."""
     buffers = out[:2] if isinstance(out, Rows) else (out,)
     return out_fits(out, value_bytes) and not any(buffer.readonly for buffer in buffers)
 
 
 def landing_of(info: ValueInfo, out: memoryview | Rows) -> Landing:
-    """Where the chunks of a value belong, none of which has arrived."""
     arrived, crcs = bytearray(info.chunks), bytearray(info.chunks * _CRC_BYTES)
     return info.key, info.chunks, info.chunk_bytes, info.value_bytes, info.value_crc, out, arrived, crcs
 
 
 def verified(info: ValueInfo, landing: Landing) -> bool:
-    """Whether the checksum of a value that has arrived is right, by combining those of its chunks, which were
-    verified.
-    """
+    """Return True if the value's checksum, combined from its verified chunks, is right."""
     if info.value_bytes == 0:  # a value without bytes has one chunk without bytes
         return info.value_crc == 0
     return native.crc32_join(landing[7], info.chunk_bytes, info.value_bytes) == info.value_crc
@@ -461,7 +460,7 @@ def verified(info: ValueInfo, landing: Landing) -> bool:
 
 @dataclass(slots=True)
 class WriteTransfer:
-    """Sends one value: references and checksums are computed once, payloads are views of the caller's buffer."""
+    """Write of one value: references and checksums are computed once, payloads are views of the caller's buffer."""
 
     info: ValueInfo
     refs: bytes | bytearray
@@ -470,14 +469,18 @@ class WriteTransfer:
     missing: int
     pending: WaitingBursts
     checked_suspects: int = 0
-    """``Suspects.added`` when its bursts were last looked at."""
+    """``Suspects.added`` when its bursts were last checked."""
     report: TransferReport = field(default_factory=TransferReport)
 
     @classmethod
     def of(
         cls, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, moves: Moves, where: Where
     ) -> WriteTransfer:
-        """Raises ``ValueTooLarge`` for a chunk that no datagram carries or a value beyond the 4 GiB of the wire."""
+        """Create the write of a value.
+
+        Raises:
+            ValueTooLarge: a chunk that no datagram carries, or a value beyond the 4 GiB of the wire.
+        """
         view = memoryview(value).cast("B")
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueTooLarge(f"chunks of {chunk_bytes} bytes: one datagram carries 1 to {MAX_CHUNK_BYTES} bytes")
@@ -493,51 +496,50 @@ class WriteTransfer:
         return cls(info, packed, payloads, bytearray(chunks), chunks, WaitingBursts(bursts), report=report)
 
     def of_these(self, indices: Sequence[int]) -> tuple[bytes | bytearray, Sequence[memoryview]]:
-        """Packed references and payloads of these chunks."""
         if indices == range(len(self.acknowledged)):
             return self.refs, self.payloads
         refs = _rows(self.refs)
         if isinstance(indices, range):
-            its = slice(indices.start, indices.stop, indices.step)
-            return refs[its].tobytes(), self.payloads[its]
+            chosen = slice(indices.start, indices.stop, indices.step)
+            return refs[chosen].tobytes(), self.payloads[chosen]
         return refs[indices].tobytes(), [self.payloads[index] for index in indices]
 
     def of_request(self, indices: Sequence[int], asked: Sequence[int]) -> Sequence[int]:
-        """The chunks that ``indices`` of an answer to a request for ``asked`` stand for."""
+        """Return the chunks that an answer's ``indices`` stand for, in a request for ``asked``."""
         return indices
 
     def waive(self, indices: Sequence[int]) -> bool:
-        """These cannot be stored in their places: whether the value is whole without them."""
+        """Give up these chunks. Return True if the value is whole without them."""
         return False
 
     def acknowledge(self, indices: Sequence[int]) -> int:
-        """These are stored; returns how many were not known to be."""
+        """Record stored chunks. Return how many were new."""
         if isinstance(indices, range):
-            its = slice(indices.start, indices.stop, indices.step)
-            before = self.acknowledged[its]
-            fresh = before.count(0)
-            self.acknowledged[its] = b"\1" * len(before)
+            chosen = slice(indices.start, indices.stop, indices.step)
+            before = self.acknowledged[chosen]
+            newly_stored = before.count(0)
+            self.acknowledged[chosen] = b"\1" * len(before)
         else:
-            inside = {index for index in indices if index < len(self.acknowledged)}
-            fresh = sum(not self.acknowledged[index] for index in inside)
-            for index in inside:
+            known = {index for index in indices if index < len(self.acknowledged)}
+            newly_stored = sum(not self.acknowledged[index] for index in known)
+            for index in known:
                 self.acknowledged[index] = 1
-        self.missing -= fresh
-        return fresh
+        self.missing -= newly_stored
+        return newly_stored
 
 
 def _rows(refs: bytes | bytearray) -> np.ndarray:
-    """The references of chunks, one in a row."""
     return np.frombuffer(refs, dtype=np.uint8).reshape(-1, CHUNK_REF_BYTES)
 
 
 _WAIVED = 2
-"""Of a chunk's copy: not stored, because its satellite is dead or full; another copy must do."""
+"""Mark of a copy that is not stored, because its satellite is dead or full; another copy must do."""
 
 
 class ReplicatedRead(ReadTransfer):
-    """Reads a value of which each chunk is on the satellites of several replicas: replica 0 first, the next copy where
-    an answer is late or a satellite dead. ``hedge``: how many round trips are late; 0: all copies are asked at once.
+    """Read of a value with copies: replica 0 first, the next copy if an answer is late or a satellite dead.
+
+    An answer is late after ``hedge`` round trips; with 0, all copies are asked at once.
     """
 
     def __init__(
@@ -571,20 +573,23 @@ class ReplicatedRead(ReadTransfer):
         return True
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """These are late: ask the next copy, too; returns whether there is one."""
+        """Ask the next copy for these late chunks, too. Return True if there is one."""
         bursts = self._elsewhere(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
 
     def _elsewhere(self, indices: Sequence[int], satellite: SatelliteId) -> list[Burst] | None:
-        """Bursts for the missing ones of these chunks from other copies; None if one has no other copy."""
+        """Return bursts for the missing chunks from other copies; None if a chunk has no other copy."""
         places = [copy(self._moves) for copy in self._copies]
         wanted: dict[SatelliteId, list[int]] = {}
         for index in indices:
             if self.arrived[index]:
                 continue
-            its = (place[index % self.info.servers] for place in places)
-            other = next((one for one in its if one != satellite and one not in self._failed), None)
+            satellites = (place[index % self.info.servers] for place in places)
+            other = next(
+                (candidate for candidate in satellites if candidate != satellite and candidate not in self._failed),
+                None,
+            )
             if other is None:
                 return None
             wanted.setdefault(other, []).append(index)
@@ -592,31 +597,31 @@ class ReplicatedRead(ReadTransfer):
 
     def _others(self, index: int, asked: SatelliteId, nearby: Sequence[Moves]) -> deque[SatelliteId]:
         places = self._places(index % self.info.servers, nearby)
-        others = [place for place in places if place != asked and place not in self._failed]
-        return deque([*others, next(iter(places))] if others else [])
+        other_places = [place for place in places if place != asked and place not in self._failed]
+        return deque([*other_places, next(iter(places))] if other_places else [])
 
     def _places(self, server: int, at: Sequence[Moves]) -> dict[SatelliteId, None]:
         return dict.fromkeys(copy(moves)[server] for moves in at for copy in self._copies)
 
 
 class ReplicatedWrite(WriteTransfer):
-    """Writes a value with copies; good when every chunk is stored at least once. Copy r of chunk i has the index
-    r · chunks + i in everything but on the wire.
+    """Write of a value with copies, successful if every chunk is stored at least once.
+
+    Copy r of chunk i has the index r · chunks + i, except on the wire.
     """
 
     __slots__ = ()
 
     @classmethod
     def of_copies(cls, one: WriteTransfer, copies: Sequence[Where], moves: Moves) -> ReplicatedWrite:
-        """The write ``one`` with all its copies."""
         chunks, servers = one.info.chunks, one.info.servers
         refs = np.concatenate([_rows(one.refs)] * len(copies))
         pending: list[Burst] = []
         for replica, copy in enumerate(copies):
             first = replica * chunks
             refs[first : first + chunks, REPLICA_OFFSET] = replica
-            for satellite, its, _ in planned(chunks, copy(moves), servers, WRITE_BURST_CHUNKS)[0]:
-                pending.append(Burst(satellite, range(its[0] + first, its[-1] + first + 1, servers)))
+            for satellite, indices, _ in planned(chunks, copy(moves), servers, WRITE_BURST_CHUNKS)[0]:
+                pending.append(Burst(satellite, range(indices[0] + first, indices[-1] + first + 1, servers)))
         total = chunks * len(copies)
         one.report.satellites = len({burst.satellite for burst in pending})
         payloads = list(one.payloads) * len(copies)
@@ -641,34 +646,33 @@ class ReplicatedWrite(WriteTransfer):
 
 _ANNOUNCE_EVERY_S = 0.5
 _MAX_SILENCE_S = WRITING_S - 1.0
-"""Between two announcements: the later one may take a second longer to arrive, and is still in time."""
+"""Longest time between announcements: the later may take a second longer and is still in time."""
 
 
 class WriteKeepalive:
-    """Announces writes in progress to their satellites (RETAIN with WRITING), with one packet each half second.
+    """Announcements of writes in progress to their satellites (RETAIN with WRITING), each half second.
 
-    A value that is half written looks like one that has lost the other half: to readers without an index, and to
-    satellites that ask each other whether their blocks are whole. Those that have their chunks already, or none yet,
-    cannot know that more will come, for a write may take any time.
+    A half-written value looks like a value that has lost its other half, both to readers without an index and to
+    satellites that check if their blocks are whole. A write may take any time, so satellites cannot know that more will
+    come.
 
-    A writer that was paused for too long cannot know what has become of its first chunks: then the write has failed,
-    though all may have been acknowledged.
+    A writer that was paused for too long cannot know what has become of its first chunks: the write has then failed,
+    even if all chunks were acknowledged.
     """
 
     def __init__(self) -> None:
         self._writes: dict[int, tuple[WriteTransfer, float]] = {}
-        """By the number of the operation; with the time of the last announcement."""
         self.next_s = math.inf
-        """When ``due`` is to be called; infinite while no write is in progress."""
+        """Time of the next call of ``due``; infinite without writes."""
 
     def began(self, number: int, transfer: WriteTransfer, now_s: float) -> None:
-        """The first chunks of a write leave. May be repeated."""
+        """Record that a write's first chunks leave. May be repeated."""
         if number not in self._writes:
             self._writes[number] = transfer, now_s
             self.next_s = min(self.next_s, now_s + _ANNOUNCE_EVERY_S)
 
     def ended(self, number: int, now_s: float) -> bool:
-        """Whether satellites may have taken the write for abandoned before it ended."""
+        """Forget a write. Return True if satellites may have considered it abandoned."""
         _, announced_s = self._writes.pop(number, (None, now_s))
         if not self._writes:
             self.next_s = math.inf
@@ -677,7 +681,7 @@ class WriteKeepalive:
     def due(
         self, now_s: float, places: Callable[[WriteTransfer, float], Iterable[SatelliteId]]
     ) -> tuple[list[int], list[tuple[SatelliteId, bytes]]]:
-        """The numbers of writes that it is too late for, and the bodies of RETAIN that announce the others."""
+        """Return the numbers of writes that are too late, and the RETAIN bodies that announce the others."""
         late = [number for number, (_, at_s) in self._writes.items() if now_s - at_s > _MAX_SILENCE_S]
         keys: dict[SatelliteId, dict[bytes, None]] = {}
         for number, (transfer, _) in self._writes.items():
@@ -687,7 +691,7 @@ class WriteKeepalive:
                     keys.setdefault(satellite, {})[transfer.info.key] = None
         self.next_s = now_s + _ANNOUNCE_EVERY_S if self._writes else math.inf
         return late, [
-            (satellite, pack_retain(Retain.WRITING, 0.0, list(its)[at : at + MAX_KEYS_PER_PACKET]))
-            for satellite, its in keys.items()
-            for at in range(0, len(its), MAX_KEYS_PER_PACKET)
+            (satellite, pack_retain(Retain.WRITING, 0.0, list(keys_of)[at : at + MAX_KEYS_PER_PACKET]))
+            for satellite, keys_of in keys.items()
+            for at in range(0, len(keys_of), MAX_KEYS_PER_PACKET)
         ]

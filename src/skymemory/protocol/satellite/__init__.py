@@ -1,1 +1,1 @@
-"""A satellite's side of the protocol."""
+"""Satellite side of the protocol."""

@@ -1,11 +1,11 @@
 """CHECK and CHECKED: does another satellite hold all chunks of one server of a value? And proofs that a chunk is lost.
 
-HAS cannot answer that where values have copies: a satellite is the place of one server by one copy, and of another
-server by the next copy.
+HAS cannot answer that if values have copies: a satellite is the place of one server by one copy, and of another server
+by the next copy.
 
 - ``Check`` is the question about one share, ``Checks`` sends and answers them;
-- ``Replicas`` says which shares are not whole here, and which satellites have their other copies;
-- ``LossProofs`` decides whether a chunk is nowhere any more: only then may the rest of its value be dropped.
+- ``Replicas`` reports which shares are not whole here, and which satellites have their other copies;
+- ``LossProofs`` decides if a chunk exists nowhere any more: only then may the rest of its value be dropped.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from skymemory.protocol.wire import (
 
 MAX_CHECKS_PER_PACKET = 100
 ANSWER_S = 0.3
-"""How long to wait for an answer."""
 MOST_QUESTIONS_OF_PROOFS = 128
-"""CHECK packets of one ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
+"""CHECK packets of a ``LossProofs.ask``, each for 100 chunks; the first value may need more."""
 _MOST_PLACEMENTS = 32
-"""Placements whose satellites one ``ask`` computes: values that were set together share one."""
+"""Placements per ``ask``: values that were set together share a placement."""
 _MOST_CHUNKS = 0xFFFF
-"""A CHECK cannot name a single chunk of a larger value: the loss of these is never proved."""
+"""Largest value whose loss can be proved: a CHECK cannot name single chunks beyond it."""
 _PLACEMENT = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _COUNT = struct.Struct(">HH")
 _CHECK = struct.Struct(">32s12sHHII")
@@ -55,8 +54,8 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """One question: all chunks of server ``server`` (0-based) of a value, whose ``chunks`` of ``length_bytes`` each are
-    spread over ``servers``.
+    """Question about all chunks of server ``server`` (0-based) of a value with ``chunks`` of ``length_bytes`` over
+    ``servers``.
     """
 
     key: bytes
@@ -68,17 +67,16 @@ class Check(NamedTuple):
 
     @classmethod
     def of(cls, packed: bytes, server: int) -> Check:
-        """The check of one server of the value that a packed reference belongs to."""
+        """Return the check of one server of a packed reference's value."""
         ref = ChunkRef.unpack(packed)
         return cls(ref.key, setting_of(packed), ref.tag.servers, server, ref.chunks, ref.length_bytes)
 
     @property
     def expected(self) -> int:
-        """How many chunks the server holds."""
         return -(-(self.chunks - self.server) // self.servers)
 
     def held_in(self, share: Share) -> list[int]:
-        """Indices of those that are in a share."""
+        """Return the indices of those chunks in a share."""
         return [
             index
             for index, (ref, _) in share.items()
@@ -87,14 +85,14 @@ class Check(NamedTuple):
 
 
 class Found(IntEnum):
-    """What CHECKED reports of each check: the numbers of the wire."""
+    """Result of a check, by its number on the wire."""
 
     WHOLE = 0
     LACKING = 1
     """Some chunks are missing, and there is room for them."""
     NO_ROOM = 2
-    """Some chunks are missing and not wanted: something would be evicted for them, chunks of another setting are in
-    their places, or the value is known to be dead.
+    """Some chunks are missing and not wanted: something would be evicted for them, another setting is in their places,
+    or the value is known to be dead.
     """
 
 
@@ -130,8 +128,10 @@ def unpack_found(body: Buffer) -> list[Found]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What ``place`` found for ``checks``. ``same_moves``: it counts the same moves as this satellite; ``settled``:
-    none of these chunks is being handed over there, and none of their keys being written.
+    """Results of ``place`` for ``checks``.
+
+    ``same_moves``: it counts the same moves as this satellite. ``settled``: none of these chunks is being handed over
+    there, and none of their keys is being written.
     """
 
     place: SatelliteId
@@ -153,7 +153,7 @@ class _Asked:
 
 
 class Checks:
-    """Sends the questions of one satellite and answers those of others."""
+    """Sender of the questions of one satellite and responder to those of others."""
 
     def __init__(self, state: SatelliteState) -> None:
         self._state = state
@@ -167,14 +167,13 @@ class Checks:
 
     @property
     def asking(self) -> bool:
-        """Whether an answer is awaited."""
         return bool(self._asked)
 
     def ask(
         self, place: SatelliteId, checks: list[Check], on_answer: OnAnswer, now_s: float, answer_s: float = ANSWER_S
     ) -> None:
-        """Send CHECKs; ``on_answer`` is called once for each packet that is answered in time. Nothing is repeated."""
-        self._asked = {n: asked for n, asked in self._asked.items() if asked.until_s > now_s}
+        """Send CHECKs; ``on_answer`` is called for each packet answered in time. Nothing is repeated."""
+        self._asked = {n: question for n, question in self._asked.items() if question.until_s > now_s}
         for at in range(0, len(checks), MAX_CHECKS_PER_PACKET):
             page = checks[at : at + MAX_CHECKS_PER_PACKET]
             number = self._next_request_id
@@ -184,38 +183,37 @@ class Checks:
             self._outbox.command(Op.CHECK, place, number, pack_checks(page), now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """CHECKED: the answer to one of our CHECKs."""
-        asked = self._asked.pop(packet.header.request_id, None)
-        found = unpack_found(packet.body)
-        if asked is not None and len(found) == len(asked.checks):
+        question = self._asked.pop(packet.header.request_id, None)
+        results = unpack_found(packet.body)
+        if question is not None and len(results) == len(question.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
             settled = bool(packet.header.flags & FLAG_SETTLED)
-            asked.on_answer(Answer(asked.place, asked.checks, found, same_moves, settled), now_s)
+            question.on_answer(Answer(question.place, question.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """CHECK: answer another satellite. Free memory is offered once per packet, not once per check."""
+        """Handle CHECK. Free memory is offered once per packet, not once per check."""
         room_bytes = self._store.limit_bytes - self._store.used_bytes
-        found, settled = [], True
+        results, settled = [], True
         for check in unpack_checks(packet.body):
             share = self._store.shares.get(check.key, {})
-            held = check.held_in(share)  # never more than is here, whatever number of chunks a packet claims
-            settled = settled and self._state.is_settled(check.key, held, now_s)
-            lacking = check.expected - len(held)
-            size_bytes = lacking * (check.length_bytes + CHUNK_REF_BYTES)
-            if lacking <= 0:
-                found.append(Found.WHOLE)
+            held_indices = check.held_in(share)  # never more than is stored, whatever number of chunks a packet claims
+            settled = settled and self._state.is_settled(check.key, held_indices, now_s)
+            missing = check.expected - len(held_indices)
+            size_bytes = missing * (check.length_bytes + CHUNK_REF_BYTES)
+            if missing <= 0:
+                results.append(Found.WHOLE)
             elif (
                 size_bytes > room_bytes or self._dead.get(check.key) == check.setting or _taken_by_others(check, share)
             ):
-                found.append(Found.NO_ROOM)
+                results.append(Found.NO_ROOM)
             else:
                 room_bytes -= size_bytes
-                found.append(Found.LACKING)
-        self._outbox.reply(packet.header, Op.CHECKED, pack_found(found), now_s, flags=FLAG_SETTLED if settled else 0)
+                results.append(Found.LACKING)
+        self._outbox.reply(packet.header, Op.CHECKED, pack_found(results), now_s, flags=FLAG_SETTLED if settled else 0)
 
 
 def _taken_by_others(check: Check, share: Share) -> bool:
-    """Whether chunks of another setting are in the places of these: which setting is later is not known."""
+    """Return True if another setting is in these places: which setting is later is unknown."""
     return any(
         index % check.servers == check.server and setting_of(ref) != check.setting for index, (ref, _) in share.items()
     )
@@ -237,11 +235,10 @@ class Replicas:
     def to_ask(
         self, key: bytes, distance: int, before: Moves | None = None
     ) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
-        """Shares of a key that is here which must be whole elsewhere, with the satellites that may have them: those
-        that are not whole here, and the share of the server ``distance`` further in the ring.
+        """Return shares of a stored key that must be whole elsewhere, with the satellites that may have them.
 
-        ``before``: the moves before the box last moved, during a handover. Then both places may have a share, and
-        nothing needs to be here yet.
+        These are shares that are not whole here, and the share of the server ``distance`` further in the ring. With
+        ``before``, the moves before the last move, both places may have a share, and nothing needs to be here yet.
         """
         share = self._store.shares.get(key)
         if not share:
@@ -254,21 +251,19 @@ class Replicas:
         return [(check, others) for check in wanted if (others := self.others(packed, check.server, before))]
 
     def gone(self, packed: bytes, before: Moves | None = None) -> list[tuple[Check, tuple[SatelliteId, ...]]]:
-        """Of a value that lost chunks here (given one reference): the shares that are not whole here, with the
-        satellites of their other copies.
-        """
+        """Return a value's shares that are not whole here, with the satellites of their other copies."""
         return [(check, self.others(packed, check.server, before)) for check in self._not_whole(packed, True)]
 
     def missing(self, check: Check) -> list[int]:
-        """The chunks of a share that are not here: the first ``MAX_CHECKS_PER_PACKET``, since a reference may claim any
+        """Return a share's missing chunks: at most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any
         number.
         """
-        held = set(check.held_in(self._store.shares.get(check.key, {})))
-        missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held)
+        held_indices = set(check.held_in(self._store.shares.get(check.key, {})))
+        missing = (index for index in range(check.server, check.chunks, check.servers) if index not in held_indices)
         return list(islice(missing, MAX_CHECKS_PER_PACKET))
 
     def others(self, packed: bytes, server: int, before: Moves | None = None) -> tuple[SatelliteId, ...]:
-        """The satellites of the copies of a server's share, now and before; without this one."""
+        """Return the other satellites of a share's copies, now and before."""
         places: dict[SatelliteId, None] = {}
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             for replica in self._replicas:
@@ -279,26 +274,27 @@ class Replicas:
         return tuple(place for place in places if place != self._here)
 
     def _not_whole(self, packed: bytes, ours: bool) -> list[Check]:
-        """The shares that are here in part and, with ``ours``, those that belong here and are missing altogether."""
+        """Return the shares that are here in part and, with ``ours``, those that belong here and are missing
+        altogether.
+        """
         ref = ChunkRef.unpack(packed)
         share = self._store.shares.get(ref.key, {})
         servers = {index % ref.tag.servers for index in share} if share else set[int]()
         if ours:
             servers |= self._belonging(packed)
         checks = [Check.of(packed, server) for server in sorted(servers) if server < ref.chunks]
-        held = {check: len(check.held_in(share)) for check in checks}
-        return [check for check in checks if held[check] < check.expected and (held[check] or ours)]
+        held_counts = {check: len(check.held_in(share)) for check in checks}
+        return [check for check in checks if held_counts[check] < check.expected and (held_counts[check] or ours)]
 
     def _belonging(self, packed: bytes) -> set[int]:
-        """The servers of which a copy belongs here."""
-        found = set[int]()
+        belonging = set[int]()
         for replica in self._replicas:
             try:
                 places = self._servers(packed, self._locator.moves, replica)
             except InvalidInput:
                 break
-            found.update(server for server, place in enumerate(places) if place == self._here)
-        return found
+            belonging.update(server for server, place in enumerate(places) if place == self._here)
+        return belonging
 
     def _servers(self, packed: bytes, moves: Moves, replica: int) -> tuple[SatelliteId, ...]:
         tag = ChunkRef.unpack(packed).tag
@@ -308,20 +304,20 @@ class Replicas:
 
 # --- Proofs of loss ---
 #
-# That a chunk is not where it belongs does not prove its loss: it may be on its way there, be held by a satellite that
-# could not hand it over, or be another copy's. So every satellite where it can have been since its setting is asked, of
-# every copy and chunk by chunk. A chunk is lost if all of them lack it, answer within ``PROOF_S`` at one count of
-# moves, and are settled. Where one is silent nothing is proved, and nothing is dropped.
+# A chunk that is not where it belongs is not proved lost: it may be on its way there, be held by a satellite that could
+# not hand it over, or be another copy's. So every satellite on which it can have been since its setting is asked, about
+# every copy and chunk by chunk. A chunk is lost if all of them lack it, answer within ``PROOF_S`` at the same count of
+# moves, and are settled. If a satellite is silent, nothing is proved, and nothing is dropped.
 
 OnProof = Callable[[bytes, bool, float], None]
-"""Called with a packed reference of the value, whether a chunk of it is lost (True) or all chunks in question exist
-(False), and the time. Not called where neither is certain.
+"""Callback: packed reference of the value, True if a chunk is lost or False if all chunks in question exist, time. Not
+called if neither is certain.
 """
 
 
 @dataclass(slots=True)
 class _Case:
-    """One value: of each chunk in question the satellites that may still have it, as far as is known."""
+    """Value in question: for each chunk, the satellites that may still have it."""
 
     packed: bytes
     left: dict[int, set[SatelliteId]]
@@ -331,7 +327,7 @@ class _Case:
 
 
 class LossProofs:
-    """Asks all satellites that may have a chunk, and concludes from their answers."""
+    """Proofs by asking all satellites that may have a chunk."""
 
     def __init__(self, state: SatelliteState, checks: Checks) -> None:
         self._state = state
@@ -342,8 +338,9 @@ class LossProofs:
         self._checks = checks
 
     def ask(self, values: Sequence[tuple[bytes, Collection[int]]], on_proof: OnProof, now_s: float) -> None:
-        """Ask about values, each given by a packed reference and chunks of its setting that are not here. Values beyond
-        the limit of questions are skipped.
+        """Ask about values, each given by a packed reference and missing chunks of its setting.
+
+        Values beyond the limit of questions are skipped.
         """
         by_place: dict[SatelliteId, list[tuple[_Case, Check]]] = {}
         places: dict[tuple[bytes, int], set[SatelliteId]] = {}
@@ -358,18 +355,18 @@ class LossProofs:
                 if name not in places:
                     places[name] = self._places(ref, name[1], now_s)
                 case.left[index] = set(places[name])
-            fresh = 0
-            for index, others in case.left.items():
+            new_packets = 0
+            for index, satellites in case.left.items():
                 check = Check(ref.key, setting_of(packed), ref.chunks, index, ref.chunks, ref.length_bytes)
-                for place in sorted(others):
-                    asked = by_place.setdefault(place, [])
-                    fresh += len(asked) % MAX_CHECKS_PER_PACKET == 0
-                    asked.append((case, check))
-            questions += fresh if questions or len(places) > 1 else 1
-            self._judge(case, now_s)  # for some chunk there may be no satellite to ask
-        for place, asked in by_place.items():
-            for at in range(0, len(asked), MAX_CHECKS_PER_PACKET):
-                self._ask(place, asked[at : at + MAX_CHECKS_PER_PACKET], now_s)
+                for place in sorted(satellites):
+                    place_questions = by_place.setdefault(place, [])
+                    new_packets += len(place_questions) % MAX_CHECKS_PER_PACKET == 0
+                    place_questions.append((case, check))
+            questions += new_packets if questions or len(places) > 1 else 1
+            self._judge(case, now_s)  # for some chunk, there may be no satellite to ask
+        for place, place_questions in by_place.items():
+            for at in range(0, len(place_questions), MAX_CHECKS_PER_PACKET):
+                self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
     def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
         def on_answer(answer: Answer, answered_s: float) -> None:
@@ -387,14 +384,14 @@ class LossProofs:
         self._checks.ask(place, [check for _, check in asked], on_answer, now_s, PROOF_S)
 
     def _judge(self, case: _Case, now_s: float) -> None:
-        """Report a loss, once, if no satellite is left that may have one of the chunks."""
+        """Report a loss, once, if no satellite is left that may have a chunk."""
         lost = [index for index, places in case.left.items() if not places]
         if lost and case.moves == self._locator.moves and self._state.is_settled(case.packed[:KEY_BYTES], lost, now_s):
             case.left.clear()
             case.on_proof(case.packed, True, now_s)
 
     def _places(self, ref: ChunkRef, server: int, now_s: float) -> set[SatelliteId]:
-        """Every other satellite where chunks of a server can have been since their setting, as any copy."""
+        """Return the other satellites on which a server's chunks can have been since their setting, as any copy."""
         tag = ref.tag
         set_moves, placement = (tag.slot_moves, tag.plane_moves), self._sky.placement(tag.strategy, tag.servers)
         replicas = range(min(len(self._replicas), placement.box.width * placement.box.height))

@@ -34,11 +34,10 @@ from skymemory.protocol.wire import (
 )
 
 OpenedRun = tuple[list[int], list[Chunk], int]
-"""Indices, chunks, and their size in memory."""
 
 PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
-"""What ``native.serve`` needs: the addresses that plain requests carry, the chunks, the placement tags whose chunks
-may be stored, the bytes of free memory, the terms of answers, and the guard that checks MACs where there are keys.
+"""Arguments of ``native.serve``: addresses of plain requests, chunks, placement tags whose chunks may be stored, bytes
+of free memory, terms of answers, and the guard that checks MACs if there are keys.
 """
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -47,7 +46,7 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
-"""Of the SKY header: version, operation, flags, status, addresses, ground host and request id."""
+"""Length of the SKY header's first fields: version, operation, flags, status, addresses, ground host, request id."""
 
 
 @dataclass(slots=True)
@@ -61,11 +60,11 @@ class _Request:
 
 
 class ChunkService:
-    """Stores chunks in the satellite's memory and answers requests for them.
+    """Service that stores chunks in the satellite's memory and answers requests for them.
 
-    Nearly all packets are one of two *plain* cases, which have a fast path each: a GET by this satellite's own beam of
-    chunks that are all here (``answer_get``), and a run of sound SETs or MIGRATEs of one request (``store_runs``). A
-    fast path that does not apply changes nothing; the packet then goes the general way through the machine.
+    Nearly all packets are *plain*, with a fast path: a GET by the own beam of chunks that are all here
+    (``answer_get``), or a run of sound SETs or MIGRATEs of one request (``store_runs``). A fast path that does not
+    apply changes nothing; the packet then takes the general path.
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -84,12 +83,12 @@ class ChunkService:
         self._unanswered: dict[bytes, _Request] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
-        """How long the packets being processed have waited in ``Postponed``, if the host was late."""
+        """Time that the current packets have waited in ``Postponed``."""
 
     # --- Fast paths ---
 
     def answer_get(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float, busy: bool) -> bool:
-        """Answer a plain GET; whether it was one. ``busy``: nothing more may be queued."""
+        """Answer a plain GET. Return False if it is not plain. ``busy``: nothing more may be queued."""
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
@@ -98,10 +97,10 @@ class ChunkService:
             or busy
         ):
             return False
-        found = self._outbox.data_for(view, self._store.shares, now_s)
-        if found is None:
+        answer = self._outbox.data_for(view, self._store.shares, now_s)
+        if answer is None:
             return False
-        key, batch = found
+        key, batch = answer
         ground = int.from_bytes(view[_GROUND], "big")
         self._count_read(key, batch.count, ground)
         self._router.remember(ground, source)
@@ -109,7 +108,7 @@ class ChunkService:
         return True
 
     def store_runs(self, runs: list[native.Run], first: int, source: LinkEnd, now_s: float) -> int:
-        """Store plain SETs or MIGRATEs; how many of the runs from ``first`` on these were."""
+        """Store plain SETs or MIGRATEs. Return how many runs, from ``first`` on, these were."""
         view = runs[first][0]
         if (
             len(view) < COMMAND_PREFIX_BYTES
@@ -127,7 +126,7 @@ class ChunkService:
         return opened[3]
 
     def plain_requests(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
-        """What a transport needs to serve plain requests by itself until the next call; None if answers need MACs."""
+        """Return what a transport needs to serve plain requests until the next call; None if answers need MACs."""
         guard = None
         if self._gate is not None:
             if self._gate.every_packet:
@@ -138,7 +137,7 @@ class ChunkService:
         return self._by_our_beam, self._store.shares, settled, room_bytes, self._outbox.terms(now_s), guard
 
     def count_served(self, served: Sequence[native.Served]) -> int:
-        """Account for requests served by ``plain_requests``; how many packets they came in."""
+        """Account for requests served by ``plain_requests``. Return the number of their packets."""
         packets = 0
         for op, key, ground, source, _, chunks, replaced, replaced_bytes, added_bytes, _ in served:
             if not isinstance(source, SatelliteId):
@@ -156,7 +155,7 @@ class ChunkService:
         return packets
 
     def _count_read(self, key: bytes, chunks: int, ground: int) -> None:
-        """Chunks of a key, which is here, were sent to a ground host: its lease has served its purpose."""
+        """Account for chunks sent to a ground host, whose lease then ends."""
         if self._store.leases:
             self._store.release(key, ground)
         self._store.touch(key)
@@ -165,7 +164,7 @@ class ChunkService:
     # --- SET and MIGRATE ---
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """Store chunks of one request, as ``native.open_runs`` parsed them; the SKY header begins at ``start``."""
+        """Store chunks of one request, as parsed by ``native.open_runs``; the SKY header begins at ``start``."""
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
@@ -177,20 +176,20 @@ class ChunkService:
         migrated = request.header.op is Op.MIGRATE
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return
-        # All at once; chunk by chunk where one is outdated or the memory must evict selectively.
+        # All at once; chunk by chunk if a chunk is outdated or the memory must evict selectively.
         outcome = None
         if not (migrated and any(map(self._is_outdated, indices, chunks))):
             outcome = self._store.put_run(request.key, indices, chunks, size_bytes, migrated)
         if outcome is None:
-            for index, (its_ref, payload) in zip(indices, chunks, strict=True):
-                self._store_chunk(request, index, its_ref, payload, now_s)
+            for index, (chunk_ref, payload) in zip(indices, chunks, strict=True):
+                self._store_chunk(request, index, chunk_ref, payload, now_s)
             return
         request.taken += indices
         self._count_stored(outcome, request.header.op, len(indices), request.key)
         self._migration.stored(request.key, indices, ref, request.header, now_s)
 
     def set(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Store chunks of any keys and requests: whole packets whose checksums have been verified."""
+        """Store chunks of any keys and requests from verified packets."""
         body_at = start + SKY_BYTES
         payload_at = body_at + CHUNK_REF_BYTES
         self._now_s = now_s
@@ -206,14 +205,13 @@ class ChunkService:
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
     def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
-        """The request of a packet: same operation, addresses, ground host, request id and key."""
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
-        found = self._unanswered.get(name)
-        if found is None:
-            found = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
-            if found.header.op is Op.SET:
-                self._outbox.credit.heard(found.header.ground, self._now_s)
-        return found
+        request = self._unanswered.get(name)
+        if request is None:
+            request = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+            if request.header.op is Op.SET:
+                self._outbox.credit.heard(request.header.ground, self._now_s)
+        return request
 
     def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
@@ -233,17 +231,17 @@ class ChunkService:
         self._migration.stored(request.key, [index], ref, request.header, now_s)
 
     def _is_outdated(self, index: int, chunk: Chunk) -> bool:
-        """Whether a chunk that is handed over was set before the one that is here in its place.
+        """Return True if a handed-over chunk was set before the chunk in its place.
 
-        A later value has more moves. At equal moves, and where the box goes back and forth, the place decides: a
-        writer brings chunks to where they belong at the time, and nothing older can follow them to there.
+        A later value has more moves. At equal moves, and if the box goes back and forth, the place decides: a writer
+        brings chunks to where they belong at the time, and no older chunk can follow them there.
         """
         ref = chunk[0]
-        held = self._store.peek((ref[:KEY_BYTES], index))
-        if held is None or setting_of(ref) == setting_of(held.ref):
+        stored = self._store.peek((ref[:KEY_BYTES], index))
+        if stored is None or setting_of(ref) == setting_of(stored.ref):
             return False
-        moves, held_moves = set_moves_of(ref), set_moves_of(held.ref)
-        if (moves == held_moves or held_moves == self._locator.moves) and self._was_set_here(held.ref, held_moves):
+        moves, held_moves = set_moves_of(ref), set_moves_of(stored.ref)
+        if (moves == held_moves or held_moves == self._locator.moves) and self._was_set_here(stored.ref, held_moves):
             return True
         return sum(held_moves) > sum(moves)
 
@@ -261,13 +259,13 @@ class ChunkService:
         self._counters.add("chunks_migrated_in" if op is Op.MIGRATE else "chunks_set", chunks)
         if op is Op.SET:
             self._history.written(key, self._now_s)
-            if self._store.expiries:  # an expiry was of what the key held before
+            if self._store.expiries:  # an expiry belonged to the key's earlier content
                 self._store.expiries.pop(key, None)
         if outcome.replaced:
             self._counters.add("chunks_replaced", outcome.replaced)
 
     def acknowledge(self, now_s: float) -> None:
-        """Send ACKs for what was stored or refused since the last call: mostly one per request."""
+        """Send ACKs for what was stored or refused since the last call, usually one per request."""
         if not self._unanswered:
             return
         for request in self._unanswered.values():
@@ -279,7 +277,7 @@ class ChunkService:
     # --- All other requests ---
 
     def get(self, packet: Packet, now_s: float) -> None:
-        """Answer with DATA for the requested chunks that are here and one MISS for those that are not."""
+        """Answer with DATA for the requested chunks that are here, and a MISS for the others."""
         selection = Selection.unpack(packet.body)
         indices = selection.indices()
         chunks, missing = self._store.get_run(selection.key, indices)
@@ -291,13 +289,13 @@ class ChunkService:
         if missing:
             self._counters.add("chunks_missed", len(missing))
             body = Selection.of(selection.key, missing, selection.stride).pack()
-            held = self._store.shares.get(selection.key, ())
-            flags = FLAG_SETTLED if self._state.is_settled(selection.key, held, now_s) else 0
+            stored_indices = self._store.shares.get(selection.key, ())
+            flags = FLAG_SETTLED if self._state.is_settled(selection.key, stored_indices, now_s) else 0
             self._outbox.reply(packet.header, Op.MISS, body, now_s, flags=flags)
 
     def has(self, packet: Packet, now_s: float) -> None:
-        found = [self._store.presence(key) for key in messages.unpack_keys(packet.body)]
-        self._outbox.reply(packet.header, Op.PRESENCE, messages.pack_presences(found), now_s)
+        presences = [self._store.presence(key) for key in messages.unpack_keys(packet.body)]
+        self._outbox.reply(packet.header, Op.PRESENCE, messages.pack_presences(presences), now_s)
 
     def evict(self, packet: Packet, now_s: float) -> None:
         keys = messages.unpack_keys(packet.body)
@@ -307,9 +305,9 @@ class ChunkService:
         self._outbox.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 
     def forget(self, packet: Packet, now_s: float) -> None:
-        """Delete settings that a client found dead, except of keys that were stored since it looked."""
+        """Delete settings that a client found dead, except keys stored since it looked."""
         dead, since_s = messages.unpack_forget(packet.body)
-        dead = [one for one in dead if not self._history.was_written_since(one[0], now_s - since_s)]
+        dead = [value for value in dead if not self._history.was_written_since(value[0], now_s - since_s)]
         self._history.deleted(dead, now_s)
         freed = self._store.remove_settings(dead, "deleted")
         self._counters.add("chunks_deleted", freed)

@@ -1,16 +1,16 @@
 """Handler of NOTICE, eviction gossip: a satellite that evicts part of a block notifies the satellites of its box.
 
-A NOTICE is flooded link by link within a rectangle of satellites, each of which forwards it once; a satellite outside
-the rectangle forwards it towards the centre. Satellites hold the same blocks in the same order, so several evict a
-block at the same time: notices wait a moment, and a satellite that hears of a key meanwhile has nothing left to say.
-Ground hosts that the first satellite knows are notified by GONE.
+A NOTICE is flooded within a rectangle of satellites, each of which forwards it once; a satellite outside forwards it
+towards the centre. Satellites hold the same blocks in the same order, so several evict a block at the same time:
+notices wait a moment, and a satellite that hears of a key meanwhile does not announce it. The first satellite notifies
+its ground hosts by GONE.
 
-1. ``gather`` notes that something was evicted; the notice is due ``notice_hold_s`` later.
-2. ``handle_timer`` decides which of the evicted values are dead. A chunk evicted where it belongs is gone. One evicted
-   elsewhere may have been handed over before, and where values have copies another satellite may have it: such a value
-   is dead only if that is proved (``LossProofs``). With copies one question per satellite comes first: which shares are
-   whole there? The last satellite to evict always finds out.
-3. ``_announce`` drops what is left of the dead values here and floods the notice.
+1. ``gather`` records that something was evicted; the notice is due ``notice_hold_s`` later.
+2. ``handle_timer`` decides which of the evicted values are dead. A chunk evicted where it belongs is lost. A chunk
+   evicted elsewhere may have been handed over before, and another satellite may have a copy: such a value is dead only
+   if that is proved (``LossProofs``). With copies, one question per satellite comes first: which shares are whole
+   there? The last satellite to evict always finds out.
+3. ``_announce`` drops the remaining chunks of the dead values here and floods the notice.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, P
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01
 _OLDEST_NOTICE_S = 1.0
-"""A notice is at most this old: it is held back for 0.05 s and crosses the box. A writer repeats its RETAIN each half
-second, so what it is still writing is younger, too.
+"""Greatest age of a notice: it is held back for 0.05 s and crosses the box. A writer repeats its RETAIN each half
+second, so what it is still writing is younger.
 """
 _REMEMBERED_NOTICES = 4096
 _MOST_GROUND_HOSTS = 8
-"""GONE goes to the ground hosts heard of last: each gets a packet for every notice."""
+"""Ground hosts, those heard last, that get GONE: a packet each per notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of satellites: rows and columns to each side of ``centre``."""
+    """Rectangle of satellites: rows and columns to each side of ``centre``."""
 
     centre: SatelliteId
     north: int
@@ -65,7 +65,6 @@ class Notice:
     region: Region
     hops: int
     ground_notified: bool
-    """Some satellite has notified its ground hosts already."""
     dead: tuple[Dead, ...]
 
     def pack(self) -> bytes:
@@ -87,7 +86,7 @@ class Notice:
 
 
 class Gossip:
-    """Sends, receives and forwards the notices of one satellite."""
+    """Notices of one satellite."""
 
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, now_s: float) -> None:
         self._here = state.here
@@ -105,13 +104,13 @@ class Gossip:
         self._evicted: dict[bytes, bytes] = {} if state.store.evicted is None else state.store.evicted
         self._due_s = math.inf
         self._number = microseconds(now_s) // 1000 & 0xFFFFFFFF
-        """A restarted satellite must not repeat numbers that others have seen of it."""
+        """Number of the last notice. A restarted satellite must not repeat numbers."""
         self._seen: OrderedDict[tuple[Address, int], None] = OrderedDict()
 
     # --- Evictions of this satellite ---
 
     def gather(self, now_s: float) -> None:
-        """To be called when chunks may have been evicted."""
+        """Check for evictions. Call this when chunks may have been evicted."""
         if self._evicted and self._due_s == math.inf:
             self._due_s = now_s + self._config.notice_hold_s
 
@@ -119,7 +118,7 @@ class Gossip:
         return self._due_s
 
     def handle_timer(self, now_s: float) -> None:
-        """Announce, or have proved, the loss of what was evicted and not stored again since."""
+        """Announce, or request a proof of, the loss of what was evicted and not stored again."""
         if now_s < self._due_s:
             return
         self._due_s = math.inf
@@ -138,12 +137,13 @@ class Gossip:
             self._announce([ref], now_s)
 
     def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
-        """Have the loss proved of values with a share that is whole in no copy. A satellite that does not answer is
-        taken to have its copy.
+        """Request proofs of loss for values with a share that is whole in no copy.
+
+        A silent satellite counts as having its copy.
         """
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
-        left: dict[Check, int] = {}
+        places_left: dict[Check, int] = {}
         doubtful: list[tuple[bytes, list[int]]] = []
 
         def doubt(check: Check) -> None:
@@ -153,17 +153,17 @@ class Gossip:
 
         def on_answer(answer: Answer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
-                left[check] -= what is not Found.WHOLE and answer.same_moves
-                if left[check] == 0:
+                places_left[check] -= what is not Found.WHOLE and answer.same_moves
+                if places_left[check] == 0:
                     doubt(check)
             self._prove(doubtful, answered_s)
 
         for ref in refs:
-            for check, others in replicas.gone(ref, self._locator.before if self._margin() else None):
-                left[check] = len(others)
-                if not others:
+            for check, satellites in replicas.gone(ref, self._locator.before if self._margin() else None):
+                places_left[check] = len(satellites)
+                if not satellites:
                     doubt(check)
-                for place in others:
+                for place in satellites:
                     by_place.setdefault(place, []).append(check)
         self._prove(doubtful, now_s)
         for place, checks in by_place.items():
@@ -175,7 +175,7 @@ class Gossip:
             doubtful.clear()
 
     def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
-        """These values are dead: drop them here, notify our ground hosts and the satellites of their boxes."""
+        """Drop these dead values, and notify the own ground hosts and the satellites of their boxes."""
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
             by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
@@ -188,35 +188,35 @@ class Gossip:
         self._number = (self._number + 1) & 0xFFFFFFFF
         origin = Address(*self._here)
         self._remember((origin, self._number))
-        # Enough to reach the centre and cross the rectangle, and two spare.
+        # Enough to reach the centre and cross the rectangle, plus two.
         torus = self._sky.torus
-        away = torus.hops(self._here, torus.living(region.centre))
-        hops = min(255, away + region.north + region.south + region.west + region.east + 2)
+        hops_to_centre = torus.hops(self._here, torus.living(region.centre))
+        hops = min(255, hops_to_centre + region.north + region.south + region.west + region.east + 2)
         notice = Notice(origin, self._number, region, hops, self.notify_ground(dead, now_s), dead)
         self._forward(notice, None, now_s)
 
     def _region(self, ref: bytes) -> Region:
-        """Where the other chunks of an evicted one are: the box of its placement, or one plane of it."""
+        """Return the region of a chunk's value: its box, or one plane of it."""
         tag = ref[TAG_OFFSET:]
         servers, strategy = int.from_bytes(tag[0:2], "big"), tag[4]
         set_moves = (int.from_bytes(tag[8:12], "big", signed=True), int.from_bytes(tag[12:16], "big", signed=True))
-        more = self._margin()
+        margin = self._margin()
         try:
             placement = self._sky.placement(strategy, servers)
         except InvalidInput:
             return Region(self._here, 0, 0, 0, 0)
         box, centre = placement.box, placement.centre_of(set_moves, self._locator.moves)
         north, south = (0, 0) if self._config.plane_only else (box.north, box.height - 1 - box.north)
-        return Region(centre, north + more, south + more, box.west + more, box.width - 1 - box.west + more)
+        return Region(centre, north + margin, south + margin, box.west + margin, box.width - 1 - box.west + margin)
 
     def _margin(self) -> int:
-        """By how many rows and columns chunks may be off their box: one while a handover is under way."""
+        """Return by how many rows and columns chunks may be off their box: one during a handover."""
         return 0 if self._handover.at_rest else 1
 
     # --- Notices of others ---
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Drop what is dead, notify our ground hosts unless that was done, and forward the notice, once."""
+        """Drop what is dead, notify the own ground hosts unless that was done, and forward the notice, once."""
         notice = Notice.unpack(packet.body)
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
@@ -226,7 +226,7 @@ class Gossip:
             return
         self._remember(name)
         dead = self.purge(notice.dead, now_s)
-        for key, setting in notice.dead:  # announced already: we need not
+        for key, setting in notice.dead:  # already announced: no second notice is needed
             if setting_of(self._evicted.get(key, b"")) == setting:
                 del self._evicted[key]
         notified = notice.ground_notified or (bool(dead) and self.notify_ground(dead, now_s))
@@ -238,7 +238,7 @@ class Gossip:
             return
         torus, region = self._sky.torus, notice.region
         if region.holds(self._here, torus):
-            targets = [other for other in torus.neighbours(self._here) if region.holds(other, torus)]
+            targets = [neighbour for neighbour in torus.neighbours(self._here) if region.holds(neighbour, torus)]
         else:
             centre = torus.living(region.centre)
             targets = [torus.next_hop(self._here, centre)] if centre in torus else []
@@ -256,18 +256,19 @@ class Gossip:
     # --- Dropping dead values: also for ``Sweep`` ---
 
     def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop the chunks of dead values, except of keys that may have been stored again since the loss was noticed,
-        at the same moves and with the same bytes. Returns those dropped.
+        """Drop the chunks of dead values. Return the dropped values.
+
+        Keys are kept if they may have been stored again, at the same moves and with the same bytes, since.
         """
         since_s = now_s - _OLDEST_NOTICE_S
-        dead = [one for one in dead if not self._history.was_written_since(one[0], since_s)]
+        dead = [value for value in dead if not self._history.was_written_since(value[0], since_s)]
         self._counters.add("chunks_purged", self._store.remove_settings(dead))
         if self._replicas is not None:
             self._history.dropped(dead)
         return dead
 
     def notify_ground(self, dead: Sequence[Dead], now_s: float) -> bool:
-        """Send GONE to the ground hosts that this satellite knows; whether there are any."""
+        """Send GONE to the known ground hosts. Return True if there are any."""
         for at in range(0, len(dead), MAX_DEAD_PER_PACKET):
             body = pack_dead(dead[at : at + MAX_DEAD_PER_PACKET])
             if not self._outbox.notify_ground(Op.GONE, body, _MOST_GROUND_HOSTS, now_s):

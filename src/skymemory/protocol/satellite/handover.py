@@ -1,8 +1,8 @@
-"""The plan of a satellite's handover: copy, switch, delete. What leaves, when, and what may be deleted.
+"""Plan of a satellite's handover: copy, switch, delete. It decides what leaves, when, and what may be deleted.
 
-When the box moves, chunks whose server is now elsewhere are sent to that satellite, a window at a time, and sent again
-until acknowledged. Only then does the grace period of the copy here begin, at whose end it is deleted: a reader who
-still looks here finds it. There is no table and no coordinator: each satellite computes all of it from the clock.
+When the box moves, chunks whose server is now on another satellite are sent there, a window at a time, and sent again
+until acknowledged. Only then does the grace period of the local copy begin, after which it is deleted: a reader who
+still looks here finds it. There is no table and no coordinator: each satellite computes everything from the clock.
 
 The states of a chunk that leaves:
 
@@ -10,18 +10,17 @@ The states of a chunk that leaves:
 2. *in flight*, until acknowledged; retransmitted after a timeout (``bursts_to_send``);
 3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
 
-A *stray* is a chunk that is here although it belongs elsewhere and is in none of these: stored by a writer that did not
-know of the last move, handed over by a satellite whose clock is ahead, or refused by its destination (full, dead or
-unreachable). Strays are examined again when they are due, so two satellites that disagree about the moves do not send
-chunks to and fro.
+A *stray* is here although it belongs elsewhere, in none of these states: stored by a writer that did not know of the
+last move, handed over by a satellite whose clock is ahead, or refused by its destination (full, dead or unreachable).
+Strays are examined again when due, so that two satellites that disagree about the moves do not send chunks to and fro.
 
-Where values have copies, a chunk may also leave *as another copy* than the one it is here. Then it is only copied, and
-nothing here is deleted when it has arrived.
+If values have copies, a chunk may also leave *as another copy* than the copy here. It is then only copied, and nothing
+here is deleted afterwards.
 
-A handover is background traffic and takes the bandwidth that others leave: fewer bursts are in flight as answers come
-later than they can (LEDBAT, RFC 6817), and half as many when no answer comes at all. A single lost burst is no sign of
-congestion: links lose some. What waits for a satellite that did not answer is tried again as soon as our host is on
-time again or a link has come up. ``Pacer`` spreads bursts over time.
+A handover is background traffic and takes the bandwidth that others leave: fewer bursts are in flight the later answers
+are (LEDBAT, RFC 6817), half as many if no answer comes at all. A single lost burst is no sign of congestion. Chunks for
+a satellite that did not answer are retried when the own host is on time again or a link has come up. ``Pacer`` spreads
+bursts over time.
 """
 
 from __future__ import annotations
@@ -38,42 +37,41 @@ from skymemory.protocol.satellite.memory import ChunkName, ChunkStore, names_by_
 from skymemory.protocol.satellite.overload import LATE_S, Lateness
 
 AsCopy = tuple[bytes, int, int]
-"""(key, 0-based index, replica): a chunk that leaves as that copy."""
+"""Key, 0-based index and replica: a chunk that leaves as that copy."""
 Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
-"""Chunks of one MIGRATE request: as many as one segmentation-offload send carries."""
+"""Chunks of a MIGRATE request: as many as a segmentation-offload send carries."""
 SPREAD_S = 0.2
-"""When the last burst after a move is sent, if the usual pace allows. It then arrives before readers look for it in its
-new place (``clock.HANDED_OVER_S`` after the move).
+"""Seconds after a move at which the last burst is sent, if the usual pace allows: it arrives before readers look for it
+in its new place (``clock.HANDED_OVER_S``).
 """
 SPREAD_SHARE = 0.8
-"""Share of the time between moves in which bursts are sent: the rest is for their journey."""
+"""Share of the time between moves for sending; the rest is for transit."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
 _MOST_RETRY_S = 160.0
-"""First and longest back-off from a satellite that was full or did not answer; it doubles each time, since a value that
-does not fit would otherwise cross the links indefinitely.
+"""First and longest back-off from a satellite that was full or silent. It doubles each time: a value that does not fit
+would otherwise cross the links indefinitely.
 """
 _DELETED_TOGETHER_S = 0.05
-"""Deletions due within this time are done at once: a timer for every burst costs more than its deletion."""
+"""Seconds within which deletions are done together: a timer per burst costs more than its deletion."""
 _SLOW = 2.0
-"""Timeout of a burst in mean round trips."""
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
 _TARGET_DELAY_S = 0.5
-"""Queueing delay of an answer (beyond the shortest round trip) above which fewer bursts are in flight."""
+"""Queueing delay of an answer above which fewer bursts are in flight."""
 _MOST_DECREASE = 16.0
-"""How much faster, at most, the window shrinks for a very late answer than it grows for a prompt one."""
+"""Greatest decrease of the window for a very late answer, relative to its increase for a prompt answer."""
 _LEAST_BURSTS = 2.0
 _REMEMBERED_TRIPS = 1024
 _REMEMBERED_RETRIES = 1 << 16
 _MOST_GAP_S = 0.010
-"""Longest gap of the pacer: a few bursts need not take all the time there is."""
+"""Longest gap of the pacer: a few bursts need not take all the available time."""
 _GROUP_S = 0.008
 _MOST_GROUPED = 4
-"""Where bursts would leave more often than every ``_GROUP_S``, up to this many leave together. Sent singly they cost
-every satellite on their way nearly twice the processor time; together they delay a reader by less than that.
+"""Bursts that leave together instead of more often than every ``_GROUP_S``. Sent singly, they cost every satellite on
+their path nearly twice the processor time; together, they delay a reader by less.
 """
 _ROUNDING = 1e-9
 _GOLDEN = 0.6180339887498949
@@ -81,30 +79,28 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(slots=True, eq=False)
 class Burst:
-    """One MIGRATE request in flight: chunks of one key for one satellite."""
+    """MIGRATE request in flight: chunks of one key for one satellite."""
 
     request_id: int
     destination: SatelliteId
     names: list[Leaving]
     plan: int
-    """Number of the plan (one for each move of the box) by which its chunks belong at ``destination``."""
+    """Number of the plan (one per move of the box) by which its chunks belong at ``destination``."""
     sent_s: float
-    """The first time."""
     deadline_s: float
     last_sent_s: float
     attempts: int = 1
     answered: bool = False
-    """Whether some of its chunks have arrived."""
     spared: bool = False
-    """Whether its deadline was extended because our host was late."""
+    """True if its deadline was extended because the own host was late."""
 
 
 MOST_REQUEST_ID = 0x3FFFFFFF
-"""Other questions of a satellite have the ids above: an UNREACHABLE for one of them must end no burst."""
+"""Greatest id of a burst. Other requests have higher ids: an UNREACHABLE for those must end no burst."""
 
 
 class Handover:
-    """The chunks that leave this satellite. Sends nothing itself: ``Migration`` does."""
+    """Chunks that leave this satellite; ``Migration`` sends them."""
 
     def __init__(
         self,
@@ -115,59 +111,57 @@ class Handover:
         lateness: Lateness | None = None,
         first_request_id: int = 0,
     ) -> None:
-        """Fresh bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is our host's (default:
-        never late). Request ids begin behind ``first_request_id``.
+        """Create an empty plan. New bursts leave as ``pacer`` (default: at once) and the window allow. ``lateness`` is
+        the own host's (default: never late).
         """
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
-        """Nothing is sent for the first time before then: ``Sweep`` still checks whether it is complete."""
+        """Time before which no new burst is sent, because ``Sweep`` still checks it."""
         self.moved = False
-        """The box has moved since the last plan."""
         self.retransmitted = 0
         self.chunks_planned = 0
-        """Chunks examined by plans so far: work that no packet shows."""
+        """Chunks examined by plans: work that no packet shows."""
         self._lateness = lateness or Lateness()
         self._most_bursts = window_bursts
         self._window = float(window_bursts)
         self._heard_s = -math.inf
         self._cut_until_s = -math.inf
         self._shortest_s: dict[SatelliteId, float] = {}
-        """Shortest round trip seen to each destination."""
         self._timeout_s = timeout_s
         self._pacer = pacer or Pacer()
         self._round_trip = RoundTrip()
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        """Queued chunks whose place here another copy has taken: as which copy they leave."""
+        """Queued chunks that another copy has replaced, with the copy as which they leave."""
         self._in_flight: dict[int, Burst] = {}
         self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
         self._retries: dict[tuple[SatelliteId, bytes], tuple[float, float]] = {}
-        """Back-off by destination and key since the last move: when to try again, and the length of that wait."""
+        """Back-off by destination and key since the last move: time of the next try, length of the wait."""
         self._unanswered: dict[Leaving, tuple[SatelliteId, bytes]] = {}
-        """Strays whose destination did not answer or was unreachable: the entry of ``_retries`` they wait for."""
+        """Strays whose destination did not answer, with their entry of ``_retries``."""
         self._retry_throttle = Throttle()
         self._retry_waits = False
-        """``retry_unanswered`` was called while throttled: repeat it later."""
+        """True if ``retry_unanswered`` was throttled and must be repeated."""
         self._plans = 0
         self._some_leave_as_others = False
-        """Whether any chunk may leave as another copy: most satellites never see one, and need not look for them."""
+        """True if any chunk may leave as another copy. Most satellites never see one, and skip the search."""
         self._next_request_id = first_request_id % MOST_REQUEST_ID + 1
 
     @property
     def idle(self) -> bool:
-        """No plan is due, and nothing is queued, in flight or astray (copied chunks may still await deletion)."""
+        """Return True if nothing is planned, queued, in flight or astray (copied chunks may await deletion)."""
         return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
     def at_rest(self) -> bool:
-        """``idle``, and nothing awaits deletion: chunks that are stored do not concern the handover."""
+        """Return True if ``idle`` and nothing awaits deletion."""
         return self.idle and not self._copied
 
     def is_settled(self, key: bytes, indices: Iterable[int]) -> bool:
-        """Whether none of these chunks of a key, which are here, leaves or awaits deletion."""
+        """Return True if none of these stored chunks of a key leaves or awaits deletion."""
         if self.at_rest:
             return True
         if (
@@ -184,12 +178,12 @@ class Handover:
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
-        Returns what was to leave as another copy, since its new destination is not known here.
+        Return chunks that were to leave as another copy: their new destination is not known here.
         """
-        others = sorted(self._leaving_as_others())
-        if others:
+        leaving_as_others = sorted(self._leaving_as_others())
+        if leaving_as_others:
             for burst in list(self._in_flight.values()):
-                self.forget(burst, others)
+                self.forget(burst, leaving_as_others)
         self.moved = False
         self._renamed.clear()
         self._plans += 1
@@ -199,7 +193,7 @@ class Handover:
         self._stray_times.clear()
         self._retries.clear()
         self._unanswered.clear()
-        on_its_way = {name for burst in self._in_flight.values() for name in burst.names}
+        in_flight = {name for burst in self._in_flight.values() for name in burst.names}
         leaving: dict[bytes, list[tuple[SatelliteId, ChunkName]]] = {}
         self.chunks_planned += len(store)
         for tag, names in names_by_tag(store.shares).items():
@@ -209,16 +203,16 @@ class Handover:
                     self._copied.pop(name, None)
             else:
                 for name in names:
-                    if name not in on_its_way and name not in self._copied:
+                    if name not in in_flight and name not in self._copied:
                         leaving.setdefault(name[0], []).append((destination, name))
-        # In the order of eviction, so that chunks have the same order where they arrive.
+        # In the order of eviction, so that chunks have the same order at their destination.
         for key in store.order() if leaving else ():
             for destination in sorted({to for to, _ in leaving.get(key, ())}):
                 self.enqueue(destination, (name for to, name in leaving[key] if to == destination))
-        return others
+        return leaving_as_others
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace of what is queued: the box moves again in ``interval_s``."""
+        """Set the pace of the queue until the box moves again in ``interval_s``."""
         self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
@@ -235,7 +229,7 @@ class Handover:
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
-        """These chunks were stored here again: ACKs of the earlier ones must not delete them."""
+        """Record that these were stored again: ACKs of the earlier chunks must not delete them."""
         if not (self._copied or self._strays or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
@@ -249,60 +243,57 @@ class Handover:
                     burst.names.remove(name)
 
     def leave_as(self, name: ChunkName, replica: int) -> None:
-        """Another copy takes the place of this chunk: what was to leave under its name leaves as copy ``replica``,
-        unless it has arrived already.
-        """
-        other = (*name, replica)
+        """Let a chunk whose place another copy takes leave as copy ``replica``, unless it has arrived already."""
+        copy = (*name, replica)
         self._some_leave_as_others = True
         if self._copied.pop(name, None) is not None:
             return
         for burst in self._in_flight.values():
             if name in burst.names:
-                burst.names[burst.names.index(name)] = other
+                burst.names[burst.names.index(name)] = copy
                 return
         if name in self._queued and name not in self._renamed:
             self._queued.discard(name)
-            self._queued.add(other)
-            self._renamed[name] = other
+            self._queued.add(copy)
+            self._renamed[name] = copy
         else:
-            self.stray(other, self._strays.pop(name, 0.0))
+            self.stray(copy, self._strays.pop(name, 0.0))
 
     # --- Strays ---
 
     def stray(self, name: Leaving, due_s: float) -> None:
-        """The chunk is here and belongs elsewhere; examine it again at ``due_s``."""
+        """Record a chunk that belongs elsewhere, to be examined at ``due_s``."""
         if name not in self._strays and name not in self._queued:
             self._some_leave_as_others |= len(name) == 3
             self._strays[name] = due_s
             heapq.heappush(self._stray_times, (due_s, name))
 
     def strays_due(self, now_s: float) -> list[Leaving]:
-        """Strays to examine now; each is returned once."""
+        """Return strays to examine now; each is returned once."""
         if self._retry_waits:
             self.retry_unanswered(now_s)
-        due = []
+        due_strays = []
         while self._stray_times and self._stray_times[0][0] <= now_s:
             time_s, name = heapq.heappop(self._stray_times)
             if self._strays.get(name) == time_s:
                 del self._strays[name]
                 self._unanswered.pop(name, None)
-                due.append(name)
-        return due
+                due_strays.append(name)
+        return due_strays
 
     # --- Bursts and their answers ---
 
     @property
     def window_bursts(self) -> int:
-        """How many may be in flight now."""
         return int(self._window)
 
     def bursts_to_send(self, now_s: float) -> list[Burst]:
-        """Bursts that are due: those not acknowledged in time, and fresh ones while the window is open."""
+        """Return due bursts: those not acknowledged in time, and new bursts while the window is open."""
         # 1. Retransmissions.
-        due = []
+        to_send = []
         late_s = min(self._lateness.at(now_s), _MOST_TIMEOUT_S)
         for burst in [burst for burst in self._in_flight.values() if burst.deadline_s <= now_s]:
-            if late_s > LATE_S and not burst.spared:  # its answer may wait in our host's queue
+            if late_s > LATE_S and not burst.spared:  # its answer may wait in the own host's queue
                 burst.spared, burst.deadline_s = True, now_s + late_s
                 continue
             if burst.attempts == _MOST_ATTEMPTS or not burst.names:
@@ -324,8 +315,8 @@ class Handover:
             burst.spared = False
             burst.attempts += 1
             self.retransmitted += len(burst.names)
-            due.append(burst)
-        # 2. Fresh bursts.
+            to_send.append(burst)
+        # 2. New bursts.
         fresh_from_s = self._fresh_from_s()
         while self._queue and now_s >= fresh_from_s and len(self._in_flight) < int(self._window):
             destination, names = self._queue.popleft()
@@ -336,16 +327,16 @@ class Handover:
             burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % MOST_REQUEST_ID + 1
             self._in_flight[burst.request_id] = burst
-            due.append(burst)
+            to_send.append(burst)
             self._pacer.sent(now_s)
             fresh_from_s = self._fresh_from_s()
         if not self._queue:
             self._pacer.relax()
-        return due
+        return to_send
 
     def _burst_timeout_s(self) -> float:
-        """Timeout of a burst: longer where answers came late. Otherwise busy hosts would retransmit whole handovers,
-        which keeps them busy.
+        """Return the timeout of a burst, longer if answers were late: busy hosts would otherwise retransmit whole
+        handovers, which keeps them busy.
         """
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
@@ -353,20 +344,20 @@ class Handover:
         return max(self.fresh_from_s, self._pacer.next_s)
 
     def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
-        """Take chunks out of a burst that have arrived, or were evicted or deleted meanwhile."""
+        """Remove chunks from a burst that have arrived or were removed meanwhile."""
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:
             self._in_flight.pop(burst.request_id, None)
 
     def awaits(self, request_id: int, satellite: SatelliteId) -> bool:
-        """Whether a burst with this id is on its way to this satellite."""
         burst = self._in_flight.get(request_id)
         return burst is not None and burst.destination == satellite
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
-        """ACK of chunks; how many of them were awaited. ``sent_s``: when the acknowledged transmission (the first or a
-        later one) was sent, if the ACK says so.
+        """Record an ACK of chunks. Return how many of them were awaited.
+
+        ``sent_s`` is the time of the acknowledged transmission, if the ACK says so.
         """
         burst = self._in_flight.get(request_id)
         if burst is None:
@@ -377,14 +368,14 @@ class Handover:
         if not burst.answered:
             self._adjust(burst.destination, round_trip_s)
         burst.answered = True
-        there = set(names)
-        done = [name for name in burst.names if name[:2] in there]
-        for name in done:
+        stored = set(names)
+        acknowledged = [name for name in burst.names if name[:2] in stored]
+        for name in acknowledged:
             if len(name) == 2:
                 self._copied.pop(name, None)
                 self._copied[name] = now_s + self.grace_s
-        self.forget(burst, done)
-        return len(done)
+        self.forget(burst, acknowledged)
+        return len(acknowledged)
 
     def _adjust(self, destination: SatelliteId, round_trip_s: float) -> None:
         """Adapt the window to the queueing delay of an answer."""
@@ -397,8 +388,9 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def retry_unanswered(self, now_s: float) -> None:
-        """Our host is on time again, or a link came up: satellites that did not answer may do so now. Back-offs restart
-        from the shortest, and what waited for them leaves as soon as the throttle allows.
+        """Restart back-offs, because the own host is on time again or a link came up; satellites may answer now.
+
+        What waited leaves as soon as the throttle allows.
         """
         self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
         if self._retry_waits or not self._unanswered:
@@ -412,9 +404,7 @@ class Handover:
         self._unanswered.clear()
 
     def refused(self, request_id: int, now_s: float, full: bool = False) -> None:
-        """The destination did not take the burst (``full``; else no answer, or no route): try again after a
-        back-off.
-        """
+        """Retry a burst after a back-off: the destination was ``full``, did not answer, or has no route."""
         burst = self._in_flight.pop(request_id, None)
         if burst is None or not burst.names:
             return
@@ -434,28 +424,28 @@ class Handover:
     # --- Deletions, timers ---
 
     def to_delete(self, now_s: float) -> list[ChunkName]:
-        """Copied chunks whose grace period is over, each once; except those that have yet to leave as another copy."""
-        due = []
+        """Return copied chunks whose grace period is over, except those that have yet to leave as another copy."""
+        expired = []
         for name, deadline_s in self._copied.items():  # in the order of deadlines: the grace period is constant
             if deadline_s > now_s:
                 break
-            due.append(name)
-        for name in due:
+            expired.append(name)
+        for name in expired:
             del self._copied[name]
-        if due and (others := {name[:2] for name in self._leaving_as_others()}):
-            self._copied.update((name, now_s + self.grace_s) for name in due if name in others)
-            due = [name for name in due if name not in others]
-        return due
+        if expired and (leaving_as_others := {name[:2] for name in self._leaving_as_others()}):
+            self._copied.update((name, now_s + self.grace_s) for name in expired if name in leaving_as_others)
+            expired = [name for name in expired if name not in leaving_as_others]
+        return expired
 
     def _leaving_as_others(self) -> set[AsCopy]:
-        """All chunks that leave as another copy: queued, astray or in flight."""
+        """Return all chunks that leave as another copy: queued, astray or in flight."""
         if not self._some_leave_as_others:
             return set()
-        on_its_way = [name for burst in self._in_flight.values() for name in burst.names]
-        planned = (*self._queued, *self._strays, *on_its_way)
-        others = {name for name in planned if len(name) == 3}
-        self._some_leave_as_others = bool(others)
-        return others
+        in_flight = [name for burst in self._in_flight.values() for name in burst.names]
+        planned = (*self._queued, *self._strays, *in_flight)
+        copies = {name for name in planned if len(name) == 3}
+        self._some_leave_as_others = bool(copies)
+        return copies
 
     def next_deletion_s(self) -> float:
         return next(iter(self._copied.values())) + _DELETED_TOGETHER_S if self._copied else math.inf
@@ -476,40 +466,40 @@ class Handover:
 
 
 def phase_of(here: SatelliteId) -> float:
-    """Where in its gap a satellite begins, 0 … 1. Multiples of the golden ratio keep the satellites of a row or column
-    apart, whatever their number.
+    """Return a satellite's position in its gap, 0 … 1.
+
+    Multiples of the golden ratio keep the satellites of a row or column apart, whatever their number.
     """
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
 class Pacer:
-    """When the next bursts leave: evenly, instead of all at once.
+    """Departure times of bursts: evenly spread, instead of all at once.
 
-    All satellites see the box move at the same instant. If each sent what has to leave as fast as it could, a reader at
-    that instant would wait behind all of it, on the links and in the host processes on the way. So bursts are spread
-    over the time there is: until readers look for them in their new place, and until the box moves on.
+    All satellites see the box move at the same instant. If each sent everything as fast as it could, a reader at that
+    instant would wait for all of it, on the links and in the host processes on the path. So bursts are spread over the
+    available time: until readers look in the new place, and until the box moves on.
 
-    A token bucket of two groups of bursts: in any ``t`` seconds at most ``t / step_s + 2`` groups leave.
-    ``usual_gap_s`` is the pace that links and cores can bear; it is exceeded only where the box would move on before
-    everything is sent. 0: no pacing.
+    A token bucket of two groups of bursts: at most ``t / step_s + 2`` groups in any ``t`` seconds. ``usual_gap_s`` is
+    what links and cores can bear, exceeded only if the box would otherwise move on before everything is sent; 0: no
+    pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
         self.next_s = 0.0
-        """When the next burst may leave."""
         self.gap_s = usual_gap_s
         """Seconds per burst, on average."""
         self.group = 1
         """Bursts that leave together."""
         self._left = 1
         self.step_s = usual_gap_s
-        """Between groups."""
         self._usual_gap_s = usual_gap_s
         self._phase = phase
 
     def spread(self, bursts: int, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """The box has moved: ``bursts`` have to leave, and it moves again in ``interval_s``. ``urgent``: an operator
-        moved it, and readers, whose clocks did not predict that, look in the new place at once.
+        """Set the pace for ``bursts`` after a move; the box moves again in ``interval_s``.
+
+        ``urgent``: an operator moved it, and readers, whose clocks did not predict that, look in the new place at once.
         """
         if not self._usual_gap_s:
             return
@@ -521,17 +511,16 @@ class Pacer:
         self.next_s = now_s + self._phase * self.step_s
 
     def sent(self, now_s: float) -> None:
-        """A burst has left."""
         if not self.gap_s:
             return
         self._left -= 1
         if not self._left:
             self._left = self.group
-            # A timer may be late by a millisecond or two: what was missed is made up for, but never more than a group.
+            # A timer may be a millisecond or two late: the lost time is made up, but never by more than a group.
             self.next_s = max(self.next_s, now_s - self.step_s) + self.step_s
 
     def relax(self) -> None:
-        """Nothing is left to send: what comes later (strays) leaves singly at the usual pace."""
+        """Return to the usual pace: later bursts (strays) leave singly."""
         if self.gap_s != self._usual_gap_s:
             self.gap_s = self.step_s = self._usual_gap_s
             self._left = self.group = 1

@@ -1,13 +1,13 @@
 """Handler of LINKS: which links to neighbours are alive; declared to all satellites, and learned from them.
 
-An idle link costs nothing: a neighbour is probed only when a packet is sent to it and it has been silent for a while.
-One that does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and it is probed again now and
-then until it answers. A satellite that has just started greets its neighbours, which answer with all they know: the
-links that are down, and how far operators have moved the box.
+An idle link costs nothing: a neighbour is probed only when a packet is sent to it after a silence. A neighbour that
+does not answer ``_TRIES`` probes is declared down, the declaration is flooded, and probes continue at intervals until
+it answers. A satellite that has just started greets its neighbours, which answer with all they know: the links that are
+down, and how far operators have moved the box.
 
-An overloaded host reads signs of life late. So a silence counts only while our own host was on time (``Lateness``), and
-a neighbour that reports how late its host is gets that much longer to answer. A new declaration is flooded at once;
-while more keep coming they are held for up to a second and leave together.
+An overloaded host reads signs of life late. So a silence counts only while the own host was on time (``Lateness``), and
+a neighbour that reports its host's lateness gets that much longer to answer. A new declaration is flooded at once; if
+more keep coming, they are held for up to a second and leave together.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import Address, Packet, microseconds
 
 _FRESH_S = 0.2
-"""A neighbour heard from this recently is not probed."""
+"""Seconds for which a neighbour is not probed after it was heard."""
 _TRIES = 4
 """Unanswered probes after which the link counts as down."""
 _MOST_AHEAD_S = 60.0
 """Pushes and declarations from further in the future are not believed."""
 _REPORTED_LATE_S = 2.0
-"""How long a neighbour's report that its host is late counts; each of its LINKS repeats it."""
+"""Seconds for which a neighbour's report of lateness counts; each of its LINKS repeats it."""
 _MOST_LATE_S = 1.0
-"""The most by which lateness prolongs a timeout; beyond it a silence does not count at all."""
+"""Greatest prolongation of a timeout by lateness; beyond it, a silence does not count."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
 """A link that is down is probed after 1, 2, 4, 8, 8 … s."""
 
 
 class _Neighbour:
-    """One end of one or (on a ring of two) two links."""
+    """End of a link or, on a ring of two, of two links."""
 
     __slots__ = ("bits", "deadline_s", "down", "heard_s", "late_s", "late_until_s", "our_late_s", "retry_s", "tries")
 
     def __init__(self) -> None:
         self.late_s = 0.0
         self.late_until_s = -math.inf
-        """How late it reported its host to be, and until when that counts."""
+        """Reported lateness of its host, and until when it counts."""
         self.our_late_s = 0.0
-        """How late our own host was at the last probe."""
+        """Lateness of the own host at the last probe."""
         self.bits = 0
         self.heard_s = -math.inf
         self.deadline_s = math.inf
-        """When the answer is overdue; of a neighbour that is down, when to probe it again."""
+        """Time at which the answer is overdue; if it is down, time of the next probe."""
         self.tries = 0
         self.down = False
         self.retry_s = _FIRST_RETRY_S
 
 
 class Neighbours:
-    """The links of one satellite. What it knows of all others' is in ``links``."""
+    """Links of one satellite. ``links`` has the state of all others."""
 
     def __init__(self, state: SatelliteState) -> None:
         self.links = state.links
         self.pushed_at_ms = 0
-        """When operators last moved the box (Unix time), as far as known."""
+        """Unix time of the operators' last known move of the box."""
         self._here = state.here
         self._torus = state.sky.torus
         self._timeout_s = state.config.neighbour_timeout_s
@@ -75,7 +75,7 @@ class Neighbours:
         self._lateness = state.lateness
         self._flooding = Throttle()
         self._news: dict[SatelliteId, SatelliteId | None] = {}
-        """Satellites whose declarations are still to be flooded, and the neighbour that has them already."""
+        """Satellites whose declarations are to be flooded, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
@@ -84,29 +84,28 @@ class Neighbours:
 
     @property
     def pushed(self) -> Moves:
-        """The moves that operators have added to the clock, as far as known."""
         return self._locator.pushed
 
     # --- Traffic on the links ---
 
     def heard(self, neighbour: SatelliteId, now_s: float) -> None:
-        """A packet came from a satellite, perhaps a neighbour: its link is up."""
-        found = self._neighbours.get(neighbour)
-        if found is None:
+        """Record a packet from a satellite, perhaps a neighbour: its link is up."""
+        peer = self._neighbours.get(neighbour)
+        if peer is None:
             return
-        found.heard_s = now_s
-        found.deadline_s = math.inf
-        if found.down:
-            found.down = False
+        peer.heard_s = now_s
+        peer.deadline_s = math.inf
+        if peer.down:
+            peer.down = False
             self._declare(now_s)
             self._send_all_known(neighbour, now_s)
 
     def used(self, link: object, now_s: float) -> None:
-        """A packet leaves by this link, of a neighbour or not: probe it unless it was heard from recently."""
-        found = self._neighbours.get(link)  # type: ignore[call-overload]
-        if found is not None and found.deadline_s == math.inf and found.heard_s + _FRESH_S <= now_s:
-            found.tries = 0
-            self._probe(link, found, now_s)  # type: ignore[arg-type]
+        """Probe the neighbour, if any, by whose link a packet leaves, unless it was heard recently."""
+        neighbour = self._neighbours.get(link)  # type: ignore[call-overload]
+        if neighbour is not None and neighbour.deadline_s == math.inf and neighbour.heard_s + _FRESH_S <= now_s:
+            neighbour.tries = 0
+            self._probe(link, neighbour, now_s)  # type: ignore[arg-type]
 
     def greet(self, now_s: float) -> None:
         """Ask all neighbours for what they know, after a start. Silence has no consequence."""
@@ -114,7 +113,7 @@ class Neighbours:
             self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
-        """Process LINKS; how many packets were invalid, and whether an operator has pushed the box (now ``pushed``).
+        """Process LINKS. Return the number of invalid packets, and True if an operator has pushed the box.
 
         Only the neighbour at the other end of the link is believed.
         """
@@ -132,16 +131,16 @@ class Neighbours:
         return bad, self._locator.pushed != before
 
     def _receive(self, body: LinksBody, source: SatelliteId, now_s: float) -> None:
-        fresh = []
+        new_declarations = []
         if body.late_s and (neighbour := self._neighbours.get(source)) is not None:
             neighbour.late_s, neighbour.late_until_s = body.late_s, now_s + _REPORTED_LATE_S
         for declaration in body.declarations:
             if declaration.origin == self._here:
                 self._contradict(declaration, now_s)
             elif self.links.learn(declaration, now_s):
-                fresh.append(declaration)
+                new_declarations.append(declaration)
                 self._probe_around(declaration, now_s)
-        # The latest push wins; one that would move the box too far or too often is ignored.
+        # The latest push wins; a push that would move the box too far or too often is ignored.
         later = self.pushed_at_ms < body.pushed_at_ms <= (now_s + _MOST_AHEAD_S) * 1e3
         moved = later and body.pushed != self._locator.pushed
         if moved and not self._locator.may_push_to(body.pushed, now_s, MOST_PUSHED):
@@ -151,21 +150,22 @@ class Neighbours:
         if moved:
             self._locator.push_to(body.pushed)
             self._send_all(now_s, source)
-        if fresh:
-            self._flood([declaration.origin for declaration in fresh], now_s, source)
+        if new_declarations:
+            self._flood([declaration.origin for declaration in new_declarations], now_s, source)
         if body.answer_me:
             self._send_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """Replace a declaration in our name that still circulates, from before a restart or forged. One so far ahead
-        that no satellite believes it is ignored.
+        """Replace a circulating declaration in this satellite's name, from before a restart or forged.
+
+        A declaration too far ahead to be believed is ignored.
         """
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
 
     def _probe_around(self, declaration: Declaration, now_s: float) -> None:
-        """Probe our neighbours near satellites declared silent: a dead satellite is rarely dead alone."""
+        """Probe the neighbours near silent satellites: a dead satellite is rarely dead alone."""
         for bit, silent in enumerate(self._torus.neighbours(declaration.origin)):
             if declaration.down >> bit & 1:
                 for near in (silent, *self._torus.neighbours(silent)):
@@ -193,7 +193,7 @@ class Neighbours:
                 self._probe(name, neighbour, now_s)
                 continue
             if late_s > neighbour.our_late_s + LATE_S:
-                neighbour.tries = 0  # our host has become late: answers may still wait here
+                neighbour.tries = 0  # the own host has become late: answers may still wait here
             if neighbour.tries < _TRIES:
                 self._probe(name, neighbour, now_s)
             else:
@@ -209,7 +209,7 @@ class Neighbours:
         self._send_news(now_s)
 
     def probe_down(self, now_s: float) -> None:
-        """Our host is on time again: probe those that are down as if they had just gone down."""
+        """Probe the neighbours that are down, because the own host is on time again."""
         for neighbour in self._neighbours.values():
             if neighbour.down:
                 neighbour.retry_s = _FIRST_RETRY_S / 2
@@ -223,8 +223,8 @@ class Neighbours:
         if neighbour.down:
             wait_s = neighbour.retry_s
         else:
-            its_late_s = min(neighbour.late_s, _MOST_LATE_S) if now_s < neighbour.late_until_s else 0.0
-            wait_s = self._timeout_s + 2 * (neighbour.our_late_s + its_late_s)
+            reported_late_s = min(neighbour.late_s, _MOST_LATE_S) if now_s < neighbour.late_until_s else 0.0
+            wait_s = self._timeout_s + 2 * (neighbour.our_late_s + reported_late_s)
         neighbour.deadline_s = now_s + wait_s
         self._outbox.send_links(name, self._body(now_s, answer_me=True), now_s)
 
@@ -232,8 +232,8 @@ class Neighbours:
         return sum(neighbour.bits for neighbour in self._neighbours.values() if neighbour.down)
 
     def _declare(self, now_s: float, outdo_ms: int = 0) -> None:
-        """Flood which of our links are down now, with a time later than ``outdo_ms``."""
-        # Later than all our earlier declarations, even if the clock was set back.
+        """Flood the own links that are down, with a time later than ``outdo_ms``."""
+        # Later than all its earlier declarations, even if the clock was set back.
         made_ms = max(microseconds(now_s) // 1000, self.links.made_ms(self._here) + 1, outdo_ms + 1)
         ours = Declaration(self._here, self._bits(), made_ms)
         self._refresh_s = now_s + REFRESH_S if ours.down else math.inf
@@ -241,7 +241,7 @@ class Neighbours:
             self._flood([self._here], now_s)
 
     def _flood(self, origins: Sequence[SatelliteId], now_s: float, source: SatelliteId | None = None) -> None:
-        """Send the declarations of these satellites to our neighbours, except ``source``."""
+        """Send the declarations of these satellites to the neighbours, except ``source``."""
         for origin in origins:
             self._news[origin] = source
         self._send_news(now_s)
@@ -250,15 +250,15 @@ class Neighbours:
         if not self._news or not self._flooding.is_open(now_s):
             return
         self._flooding.done(now_s)
-        news, self._news = self._news, {}
+        to_flood, self._news = self._news, {}
         for name, neighbour in self._neighbours.items():
             if not neighbour.down:
-                records = self.links.packed(origin for origin, source in news.items() if source != name)
+                records = self.links.packed(origin for origin, source in to_flood.items() if source != name)
                 for at in range(0, len(records), MAX_DECLARATIONS):
                     self._outbox.send_links(name, self._body(now_s, records[at : at + MAX_DECLARATIONS]), now_s)
 
     def _send_all(self, now_s: float, source: SatelliteId) -> None:
-        """Send how far operators have moved the box to our neighbours, except ``source``."""
+        """Send the operators' moves to the neighbours, except ``source``."""
         for name, neighbour in self._neighbours.items():
             if name != source and not neighbour.down:
                 self._outbox.send_links(name, self._body(now_s), now_s)

@@ -1,19 +1,18 @@
-"""The state machine of one satellite: packets and timers in, datagrams out; no I/O.
+"""State machine of one satellite: packets and timers in, datagrams out; no I/O.
 
-Three kinds of events come from the transport:
+The transport delivers three kinds of events:
 
-- *packets*: ``receive_runs`` and ``receive_batch`` take what arrived on one link. Packets for
-  other satellites are forwarded; those for this one go to the handler of their operation (``_handlers``), chunks
-  (SET, MIGRATE) to ``ChunkService`` and LINKS to ``Neighbours``;
-- *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and
-  ``_background_timers``;
+- *packets*: ``receive_runs`` and ``receive_batch`` take what arrived on one link. Packets for other satellites are
+  forwarded; those for this satellite go to the handler of their operation (``_handlers``), chunks (SET, MIGRATE) to
+  ``ChunkService`` and LINKS to ``Neighbours``;
+- *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and ``_background_timers``;
 - *operators*: ADVANCE, a packet too, moves the box.
 
-After each event the transport sends what ``datagrams_to_send`` returns. A link end is the ``SatelliteId`` of a
+After each event, the transport sends what ``datagrams_to_send`` returns. A link end is the ``SatelliteId`` of a
 neighbour, or the transport's own token for a ground host.
 
-While its host is overloaded (``Lateness``, measured by the transport) a satellite only answers, forwards and keeps its
-links. Background packets and timers then wait until the transport has a moment to call ``work``.
+While its host is overloaded (``Lateness``, measured by the transport), a satellite only answers, forwards and maintains
+its links. Background packets and timers then wait until the transport has time to call ``work``.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
 _OVERLOAD_CHECK_S = 0.25
-"""How often an overloaded satellite checks whether its host is on time again."""
+"""Seconds between an overloaded satellite's checks if its host is on time again."""
 
 Timer = tuple[Callable[[], float], Callable[[float], None]]
-"""When it is next due (infinity: never), and the action. An action checks by itself what is due."""
+"""Time at which it is next due (infinity: never), and its action. An action checks by itself what is due."""
 
 
 class SatelliteMachine:
-    """One satellite: chunk memory, forwarding, answers, and the handover of its chunks when the box moves."""
+    """Satellite: chunk memory, forwarding, answers, and the handover of its chunks when the box moves."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class SatelliteMachine:
         lateness: Lateness | None = None,
         transport_figures: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        """``lateness`` of the host, kept up to date by its transport (default: never late). ``transport_figures``
-        gives the transport's own part of the housekeeping (``delay_error_p99_us``, ``faults_injected``).
+        """Create the machine. The transport updates the host's ``lateness`` (default: never late);
+        ``transport_figures`` returns its part of the housekeeping.
         """
         # State that all handlers share.
         self._state = state = SatelliteState(config, sky, clock, now_s, lateness)
@@ -89,19 +88,19 @@ class SatelliteMachine:
         self.store = state.store
         self.handover = state.handover
         self.backlog_bytes = 0
-        """Set by the transport: bytes it was given and has not sent yet."""
+        """Unsent bytes of the transport, which sets this."""
         self._address, self._locator, self._router = state.address, state.locator, state.router
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
         self._packets_next = False
-        """Whether ``work`` does packets next: packets and timers alternate, since a handover always has timers due."""
+        """True if ``work`` processes packets next: they alternate with timers, which a handover always has due."""
         self._was_late = False
-        """Whether the host was overloaded when last checked; ``_check_s`` is the next time."""
+        """True if the host was overloaded at the last check; the next check is at ``_check_s``."""
         self._check_s = now_s
         self._healed = 0
         """``LinkState.healed`` when datagrams were last taken: a change means that a link came up."""
 
-        # Handlers, each constructed with those that it calls.
+        # Handlers, each constructed with the handlers that it calls.
         self._gate: SatelliteGate | None = None
         if config.authority is not None:
             self._gate = SatelliteGate(config.authority, state.address, state.counters, state.outbox.refuse, now_s)
@@ -115,7 +114,7 @@ class SatelliteMachine:
         self._migration = Migration(state, self._sweep, self._retention)
         self._chunks = ChunkService(state, self._migration, self._gate)
 
-        # Which handler deals with which message. SET, MIGRATE and LINKS come in runs: see ``_deliver``, ``_receive``.
+        # Handler of each message. SET, MIGRATE and LINKS come in runs: see ``_deliver`` and ``_receive``.
         self._handlers: dict[Op, Callable[[Packet, float], None]] = {
             # requests of clients
             Op.GET: self._get,
@@ -138,7 +137,7 @@ class SatelliteMachine:
             Op.CHECKED: self._checked,
         }
 
-        # Timers, in the order in which they are handled. While the host is late, those of the background wait.
+        # Timers, in the order in which they are handled. While the host is late, the background timers wait.
         self._timers: tuple[Timer, ...] = (
             # the box moves
             (self._locator.next_timer_s, self._follow_clock),
@@ -168,8 +167,10 @@ class SatelliteMachine:
 
     @property
     def hidden_work(self) -> tuple[int, int, int]:
-        """Work that no packet shows, for a transport that models its cost: satellites searched for routes, chunks
-        examined by handover plans, packets postponed; totals so far.
+        """Return totals of work that no packet shows: satellites searched for routes, chunks examined by plans, packets
+        postponed.
+
+        A transport that models costs charges it.
         """
         return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
@@ -180,15 +181,15 @@ class SatelliteMachine:
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
     def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
-        """``receive_batch`` for several runs from one link.
+        """Receive several runs from one link, each as ``receive_batch``.
 
         The data are only read during the call. Malformed packets are counted and dropped; nothing raises.
         """
-        # 1. Authentication. An address can be forged: with keys only an authentic packet is a sign of life.
-        heard = True
+        # 1. Authentication. An address can be forged: with keys, only an authentic packet is a sign of life.
+        is_authentic = True
         if self._gate is not None:
-            runs, heard = self._gate.admit(runs, source, now_s)
-        if heard and isinstance(source, SatelliteId):
+            runs, is_authentic = self._gate.admit(runs, source, now_s)
+        if is_authentic and isinstance(source, SatelliteId):
             self.neighbours.heard(source, now_s)
         # 2. While the host is late, background packets wait.
         late = self.lateness.is_late(now_s)
@@ -202,15 +203,15 @@ class SatelliteMachine:
         at = 0
         while at < len(runs):
             # Runs of plain SETs and MIGRATEs first: nearly all bytes that a satellite receives.
-            taken = self._chunks.store_runs(runs, at, source, now_s)
-            if taken:
-                packets = sum(-(-len(view) // size) for view, size in runs[at : at + taken])
+            stored = self._chunks.store_runs(runs, at, source, now_s)
+            if stored:
+                packets = sum(-(-len(view) // size) for view, size in runs[at : at + stored])
                 self.counters.add("packets_received", packets)
                 if not self.handover.idle:
                     self._hand_over(now_s)
             else:
                 self._receive_run(*runs[at], source, now_s)
-            at += taken or 1
+            at += stored or 1
 
     def _receive_run(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
         count = -(-len(view) // segment_bytes) if segment_bytes > 0 else 1
@@ -228,7 +229,7 @@ class SatelliteMachine:
                 self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Forward or deliver packets that have one destination and operation."""
+        """Forward or deliver packets with the same destination and operation."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -246,11 +247,11 @@ class SatelliteMachine:
         if not good:
             return
         if not isinstance(source, SatelliteId):
-            # Answers to this ground host leave by the link that it was heard on.
+            # Answers to this ground host leave by the link on which it was heard.
             self._router.remember(int.from_bytes(good[0][start + 12 : start + 16], "big"), source)
             if not to_me:
-                whole = memoryview(b"".join(good)) if bad else view
-                self._forward(whole, segment_bytes, destination, source, now_s)
+                intact = memoryview(b"".join(good)) if bad else view
+                self._forward(intact, segment_bytes, destination, source, now_s)
                 return
         if good[0][start + 1] == Op.LINKS:
             self._links(good, source, now_s)
@@ -271,9 +272,8 @@ class SatelliteMachine:
         self._outbox.send_by(*forwarded)
 
     def _deliver(self, segments: list[memoryview], start: int, now_s: float) -> None:
-        """Packets of one operation for this satellite: chunks to the memory, all else to its handler."""
         carries = segments[0][start + 1] in _CARRIERS
-        if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate takes MACs off
+        if claims_mac(segments[0], start) or (carries and start != COMMAND_BYTES):  # a gate removes MACs
             self.counters.add("packets_malformed", len(segments))
         elif carries:
             self._chunks.set(segments, start, now_s)
@@ -310,9 +310,10 @@ class SatelliteMachine:
     # --- Plain requests that the transport serves by itself, without a call per packet ---
 
     def plain_requests(self, now_s: float) -> PlainRequests | None:
-        """What ``native.serve`` needs to serve plain GETs and SETs until the next call of this machine; None: not now.
+        """Return what ``native.serve`` needs to serve plain GETs and SETs until this machine's next call; None: not
+        now.
 
-        Every request that it serves must be reported with ``served``, and what passes by ``routes`` with ``passed``.
+        Requests so served must be reported with ``served``, and packets passed by ``routes`` with ``passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
@@ -325,26 +326,27 @@ class SatelliteMachine:
             self.neighbours.used(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
-        """Next hops and beams by which packets in transit may pass until the next call of this machine; None: not now,
-        since an overloaded satellite postpones some.
+        """Return next hops and beams for packets in transit until this machine's next call; None while some are
+        postponed.
         """
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
     def passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
         packets = 0
-        for source, ground, link, its_packets, _ in passed:
-            packets += its_packets
+        for source, ground, link, passed_packets, _ in passed:
+            packets += passed_packets
             if not isinstance(source, SatelliteId):
                 self._router.remember(ground, source)
-            elif self._gate is None:  # with keys, what is not for us proves nothing
+            elif self._gate is None:  # with keys, a packet for another satellite proves nothing
                 self.neighbours.heard(source, now_s)
             self.neighbours.used(link, now_s)
         self.counters.add("packets_received", packets)
         self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
-        """Forward answers that a satellite of the same host hands over: with their hops counted, and their next link.
-        None, without effect, where they must come as packets.
+        """Forward answers from a satellite of the same host. Return them with hops counted, and their next link.
+
+        Return None, without effect, if they must come as packets.
         """
         destination = destination_of(batch.headers)
         if destination == self._address or self.routes(now_s) is None:
@@ -353,19 +355,19 @@ class SatelliteMachine:
         forwarded = self._router.forward(headers, batch.header_bytes, destination, source)
         if isinstance(forwarded, Status):
             return None
-        counted, link = forwarded
-        self.passed([(source, 0, link, counted.count, [])], now_s)
-        return SegmentBatch(counted.headers, counted.header_bytes, batch.payloads), link
+        forwarded_batch, link = forwarded
+        self.passed([(source, 0, link, forwarded_batch.count, [])], now_s)
+        return SegmentBatch(forwarded_batch.headers, forwarded_batch.header_bytes, batch.payloads), link
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether ``served`` or ``passed`` has queued something."""
+        """Return True if ``served`` or ``passed`` has queued something."""
         return bool(self._outbox)
 
     # --- Datagrams to send ---
 
     def datagrams_to_send(self, now_s: float) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Batches with the link each leaves by; each is returned once."""
+        """Return batches with the link each leaves by; each batch is returned once."""
         if self._healed != self._state.links.healed:  # a destination may be reachable again
             self._healed = self._state.links.healed
             self.handover.retry_unanswered(now_s)
@@ -395,7 +397,7 @@ class SatelliteMachine:
         return self._check_s if self._was_late else math.inf
 
     def _check_overload(self, now_s: float) -> None:
-        """See whether the host is overloaded; once it is on time again, retry what did not answer meanwhile."""
+        """Check for overload; once it ends, retry what did not answer meanwhile."""
         late, was_late = self.lateness.is_late(now_s), self._was_late
         self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
@@ -409,24 +411,23 @@ class SatelliteMachine:
 
     @property
     def wants_work(self) -> bool:
-        """Whether background work waits for a call of ``work``."""
         return self._state.timers_wait or bool(self._postponed)
 
     def work(self, now_s: float) -> native.Run | None:
-        """Do one piece of the waiting background work; returns the packets processed, if it was packets."""
+        """Do one piece of background work. Return the packets processed, if any."""
         packets_next, self._packets_next = self._packets_next, not self._packets_next
         if self._state.timers_wait and not (packets_next and self._postponed):
             self._run_background(now_s)
-        elif (found := self._postponed.take(now_s)) is not None:
-            view, size, source, came_s = found
-            self._chunks.waited_s = now_s - came_s
+        elif (postponed := self._postponed.take(now_s)) is not None:
+            view, size, source, arrived_s = postponed
+            self._chunks.waited_s = now_s - arrived_s
             self._process([(view, size)], source, now_s)
             self._chunks.waited_s = 0.0
             return view, size
         return None
 
     def _hand_over(self, now_s: float) -> None:
-        """An event may let more chunks leave: send them now, or later if the host is late."""
+        """Send chunks that may now leave: at once, or later if the host is late."""
         if self.lateness.is_late(now_s):
             self._state.timers_wait = True
         else:
@@ -437,7 +438,7 @@ class SatelliteMachine:
             self._follow_moves(now_s)
 
     def _follow_moves(self, now_s: float, pushed: bool = False) -> None:
-        """The clock or an operator (``pushed``) may have moved the box: plan a handover if it has moved."""
+        """Plan a handover if the clock or an operator (``pushed``) has moved the box."""
         if self._locator.follow(now_s):
             if not self.lateness.is_late(now_s):
                 self._sweep.before_handover(now_s)
@@ -452,12 +453,10 @@ class SatelliteMachine:
             self._chunks.get(packet, now_s)
 
     def _acknowledged(self, packet: Packet, now_s: float) -> None:
-        """ACK: another satellite took, or refused, chunks that were handed over."""
         self._migration.acknowledged(packet, now_s)
         self._hand_over(now_s)
 
     def _unreachable(self, packet: Packet, now_s: float) -> None:
-        """UNREACHABLE: no route to the destination of a handover."""
         self._migration.unreachable(packet, now_s)
         self._hand_over(now_s)
 
@@ -466,7 +465,7 @@ class SatelliteMachine:
         self._sweep.release_handover()
 
     def _links(self, segments: list[memoryview], source: LinkEnd, now_s: float) -> None:
-        """LINKS: a neighbour reports dead links, and how far operators have moved the box."""
+        """Handle LINKS: a neighbour's report of dead links and of operators' moves of the box."""
         packets = [packet for segment in segments if (packet := self._parse(segment)) is not None]
         bad, pushed = self.neighbours.receive(packets, source, now_s)
         if bad:
@@ -476,7 +475,7 @@ class SatelliteMachine:
             self._hand_over(now_s)
 
     def _advance(self, packet: Packet, now_s: float) -> None:
-        """ADVANCE: an operator sets the moves that are added to the clock."""
+        """Handle ADVANCE: an operator sets the moves that are added to the clock."""
         pushed = messages.unpack_moves(packet.body)
         if not self._locator.may_push_to(pushed, now_s):
             self.counters.add("pushes_refused")
@@ -492,7 +491,6 @@ class SatelliteMachine:
         self._outbox.reply(packet.header, Op.PONG, messages.pack_housekeeping(self.housekeeping()), now_s)
 
     def housekeeping(self) -> dict[str, int]:
-        """Counters and gauges by the names of ``HOUSEKEEPING_FIELDS``, with the transport's own."""
         return self.counters.as_dict() | dict(
             memory_used_bytes=self.store.used_bytes,
             memory_limit_bytes=self.store.limit_bytes,

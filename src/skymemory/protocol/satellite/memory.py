@@ -1,11 +1,11 @@
-"""A satellite's chunk memory: chunks by key under a byte budget, with pins, leases and expiries.
+"""Chunk memory of a satellite: chunks by key under a byte budget, with pins, leases and expiries.
 
-The chunks of one key that are here are its *share*. They are requested together and worth nothing alone, so they age
-together: where room is needed, the share that the replacement policy names is evicted chunk by chunk, from its end.
-A *pinned* or *leased* key is not evicted. Pins, leases and expiries go with the last chunk of their key.
+The chunks of one key on this satellite are its *share*. They are requested together and worth nothing alone, so they
+age together: if room is needed, the share that the replacement policy names is evicted chunk by chunk, from its end. A
+*pinned* or *leased* key is not evicted. Pins, leases and expiries end with the last chunk of their key.
 
-Beside the memory itself: ``KeyHistory``, recent writes and deletions; ``OrderedKeys``, for listings; ``Ledger``, the
-account of all bytes that came and went.
+The module also holds ``KeyHistory``, recent writes and deletions; ``OrderedKeys``, for listings; and ``Ledger``, the
+account of all bytes stored and removed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from skymemory.protocol.satellite.overload import MOST_AGE_S
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
 ChunkName = tuple[bytes, int]
-"""(key, 0-based index)."""
+"""Key and 0-based index."""
 Chunk = tuple[bytes, bytes]
-"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them come and go."""
+"""Packed reference and payload: ``StoredChunk`` as a plain tuple, since whole runs of them are stored."""
 Share = dict[int, Chunk]
-"""The chunks of one key that are here, by index."""
+"""Chunks of one key on this satellite, by index."""
 Cause = Literal["replaced", "evicted", "deleted", "migrated_out", "lost"]
-"""``replaced``: by another of the same name. ``evicted``: for room, by age or by a policy. ``deleted``: by command."""
+"""Reason of a removal: ``replaced`` by a chunk of the same name, ``evicted`` for room, by age or by a policy,
+``deleted`` by command.
+"""
 CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
 
 _VERSION = slice(48, 56)
-"""Of a packed reference: length and CRC of the whole value, which distinguish two values of one key."""
+"""Length and CRC of the whole value in a packed reference: they distinguish two values of one key."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
 
 
 class StoredChunk(NamedTuple):
-    """``ref`` is the packed ``ChunkRef``, kept as bytes because it is sent as it came."""
+    """Stored chunk. ``ref`` is the packed ``ChunkRef``, which is sent unchanged."""
 
     ref: bytes
     payload: bytes
@@ -53,8 +55,6 @@ class StoredChunk(NamedTuple):
 
 @dataclass(slots=True)
 class PutOutcome:
-    """``replaced`` and ``evicted`` count chunks."""
-
     stored: bool
     replaced: int = 0
     evicted: int = 0
@@ -71,26 +71,28 @@ class ChunkStore:
         record_evicted: bool = False,
         counters: Counters | None = None,
     ) -> None:
-        """At most ``pin_share`` of the memory may be pinned. ``record_evicted`` fills ``evicted``."""
+        """Create an empty store. At most ``pin_share`` of the memory may be pinned. ``record_evicted`` fills
+        ``evicted``.
+        """
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.shares: dict[bytes, Share] = {}
-        """Everything, by key. ``native`` may add chunks; ``added`` must then be called."""
+        """All chunks, by key. ``native`` may add chunks; ``added`` must then be called."""
         self.pins: dict[bytes, float] = {}
-        """Pinned keys, and until when."""
+        """Pinned keys, with each pin's end."""
         self.pinned_bytes = 0
         self.pin_limit_bytes = int(limit_bytes * pin_share)
-        """A pinned key that grows until all pinned keys together exceed this loses its pin."""
+        """Limit of all pinned keys together. A pinned key that grows beyond it loses its pin."""
         self.leases: dict[bytes, dict[int, float]] = {}
-        """Leased keys, none of them pinned: the ground hosts that are about to read each, and until when."""
+        """Leased, unpinned keys: the ground hosts about to read each, with each lease's end."""
         self.leased_bytes = 0
         self.expiries: dict[bytes, float] = {}
         """Keys to be deleted, and when."""
         self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
-        """Keys that lost chunks to eviction and were not stored since, with the packed reference of one chunk."""
+        """Keys that lost chunks to eviction and were not stored since, with one packed reference."""
         self.conflicts: list[tuple[ChunkName, bytes]] = []
-        """Chunks replaced by another copy of the same chunk, with the packed references of those that were here; until
-        ``Migration`` resolves them.
+        """Chunks replaced by another copy of the same chunk, with the replaced packed references; until ``Migration``
+        resolves them.
         """
         self.ledger = Ledger()
         self._counters = counters if counters is not None else Counters()
@@ -101,11 +103,11 @@ class ChunkStore:
     # --- Store ---
 
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
-        """Store a chunk; its key becomes the most recently used one; others are evicted as needed.
+        """Store a chunk. Its key becomes the most recently used; others are evicted as needed.
 
-        A chunk is refused, and nothing changed, where it and the other chunks of its value that belong here do not fit
-        beside what is pinned and leased: half a value is worth nothing. Storing a chunk that is already here replaces
-        it: every operation is idempotent. ``migrated``: it came by a handover.
+        A chunk is refused, and nothing changes, if it and its value's other chunks that belong here do not fit in
+        addition to what is pinned and leased: half a value is worth nothing. A chunk already here is replaced, so every
+        operation is idempotent. ``migrated`` means that it was handed over.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
@@ -127,9 +129,9 @@ class ChunkStore:
     def put_run(
         self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
     ) -> PutOutcome | None:
-        """``put`` for ascending ``indices`` of one value at once; ``size_bytes`` is their size in memory.
+        """Store chunks of one value with ascending ``indices``, of ``size_bytes`` in memory, at once.
 
-        None, and nothing changed, where each chunk must be put by itself.
+        Return None, and change nothing, if each chunk must be put individually.
         """
         # Everything fits, or other keys can be evicted for all of it: the common cases. Otherwise: chunk by chunk.
         share = self.shares.get(key, {})
@@ -156,7 +158,7 @@ class ChunkStore:
         return outcome
 
     def added(self, key: bytes, chunks: int, size_bytes: int, replaced_bytes: int = 0) -> None:
-        """Account for SETs that ``native`` stored: chunks and bytes by which the share grew, bytes that it replaced."""
+        """Account for SETs that ``native`` stored: added chunks and bytes, and replaced bytes."""
         self._note(key)
         self._count += chunks
         self._came(key, size_bytes)
@@ -164,19 +166,18 @@ class ChunkStore:
         self.ledger.went(replaced_bytes, "replaced")
 
     def count_outdated(self, payload_bytes: int) -> None:
-        """Account for a handed-over chunk that was dropped because a later one is here: it came and went."""
+        """Account for a dropped outdated handover: as stored and replaced."""
         self.ledger.came(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.went(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
     def relabel(self, name: ChunkName, ref: bytes) -> None:
-        """Make the chunk, which is here, another copy of the same."""
         self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
 
     def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Whether a chunk of this size fits, once everything that may be evicted for it is gone.
+        """Return True if a chunk fits once everything that may be evicted for it is evicted.
 
-        If something would have to be evicted, the server's whole part of the value must fit: the chunks of it that are
-        here, and those that are still to come.
+        If that evicts anything, the server's whole part of the value must fit: its stored chunks and those still to
+        come.
         """
         key, index = name
         share = self.shares.get(key, {})
@@ -184,22 +185,23 @@ class ChunkStore:
         if self.used_bytes - replaced_bytes + size_bytes <= self.limit_bytes:
             return True
         ref = ChunkRef.unpack(packed)
-        same = {
+        siblings = {
             at: len(payload) + CHUNK_REF_BYTES
-            for at, (its_ref, payload) in share.items()
-            if at != index and its_ref[_VERSION] == packed[_VERSION]
+            for at, (other_ref, payload) in share.items()
+            if at != index and other_ref[_VERSION] == packed[_VERSION]
         }
-        return self._kept_beside(key) + sum(same.values()) + size_bytes + _coming_bytes(ref, same) <= self.limit_bytes
+        return (
+            self._kept_beside(key) + sum(siblings.values()) + size_bytes + _coming_bytes(ref, siblings)
+            <= self.limit_bytes
+        )
 
     def _victim(self, key: bytes, ref: bytes) -> ChunkName:
-        """The next chunk to evict for a chunk of ``key``: never one of the same value. There is one, as ``_has_room``
-        found.
-        """
+        """Return the next chunk to evict for ``key``, never of the same value. ``_has_room`` ensures that it exists."""
         victim = self._replacement.victim(key)
         if victim is not None:
             return victim, max(self.shares[victim])
         share = self.shares[key]
-        return key, max(index for index, (its_ref, _) in share.items() if its_ref[_VERSION] != ref[_VERSION])
+        return key, max(index for index, (stored_ref, _) in share.items() if stored_ref[_VERSION] != ref[_VERSION])
 
     def _evict(self, victim: ChunkName) -> None:
         key, index = victim
@@ -211,9 +213,9 @@ class ChunkStore:
     # --- Read ---
 
     def get_run(self, key: bytes, indices: Sequence[int]) -> tuple[Sequence[Chunk], list[int]]:
-        """The chunks that are here, in the order of ``indices``, and the indices of those that are not.
+        """Return the stored chunks, in the order of ``indices``, and the missing indices.
 
-        The key becomes the most recently used one.
+        The key becomes the most recently used.
         """
         share = self.shares.get(key)
         if share is None:
@@ -228,24 +230,23 @@ class ChunkStore:
         return [share[index] for index in indices if index in share], missing
 
     def touch(self, key: bytes) -> None:
-        """The key, which is here, was requested."""
         if key not in self.pins:
             self._replacement.used(key)
 
     def refresh(self, key: bytes) -> bool:
-        """Make the key the most recent one, though it was not requested; whether it is here."""
+        """Make the key the most recent without a request. Return True if it is here."""
         if key in self.shares:
             self._note(key)
         return key in self.shares
 
     def peek(self, name: ChunkName) -> StoredChunk | None:
-        """The chunk, or None if it is not here; the order of eviction stays as it is."""
+        """Return the chunk or None, without effect on the order of eviction."""
         share = self.shares.get(name[0])
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
     def presence(self, key: bytes) -> Presence | None:
-        """What is held of ``key``, described by the lowest chunk of its latest placement."""
+        """Describe a key's share by the lowest chunk of its latest placement."""
         share = self.shares.get(key)
         if share is None:
             return None
@@ -256,14 +257,14 @@ class ChunkStore:
     # --- Remove ---
 
     def remove(self, name: ChunkName, cause: Cause = "deleted") -> bool:
-        """Remove a chunk; whether it was here. The ledger counts its bytes under ``cause``."""
-        taken = self._take(name, cause)
-        if taken:
+        """Remove a chunk. Return True if it was here."""
+        removed = self._take(name, cause)
+        if removed:
             self._tidy(name[0], cause == "evicted")
-        return taken
+        return removed
 
     def remove_key(self, key: bytes, cause: Cause = "deleted") -> int:
-        """Remove every chunk of ``key``; how many there were."""
+        """Remove a key. Return the number of its chunks."""
         share = self.shares.get(key, {})
         size, chunks = size_bytes_of(share), len(share)
         self._grow(key, -size)
@@ -274,7 +275,7 @@ class ChunkStore:
         return chunks
 
     def remove_settings(self, dead: Iterable[Dead], cause: Cause = "evicted") -> int:
-        """Remove the chunks of these settings of keys; how many there were."""
+        """Remove settings of keys. Return the number of their chunks."""
         dropped = 0
         for key, setting in dead:
             indices = [index for index, (ref, _) in self.shares.get(key, {}).items() if setting_of(ref) == setting]
@@ -282,7 +283,7 @@ class ChunkStore:
         return dropped
 
     def _take(self, name: ChunkName, cause: Cause) -> bool:
-        """Take a chunk out; its share stays, even empty."""
+        """Remove a chunk; its share stays, even if empty."""
         key, index = name
         share = self.shares.get(key)
         chunk = share.pop(index, None) if share is not None else None
@@ -295,7 +296,7 @@ class ChunkStore:
         return True
 
     def _tidy(self, key: bytes, evicted: bool = False) -> None:
-        """Remove an empty share, with its pin, leases and expiry: chunks that come later bring their own."""
+        """Remove an empty share with its pin, leases and expiry: later chunks bring their own."""
         if key in self.shares and not self.shares[key]:
             del self.shares[key]
             self._ordered.remove(key)
@@ -310,38 +311,38 @@ class ChunkStore:
         return self._count
 
     def order(self) -> list[bytes]:
-        """All keys, the next to be evicted first."""
+        """Return all keys, the next to be evicted first."""
         return [*self._replacement.order(), *sorted(self.pins)]
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
-        """Everything, the next to be evicted first."""
+        """Yield all chunks, the next to be evicted first."""
         for key in self.order():
             share = self.shares[key]
             for index in sorted(share, reverse=True):
                 yield (key, index), StoredChunk._make(share[index])
 
     def keys_after(self, after: bytes, limit: int) -> list[bytes]:
-        """Up to ``limit`` keys greater than ``after``, ascending: a page of a listing that tolerates changes."""
+        """Return up to ``limit`` keys greater than ``after``: a page of a listing that tolerates changes."""
         return self._ordered.after(after, limit)
 
     # --- Pins and leases ---
 
     def pin(self, key: bytes, until_s: float = math.inf) -> None:
-        """Never evict the key, which is here, until it is unpinned. ``until_s`` is a record for ``Retention``."""
+        """Protect a stored key from eviction. ``until_s`` is a record for ``Retention``."""
         if key not in self.pins:
             self.pinned_bytes += self.share_bytes(key)
             self._replacement.gone(key)
         self.pins[key] = until_s
 
     def unpin(self, key: bytes) -> None:
-        """The key may be evicted again, with the rank of one that has just arrived."""
+        """Allow eviction again, with the rank of a key that has just arrived."""
         if key in self.pins:
             del self.pins[key]
             self.pinned_bytes -= self.share_bytes(key)
             self._replacement.noted(key)
 
     def lease(self, key: bytes, ground: int, until_s: float) -> None:
-        """Do not evict the key, which is here and not pinned, until all its leases end; reads of it count as ever."""
+        """Protect a stored, unpinned key from eviction until all its leases end; reads still count for its rank."""
         if key not in self.leases:
             self.leases[key] = {}
             self.leased_bytes += self.share_bytes(key)
@@ -349,30 +350,27 @@ class ChunkStore:
         self.leases[key][ground] = until_s
 
     def release(self, key: bytes, ground: int) -> None:
-        """End the lease of this ground host, if it has one."""
         holders = self.leases.get(key)
         if holders is not None and holders.pop(ground, None) is not None and not holders:
             self.end_lease(key)
 
     def end_lease(self, key: bytes) -> None:
-        """The key may be evicted again, with the rank that it has now."""
+        """Allow eviction again, with the current rank."""
         if self.leases.pop(key, None) is not None:
             self.leased_bytes -= self.share_bytes(key)
             self._replacement.free(key)
 
     def _kept_beside(self, key: bytes) -> int:
-        """Bytes of other keys that may not be evicted."""
+        """Return the bytes of other keys that may not be evicted."""
         own_bytes = self.share_bytes(key) if key in self.pins or key in self.leases else 0
         return self.pinned_bytes + self.leased_bytes - own_bytes
 
     def share_bytes(self, key: bytes) -> int:
-        """Size in memory of the chunks of ``key`` that are here."""
         return size_bytes_of(self.shares.get(key, {}))
 
     # --- Accounts ---
 
     def _grow(self, key: bytes, size_bytes: int) -> None:
-        """The share of ``key`` has grown, or (negative) shrunk."""
         self.used_bytes += size_bytes
         if key in self.pins:
             self.pinned_bytes += size_bytes
@@ -380,9 +378,8 @@ class ChunkStore:
             self.leased_bytes += size_bytes
 
     def _came(self, key: bytes, size_bytes: int) -> None:
-        """``_grow`` by chunks that came."""
         self._grow(key, size_bytes)
-        if len(self.shares) > len(self._ordered):  # else no key is new: that costs no search
+        if len(self.shares) > len(self._ordered):  # otherwise no key is new: that needs no search
             self._ordered.add(key)
         if key in self.pins and self.pinned_bytes > self.pin_limit_bytes:
             self.unpin(key)
@@ -396,7 +393,7 @@ class ChunkStore:
 
 
 def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
-    """Size in memory of the chunks of a server's part that are neither ``ref``'s own nor ``here``."""
+    """Return the size in memory of a server's chunks other than ``ref``'s own and ``here``."""
     servers, last = max(1, ref.tag.servers), ref.chunks - 1
     part = range(ref.index % servers, ref.chunks, servers)
     missing = len(part) - sum(at in part for at in here) - 1
@@ -413,9 +410,9 @@ def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
 
 
 def setting_of(ref: bytes) -> bytes:
-    """The setting of a packed reference: CRC of the value, slot moves and plane moves when it was SET.
+    """Return the setting of a packed reference: CRC of the value, slot moves and plane moves when it was SET.
 
-    With the key it names one write of a value: a key that is set again has another setting.
+    With the key, it identifies one write of a value: a key that is set again has another setting.
     """
     return ref[52:56] + ref[64:72]
 
@@ -426,9 +423,9 @@ def set_moves_of(ref: bytes) -> Moves:
 
 
 def latest_index(share: Share) -> int:
-    """Index of the lowest chunk of the latest placement.
+    """Return the lowest index of the latest placement.
 
-    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on the
+    A value that was set again after moves of the box, or prefetched, leaves chunks of the earlier placement on
     satellites that both placements use.
     """
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
@@ -439,34 +436,33 @@ def latest_index(share: Share) -> int:
 
 
 def latest_ref(share: Share) -> bytes:
-    """The packed reference of that chunk."""
     return share[latest_index(share)][0]
 
 
 def size_bytes_of(share: Share) -> int:
-    """Size of a share in memory: payloads and references."""
+    """Return a share's size in memory: payloads and references."""
     return sum(len(payload) for _, payload in share.values()) + CHUNK_REF_BYTES * len(share)
 
 
 def as_copy(ref: bytes, replica: int) -> bytes:
-    """The packed reference of the same chunk as another copy of it."""
+    """Return the packed reference of another copy of the same chunk."""
     return ref[:REPLICA_OFFSET] + bytes([replica]) + ref[REPLICA_OFFSET + 1 :]
 
 
 def conflicts_of(key: bytes, share: Share, coming: Iterable[tuple[int, bytes]]) -> list[tuple[ChunkName, bytes]]:
-    """Chunks of a share that ``coming`` ones (index and packed reference) are other copies of, with the references of
-    those that are here. Chunks of other values, or of other settings, are not copies.
+    """Return the stored chunks of which ``coming`` (index and packed reference) are other copies, with their
+    references.
     """
-    found = []
+    conflicts = []
     for index, ref in coming:
-        here = share.get(index)
-        if here is not None and here[0] != ref and here[0] == as_copy(ref, here[0][REPLICA_OFFSET]):
-            found.append(((key, index), here[0]))
-    return found
+        stored = share.get(index)
+        if stored is not None and stored[0] != ref and stored[0] == as_copy(ref, stored[0][REPLICA_OFFSET]):
+            conflicts.append(((key, index), stored[0]))
+    return conflicts
 
 
 def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
-    """All chunks by packed placement tag: chunks of one tag always move together. Examines every chunk."""
+    """Group all chunks by packed placement tag, whose chunks always move together. Examines every chunk."""
     groups: dict[bytes, list[ChunkName]] = {}
     for key, share in shares.items():
         tags = {ref[_TAG] for ref, _ in share.values()}
@@ -479,29 +475,27 @@ def names_by_tag(shares: Mapping[bytes, Share]) -> dict[bytes, list[ChunkName]]:
 
 
 _DELETED_S = 1.0
-"""How long a deleted key is not taken over: as long as a client needs to delete it on every satellite."""
+"""Seconds for which a deleted key is not taken over: a client's time to delete it on every satellite."""
 _REMEMBERED_DELETIONS = 1 << 14
 _REMEMBERED_SETS = 1 << 16
 _REMEMBERED_DEAD = 4096
 
 
 class KeyHistory:
-    """Recent writes and deletions of keys, by which a satellite recognises handovers and notices that come too late."""
+    """Recent writes and deletions of keys, which reveal late handovers and notices."""
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        """Until when each key is not taken over, the first to end first; and which setting of it (empty: all)."""
+        """Until when each key is not taken over, earliest first, and its setting (empty: all)."""
         self._written: OrderedDict[bytes, float] = OrderedDict()
-        """When writers stored keys, the earliest first."""
+        """Last time that each key was stored by a writer, earliest first."""
         self._complete_since_s = -math.inf
-        """Since when ``_written`` has every key."""
+        """Time since which ``_written`` has every key."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
-        """Settings of keys that were dropped last as dead. Copies of them are refused, since a satellite that does not
-        know yet may offer some.
-        """
+        """Settings last dropped as dead. Copies are refused: a satellite that has not heard of it may offer some."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
-        """These were deleted by command: keys, and settings of them (empty: all)."""
+        """Record deletions by command: keys and settings (empty: all)."""
         while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
             self._deleted.popitem(last=False)
         for key, setting in deleted:
@@ -513,13 +507,11 @@ class KeyHistory:
             self._deleted.popitem(last=False)
 
     def dropped(self, dead: Iterable[Dead]) -> None:
-        """These were dropped as dead."""
         self.dead.update(dead)
         while len(self.dead) > _REMEMBERED_DEAD:
             self.dead.popitem(last=False)
 
     def written(self, key: bytes, now_s: float) -> None:
-        """A writer stored chunks of the key here."""
         if self._deleted:
             self._deleted.pop(key, None)
         if self.dead:
@@ -527,35 +519,35 @@ class KeyHistory:
         self.still_written(key, now_s)
 
     def still_written(self, key: bytes, now_s: float) -> None:
-        """A writer is still storing chunks of the key, here or elsewhere."""
+        """Record that a writer still stores chunks of the key, on any satellite."""
         self._written[key] = now_s
         self._written.move_to_end(key)
         while len(self._written) > _REMEMBERED_SETS or next(iter(self._written.values())) < now_s - MOST_SINCE_S:
             self._complete_since_s = self._written.popitem(last=False)[1]
 
     def was_written_since(self, key: bytes, since_s: float) -> bool:
-        """Whether a writer has stored chunks of the key since then; True where that is not known."""
+        """Return True if a writer may have stored chunks of the key since then."""
         return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
-        """Whether a writer may still be storing the key: a chunk that is missing may come yet, and is not lost."""
+        """Return True if a writer may still be storing the key: a missing chunk may still arrive."""
         return self.was_written_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
-        """Whether to drop a handed-over chunk that arrived at ``came_s``: its key or setting was just deleted.
+        """Return True if a handed-over chunk must be dropped, because its key or setting was just deleted.
 
-        If its sender still has it, the sender repeats it, and it is taken then.
+        A sender that still has it repeats it, and it is then accepted.
         """
         until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
 
 _MOST = 512
-"""Keys in one block: an insertion moves half as many pointers, which costs less than the search for the place."""
+"""Keys in a block: an insertion moves half as many pointers, cheaper than the search for the place."""
 
 
 class OrderedKeys:
-    """A sorted set of keys, in blocks of at most ``_MOST``: a page of a listing costs what it holds, not all there is.
+    """Sorted set of keys, in blocks of at most ``_MOST``.
 
     O(log keys) to add and remove, O(log keys + limit) for a page.
     """
@@ -563,14 +555,12 @@ class OrderedKeys:
     def __init__(self) -> None:
         self._blocks: list[list[bytes]] = []
         self._lasts: list[bytes] = []
-        """The greatest key of each block."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, key: bytes) -> None:
-        """Add a key; nothing changes if it is here already."""
         if not self._blocks:
             self._blocks, self._lasts, self._count = [[key]], [key], 1
             return
@@ -589,7 +579,6 @@ class OrderedKeys:
             self._lasts[at] = block[-1]
 
     def remove(self, key: bytes) -> None:
-        """Remove a key, which is here."""
         at = bisect_left(self._lasts, key)
         block = self._blocks[at]
         del block[bisect_left(block, key)]
@@ -600,7 +589,7 @@ class OrderedKeys:
             del self._blocks[at], self._lasts[at]
 
     def after(self, key: bytes, limit: int) -> list[bytes]:
-        """Up to ``limit`` keys greater than ``key``, ascending."""
+        """Return up to ``limit`` keys greater than ``key``, ascending."""
         at = bisect_right(self._lasts, key)
         page: list[bytes] = []
         while at < len(self._blocks) and len(page) < limit:
@@ -612,28 +601,26 @@ class OrderedKeys:
 
 
 class Ledger:
-    """The account of a satellite's bytes, as monotonic counters: every byte that left has a cause.
+    """Account of a satellite's bytes, as monotonic counters: every removed byte has a cause.
 
     A chunk counts as in ``ChunkStore.used_bytes``: its payload and its reference of 72 bytes. At any moment
 
         set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
 
-    Both sides are gross: storing again what is here counts once as set (or migrated in) and once as replaced. A
-    chunk that is handed over counts at both ends until the old one is deleted, a grace period after its
-    acknowledgement; only then has it migrated out. Lost is what a satellite held when it died and came back empty with
-    the same ledger; a process that is killed loses its ledger too, and its successor starts one at zero.
+    Both sides are gross: storing a chunk again counts as set (or migrated in) and as replaced. A handed-over chunk
+    counts at both ends until the old copy is deleted, a grace period after its acknowledgement; only then has it
+    migrated out. Lost is what a satellite held when it died and came back empty with the same ledger; a killed process
+    loses its ledger, too.
     """
 
     def __init__(self) -> None:
         self._bytes = dict.fromkeys(("set", "migrated_in", *CAUSES), 0)
 
     def came(self, size_bytes: int, migrated: bool) -> None:
-        """Bytes came from a writer or, with ``migrated``, from another satellite."""
         self._bytes["migrated_in" if migrated else "set"] += size_bytes
 
     def went(self, size_bytes: int, cause: Cause) -> None:
         self._bytes[cause] += size_bytes
 
     def figures(self) -> dict[str, int]:
-        """As ``messages.HOUSEKEEPING_FIELDS`` names them."""
         return {f"bytes_{name}": size_bytes for name, size_bytes in self._bytes.items()}

@@ -1,8 +1,8 @@
 """Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
 
-Two copies of a chunk may meet on one satellite: when the box has moved far at once, one may arrive before the other has
-left. A satellite has one place for a chunk, whichever copy it is, and the bytes are the same. So it keeps the copy that
-belongs here and sends the other on from the same bytes, under its own replica number.
+Two copies of a chunk may meet on one satellite: if the box has moved far at once, one copy may arrive before the other
+has left. A satellite has one place for a chunk, and the bytes are the same. So it keeps the copy that belongs here and
+sends the other on from the same bytes, under its own replica number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from skymemory.protocol.wire import REPLICA_OFFSET, Op, Packet, SkyHeader, Statu
 
 
 class Migration:
-    """Sends and deletes what ``Handover`` says; decides of every stored chunk whether it must leave again."""
+    """Execution of the plan of ``Handover``: sends and deletes chunks, and decides if a stored chunk must leave
+    again.
+    """
 
     def __init__(self, state: SatelliteState, sweep: Sweep, retention: Retention) -> None:
         self._here = state.here
@@ -39,9 +41,9 @@ class Migration:
     # --- Chunks arrive ---
 
     def stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
-        """Chunks of one placement were stored: they stay, or leave again where the box has moved meanwhile.
+        """Record stored chunks of one placement: they stay, or leave again if the box has moved meanwhile.
 
-        A satellite that handed them over may know of a move that is not known here yet: then they stay for a while.
+        A satellite that handed them over may know of a later move: then they stay for a while.
         """
         sent_behind = self._locator.is_past((header.slot_moves, header.plane_moves))
         due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self._handover.grace_s
@@ -53,13 +55,13 @@ class Migration:
                 self._handover.stray((key, index), due_s)
 
     def _resolve_conflicts(self, due_s: float) -> None:
-        """Chunks were stored in place of other copies of them: what came and belongs elsewhere leaves at ``due_s``."""
+        """Settle chunks stored in place of other copies: copies that belong elsewhere leave at ``due_s``."""
         conflicts, self._store.conflicts = self._store.conflicts, []
         for name, before in conflicts:
             chunk = self._store.peek(name)
             if chunk is None or chunk.ref != as_copy(before, chunk.ref[REPLICA_OFFSET]):
                 continue
-            if self._locator.home(before) == self._here:  # the one that was here stays, the new one leaves
+            if self._locator.home(before) == self._here:  # the stored copy stays, the new copy leaves
                 self._store.relabel(name, before)
                 self._handover.stray((*name, chunk.ref[REPLICA_OFFSET]), due_s)
             else:
@@ -68,24 +70,25 @@ class Migration:
     # --- The box moves: plan, send, delete ---
 
     def box_moved(self, urgent: bool = False) -> None:
-        """Have ``send_due`` plan the handover: once for all moves until then. ``urgent``: an operator moved the box."""
+        """Let ``send_due`` plan the handover, once for all moves until then. ``urgent``: an operator moved the box."""
         self._handover.moved = True
         self._urgent |= urgent
 
     @property
     def _plan_s(self) -> float:
-        """When the next plan may be made. The clock's own moves are rare; pushes, which may be forged, are
-        throttled.
+        """Return the earliest time of the next plan.
+
+        The clock's own moves are rare; pushes, which may be forged, are throttled.
         """
         return self._planning.open_s if self._urgent else 0.0
 
     def next_timer_s(self) -> float:
-        due_s = self._handover.next_timer_s()
-        soonest_s = math.inf if due_s is None else due_s
+        handover_s = self._handover.next_timer_s()
+        soonest_s = math.inf if handover_s is None else handover_s
         return min(soonest_s, self._plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
-        """Send all that is due: strays whose time has come, fresh bursts, and retransmissions."""
+        """Send strays, new bursts and retransmissions that are due."""
         if self._handover.moved and now_s >= self._plan_s:
             self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
@@ -98,7 +101,7 @@ class Migration:
                 elsewhere.setdefault(home, []).append(name)
         for home, names in elsewhere.items():
             self._handover.enqueue(home, names)
-        while bursts := self._handover.bursts_to_send(now_s):  # again: a burst held back leaves room in the window
+        while bursts := self._handover.bursts_to_send(now_s):  # again: a burst held back frees space in the window
             for burst in bursts:
                 self._send(burst, now_s)
 
@@ -107,13 +110,13 @@ class Migration:
         if self._urgent:
             self._planning.done(now_s)
         urgent, self._urgent = self._urgent, False
-        others = self._handover.plan(self._store, self._locator.home_of_tag, self._here)
-        for key, index, replica in others:
+        leaving_as_others = self._handover.plan(self._store, self._locator.home_of_tag, self._here)
+        for key, index, replica in leaving_as_others:
             self._send_as((key, index), replica)
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
     def _send_as(self, name: ChunkName, replica: int) -> None:
-        """Send the chunk, if it is still here, to where its copy ``replica`` belongs."""
+        """Send the chunk to where its copy ``replica`` belongs."""
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -130,14 +133,13 @@ class Migration:
 
     def _send(self, burst: Burst, now_s: float) -> None:
         self._sweep.hold_back(burst, now_s)
-        found = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
-        if len(found) < len(burst.names):
-            self._handover.forget(burst, set(burst.names) - found.keys())
-        if found:
-            self._outbox.migrate(burst.destination, burst.request_id, list(found.values()), now_s)
+        chunks = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
+        if len(chunks) < len(burst.names):
+            self._handover.forget(burst, set(burst.names) - chunks.keys())
+        if chunks:
+            self._outbox.migrate(burst.destination, burst.request_id, list(chunks.values()), now_s)
 
     def _chunk(self, name: Leaving) -> Chunk | None:
-        """The chunk, as the copy that it leaves as."""
         chunk = self._store.peek(name[:2])
         if chunk is None or len(name) == 2:
             return chunk
@@ -153,9 +155,9 @@ class Migration:
     # --- Answers ---
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
-        """ACK: another satellite took (or refused) chunks; pins and expiries of their key follow them."""
-        there = SatelliteId(packet.header.source.plane, packet.header.source.slot)
-        if not self._handover.awaits(packet.header.request_id, there):
+        """Handle ACK: another satellite took (or refused) chunks; pins and expiries of their key follow."""
+        satellite = SatelliteId(packet.header.source.plane, packet.header.source.slot)
+        if not self._handover.awaits(packet.header.request_id, satellite):
             return
         if packet.header.status is not Status.OK:
             self._handover.refused(packet.header.request_id, now_s, full=True)
@@ -166,9 +168,8 @@ class Migration:
         moved = self._handover.acknowledged(packet.header.request_id, names, now_s, sent_s)
         self._counters.add("chunks_migrated_out", moved)
         if moved:
-            self._retention.handed_over(there, selection.key, now_s)
+            self._retention.handed_over(satellite, selection.key, now_s)
 
     def unreachable(self, packet: Packet, now_s: float) -> None:
-        """UNREACHABLE: there is no route to the destination of a burst."""
         self._counters.add("packets_unroutable")
         self._handover.refused(packet.header.request_id, now_s)

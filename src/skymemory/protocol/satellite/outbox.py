@@ -1,4 +1,4 @@
-"""Outgoing packets of a satellite: answers, its own commands, packets in transit; each with the link it leaves by."""
+"""Outgoing packets of a satellite, each with its outgoing link: answers, its own commands, packets in transit."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _LEAST_CREDIT_BYTES = 128 * 1024
 
 
 class Outbox:
-    """Packs, signs and queues packets. Every header carries the current moves and offers senders their share of
-    ``credit_bytes``.
+    """Queue of outgoing packets, which are packed and signed here. Every header carries the current moves and offers
+    senders their share of ``credit_bytes``.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Outbox:
         return bool(self._outgoing or self._links)
 
     def take(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """Batches with the link each leaves by, except LINKS; each is returned once."""
+        """Return batches, except LINKS, with the link each leaves by."""
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
     def take_links(self) -> list[tuple[SegmentBatch, LinkEnd]]:
-        """``take`` for LINKS: these do not count as traffic, so they do not make their neighbour be probed."""
+        """Return LINKS as ``take``. They do not count as traffic: they cause no probe of their neighbour."""
         links, self._links = self._links, []
         return links
 
     def send_by(self, batch: SegmentBatch, link: LinkEnd) -> None:
-        """Queue packets that are complete, such as those in transit."""
+        """Queue complete packets, such as packets in transit."""
         self._outgoing.append((batch, link))
 
     # --- Answers ---
@@ -93,19 +93,17 @@ class Outbox:
         status: Status = Status.OK,
         flags: int = 0,
     ) -> None:
-        """One control packet to the sender of ``request``."""
         header = self._answer(request, op, status, flags)
         packet = build_packet(header, bytes(body), self._take_sequence(1), now_s)
         self._send(single(packet), request.source, now_s)
 
     def reply_chunks(self, request: SkyHeader, chunks: Sequence[Chunk], now_s: float) -> None:
-        """DATA: one packet per chunk."""
         self._send(self._bulk(self._answer(request, Op.DATA), chunks, now_s), request.source, now_s)
 
     def data_for(
         self, get: memoryview, shares: Mapping[bytes, Share], now_s: float
     ) -> tuple[bytes, SegmentBatch] | None:
-        """Key and DATA packets for a GET as received, if all requested chunks are in ``shares``; not queued."""
+        """Return key and DATA packets for a GET, if all requested chunks are in ``shares``; nothing is queued."""
         answer = native.answer_get(get, shares, self.terms(now_s))
         if answer is None:
             return None
@@ -115,22 +113,21 @@ class Outbox:
         return key, self._signed(batch, now_s)
 
     def terms(self, now_s: float) -> native.AnswerTerms:
-        """The header fields of an answer that come neither from the request nor from the chunks."""
+        """Return the header fields of an answer that depend neither on the request nor on the chunks."""
         return *self._locator.moves, self._credit_units(), *telemetry_time(now_s), self._sequence
 
     def sent(self, packets: int) -> None:
-        """Count packets that left by ``terms``: the sequence continues after them."""
         self._take_sequence(packets)
 
     def refuse(self, command: memoryview, link: LinkEnd, now_s: float) -> None:
-        """Answer a ground host's refused command on the link it came by, so that its sender does not wait."""
+        """Answer a ground host's refused command on its incoming link, so that its sender does not wait."""
         with suppress(MalformedPacket):
             header = self._answer(SkyHeader.unpack(command, COMMAND_BYTES), Op.UNREACHABLE, Status.REFUSED)
             packet = build_packet(header, b"", self._take_sequence(1), now_s)
             self._outgoing.append((self._signed(single(packet), now_s), link))
 
     def unsupported(self, command: memoryview, now_s: float) -> None:
-        """Answer a sound command whose operation this release does not know with what it supports."""
+        """Answer a sound but unknown command with what this release supports."""
         op_at = COMMAND_BYTES + 1
         op, known = command[op_at], bytearray(command[: COMMAND_BYTES + SKY_BYTES])
         known[op_at] = Op.PING  # any known operation, so that the header can be parsed
@@ -139,35 +136,33 @@ class Outbox:
     # --- Commands and notifications of this satellite ---
 
     def command(self, op: Op, there: SatelliteId, request_id: int, body: bytes, now_s: float) -> None:
-        """One control packet to another satellite."""
         header = self._header(op, Address(*there), request_id)
         packet = build_packet(header, body, self._take_sequence(1), now_s)
         self._send(single(packet), header.destination, now_s)
 
     def migrate(self, there: SatelliteId, request_id: int, chunks: Sequence[Chunk], now_s: float) -> None:
-        """MIGRATE: one packet per chunk, to another satellite."""
         header = self._header(Op.MIGRATE, Address(*there), request_id, microseconds(now_s) & 0xFFFFFFFF)
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
-        """LINKS: to a neighbour by the link to it, whatever the routes say."""
+        """Send LINKS by the link to a neighbour, regardless of the routes."""
         packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
         self._links.append((self._signed(single(packet), now_s), neighbour))
 
     def notify_ground(self, op: Op, body: bytes, most: int, now_s: float) -> int:
-        """Unsolicited telemetry to the ``most`` ground hosts heard of last; how many there were."""
-        there = Address(self._address.plane, self._address.slot, GROUND_SHELL)
+        """Send unsolicited telemetry to the ``most`` ground hosts heard last. Return their number."""
+        destination = Address(self._address.plane, self._address.slot, GROUND_SHELL)
         hosts = self._router.heard_last(most)
         for ground in hosts:
-            header = self._header(op, there, ground=ground)
-            self._send(single(build_packet(header, body, self._take_sequence(1), now_s)), there, now_s)
+            header = self._header(op, destination, ground=ground)
+            self._send(single(build_packet(header, body, self._take_sequence(1), now_s)), destination, now_s)
         return len(hosts)
 
     # --- Headers, sequence counts, signatures ---
 
     def _answer(self, request: SkyHeader, op: Op, status: Status = Status.OK, flags: int = 0) -> SkyHeader:
-        there, echo_us = request.source, request.timestamp_us
-        return self._header(op, there, request.request_id, echo_us, request.ground, status, flags)
+        destination, echo_us = request.source, request.timestamp_us
+        return self._header(op, destination, request.request_id, echo_us, request.ground, status, flags)
 
     def _header(
         self,
@@ -207,12 +202,12 @@ class Outbox:
         return first
 
     def _signed(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """With MACs where the constellation has keys: every command; answers only if every packet has one."""
+        """Add MACs if there are keys: to all commands, but to answers only if every packet has a MAC."""
         return batch if self._authority is None else self._authority.sign(batch, now_s)
 
     def _send(self, batch: SegmentBatch, destination: Address, now_s: float) -> None:
-        to = self._router.exit_for(destination, batch.headers)
-        if to is None:
+        link = self._router.exit_for(destination, batch.headers)
+        if link is None:
             self._counters.add("packets_unroutable", batch.count)
         else:
-            self._outgoing.append((self._signed(batch, now_s), to))
+            self._outgoing.append((self._signed(batch, now_s), link))

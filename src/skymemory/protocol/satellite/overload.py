@@ -1,7 +1,7 @@
-"""Overload of a host: how it is measured, and the queue of background packets that wait while it lasts.
+"""Overload of a host: its measurement, and the queue of background packets that wait while it lasts.
 
-A process that was stopped, or has less processor time than it needs, reads everything late, answers included. While its
-host is late a satellite gives its neighbours longer timeouts, so that its own delay is not taken for their death, and
+A process that was stopped, or has too little processor time, reads everything late, including answers. While its host
+is late, a satellite gives its neighbours longer timeouts, so as not to mistake its own delay for their death, and
 postpones background work.
 """
 
@@ -16,34 +16,33 @@ from skymemory.native import Run
 from skymemory.protocol.wire import SKY_BYTES, LinkEnd, Op, header_start
 
 LATE_S = 0.05
-"""A longer wait counts as late."""
 _PERSISTS_S = 0.25
-"""A host that has handled nothing on time for this long is overloaded: background work yields to answers."""
+"""Seconds without an event on time after which background work yields to answers."""
 _FADES_S = 0.5
 """Time constant with which the worst wait decays."""
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""Packets that have waited longer are dropped: their sender has repeated them, or will."""
+"""Age at which waiting packets are dropped: their sender has repeated them, or will."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
 """Background only between satellites: a ground host waits for the answer."""
 
 
 class Lateness:
-    """How late a host is with its own work: how long events waited before they were handled. All its machines share it.
+    """Delay of a host's events before they are handled, shared by its machines.
 
-    A host is overloaded when even the *shortest* wait has been long for a while (CoDel, RFC 8289): a single long wait
-    is a burst, which queues are there to absorb.
+    A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289): a single long wait is
+    a burst, which queues exist to absorb.
     """
 
     def __init__(self) -> None:
         self._worst_s = 0.0
         self._worst_at_s = -math.inf
         self._on_time_s = math.inf
-        """When an event was last on time; infinity: none has been late yet."""
+        """Last time that an event was on time; infinity: none has been late yet."""
 
     def measured(self, late_s: float, now_s: float) -> None:
-        """An event was handled ``late_s`` after it was due, at ``now_s``. To be called for events on time, too."""
+        """Record an event handled ``late_s`` after it was due. Call this for events on time, too."""
         if late_s <= LATE_S:
             self._on_time_s = now_s
         elif self._on_time_s == math.inf:
@@ -52,46 +51,44 @@ class Lateness:
             self._worst_s, self._worst_at_s = late_s, now_s
 
     def at(self, now_s: float) -> float:
-        """The longest recent wait in seconds, decaying; to a microsecond, so that it ends."""
+        """Return the longest recent wait, decaying; rounded to a microsecond, so that it ends."""
         if not self._worst_s:
             return 0.0
         wait_s = self._worst_s * math.exp(-max(0.0, now_s - self._worst_at_s) / _FADES_S)
         return round(wait_s * 1e6) / 1e6
 
     def is_late(self, now_s: float) -> bool:
-        """Whether the host is overloaded."""
         return now_s - self._on_time_s > _PERSISTS_S
 
 
 class Postponed:
-    """A bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
+    """Bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
 
-    Background is what satellites ask of each other for the good of later reads: handovers, checks of copies and of
-    suspected losses, gossip; also in transit. No read waits for it, and its sender repeats it. LINKS are not
-    background: late ones would make living satellites look dead.
+    Background packets are requests between satellites for the benefit of later reads, also in transit: handovers,
+    checks of copies and of suspected losses, gossip. No read waits for them, and their sender repeats them. LINKS are
+    not background: late LINKS would make live satellites look dead.
 
-    Packets are copied, since a transport's buffer is valid only during the call.
+    Packets are copied, because a transport's buffer is valid only during the call.
     """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[float, memoryview, int, LinkEnd]] = deque()
         self._bytes = 0
         self.kept = self.dropped = 0
-        """Packets so far."""
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
-        """Queue the background packets among these; returns the others, in order."""
-        rest = []
+        """Queue the background packets among these. Return the others, in order."""
+        foreground = []
         for view, size in runs:
             for part, part_size in _journeys(view, size):
                 if part_size > 0 and _is_background(part):
                     self._keep(part, part_size, source, now_s)
                 else:
-                    rest.append((part, part_size))
-        return rest
+                    foreground.append((part, part_size))
+        return foreground
 
     def _keep(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> None:
         self.kept += -(-len(view) // size)
@@ -106,18 +103,18 @@ class Postponed:
         self.dropped += -(-len(view) // size)
 
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
-        """The oldest packets that are not too old, and when they came."""
+        """Return the oldest packets that are not too old, and their time of arrival."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop()
         if not self._queue:
             return None
-        came_s, view, size, source = self._queue.popleft()
+        arrived_s, view, size, source = self._queue.popleft()
         self._bytes -= len(view)
-        return view, size, source, came_s
+        return view, size, source, arrived_s
 
 
 def _journeys(view: memoryview, size: int) -> Iterator[Run]:
-    """Split a run into packets that have one operation, destination and status each."""
+    """Split a run into packets of one operation, destination and status each."""
     if size <= 0 or native.same_journey(view, size):
         yield view, size
     else:

@@ -26,15 +26,15 @@ _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
 _LEASE_SHARE = 0.25
-"""Share of the memory that may be leased, beside what is pinned."""
+"""Share of the memory that may be leased, in addition to what is pinned."""
 _LONGEST_LEASE_S = 60.0
 _MOST_HOLDERS = 64
-"""Of one key: while any of them has a lease, no other ground host needs its own."""
+"""Leases per key: while one of them lasts, no other ground host needs its own."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """A RETAIN on its way to the satellite that now has the chunks, repeated until acknowledged."""
+    """RETAIN on its way to the satellite that now has the chunks, repeated until acknowledged."""
 
     there: SatelliteId
     body: bytes
@@ -43,7 +43,7 @@ class _Transfer:
 
 
 class Retention:
-    """Sets the pins, leases and expiries of the satellite's memory, ends them in time, and transfers them."""
+    """Pins, leases and expiries of the satellite's memory."""
 
     def __init__(self, state: SatelliteState) -> None:
         self._store = state.store
@@ -52,11 +52,9 @@ class Retention:
         self._counters = state.counters
         self._lease_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
-        """No pin, lease or expiry ends before."""
         self._transfers: dict[int, _Transfer] = {}
-        """By request id, the next to be repeated first."""
+        """Transfers by request id, the next to be repeated first."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
-        """Destination and body of each of these."""
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
 
     def receive(self, packet: Packet, now_s: float) -> None:
@@ -148,7 +146,7 @@ class Retention:
     # --- Pins, leases and expiries follow the chunks ---
 
     def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
-        """Another satellite has taken chunks of this key: send it the pin, the expiry and the leases."""
+        """Send a key's pin, expiry and leases to the satellite that has taken chunks of it."""
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
@@ -177,12 +175,12 @@ class Retention:
         self._outbox.command(Op.RETAIN, transfer.there, number, transfer.body, now_s)
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """RETAINED: whatever it says, the transfer has arrived."""
+        """Handle RETAINED: whatever the outcome, the transfer has arrived."""
         unpack_retained(packet.body)
         self._end_transfer(packet.header.request_id)
 
     def unsupported(self, packet: Packet, now_s: float) -> None:
-        """UNSUPPORTED: a satellite of another release does not know RETAIN; the transfer ends."""
+        """Handle UNSUPPORTED: the other satellite does not know RETAIN; the transfer ends."""
         Capabilities.unpack_unsupported(packet.body)
         self._end_transfer(packet.header.request_id)
 

@@ -1,4 +1,4 @@
-"""Routing: the link that a packet leaves by, on the shortest path around links that are down."""
+"""Routing: the link by which a packet leaves, on the shortest path around links that are down."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": 
 class Router:
     """Routing at one satellite: greedy, and around links that are known to be down.
 
-    A ground host is reached by the link its last packet came in on.
+    A ground host is reached by the link on which its last packet arrived.
     """
 
     def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
@@ -43,7 +43,7 @@ class Router:
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
         self._next_hops: dict[int, SatelliteId] = {}
-        """As found since the links were last ``_changes``: keys as in ``native.Transit``."""
+        """Next hops since the links' last ``_changes``; keys as in ``native.Transit``."""
         self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
@@ -53,44 +53,42 @@ class Router:
             self._grounds.popitem(last=False)
 
     def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
-        """Next hops that were found and still hold; beams of ground hosts."""
+        """Return the valid next hops, and the beams of ground hosts."""
         if self._changes != self._links.changes:
             self._changes = self._links.changes
             self._next_hops.clear()
         return self._next_hops, self._grounds
 
     def heard_last(self, most: int) -> list[int]:
-        """The ``most`` ground hosts heard from last."""
         return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
-        """The link for our own telemetry or command; None if there is no route."""
-        there = SatelliteId(destination.plane, destination.slot)
-        if there == self._here:
+        """Return the link for an own packet; None without a route."""
+        target = SatelliteId(destination.plane, destination.slot)
+        if target == self._here:
             return self._beam(destination, packet)
-        if there not in self._torus:
+        if target not in self._torus:
             return None
-        return self._onward(there)
+        return self._onward(target)
 
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
     ) -> tuple[SegmentBatch, LinkEnd] | Status:
-        """A copy of packets in transit with their hops counted, and their next link; or why there is none."""
-        there = SatelliteId(destination.plane, destination.slot)
-        if there == self._here:
+        """Return a copy of packets in transit with hops counted, and their next link; or why there is none."""
+        target = SatelliteId(destination.plane, destination.slot)
+        if target == self._here:
             beam = self._beam(destination, view)
             return Status.NO_ROUTE if beam is None else (SegmentBatch(bytearray(view), segment_bytes), beam)
-        came: Axis | None = None
+        arrival_axis: Axis | None = None
         if isinstance(source, SatelliteId):
-            came = "slot" if source.plane == self._here.plane else "plane"
-        onward = self._onward(there, came) if there in self._torus else None
+            arrival_axis = "slot" if source.plane == self._here.plane else "plane"
+        onward = self._onward(target, arrival_axis) if target in self._torus else None
         if onward is None:
             return Status.NO_ROUTE
         packets = native.count_hops(view, segment_bytes)
         return Status.HOP_LIMIT if packets is None else (SegmentBatch(packets, segment_bytes), onward)
 
     def _onward(self, there: SatelliteId, came: Axis | None = None) -> SatelliteId | None:
-        """The next hop to another satellite; None without a route."""
         next_hops, _ = self.known()
         key = there.plane << 12 | there.slot | _CAME[came]
         onward = next_hops.get(key)
@@ -110,18 +108,18 @@ class Router:
 
 # --- Link state ---
 #
-# Every satellite declares its own dead links; the time at which a declaration was made orders those of one satellite. A
-# satellite is dead to the others when all its neighbours have declared their links to it down. A link that no satellite
+# Every satellite declares its own dead links; the time of a declaration orders the declarations of one satellite. A
+# satellite is dead to the others if all its neighbours have declared their links to it down. A link that no satellite
 # declares counts as up.
 
 LIFETIME_S = 200.0
-"""A declaration not repeated for this long is forgotten: its origin may be dead, and the link up again."""
+"""Lifetime of a declaration that is not repeated: its origin may be dead, and the link up again."""
 REFRESH_S = 60.0
-"""How often a satellite with a dead link repeats its declaration."""
+"""Interval at which a satellite with a dead link repeats its declaration."""
 MAX_DECLARATIONS = 360
-"""Per packet, which so stays as small as one with a chunk of the default size."""
+"""Declarations per packet, which is no larger than one chunk's packet of the default size."""
 _MOST_AHEAD_MS = 60_000
-"""Declarations from further in the future are refused: no later one would ever be newer."""
+"""Declarations from further in the future are refused: no later declaration would ever be newer."""
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
@@ -131,7 +129,7 @@ _Four = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
-    """The dead links of ``origin``: bit i of ``down`` is the link to neighbour i, in the order of ``Torus.neighbours``.
+    """Dead links of ``origin``: bit i of ``down`` is the link to neighbour i, in the order of ``Torus.neighbours``.
 
     ``made_ms`` is Unix time.
     """
@@ -147,8 +145,8 @@ class Declaration(NamedTuple):
 class LinksBody(NamedTuple):
     """Body of LINKS, which a satellite sends to a neighbour.
 
-    ``pushed`` are the moves that operators added to the clock, at ``pushed_at_ms`` (0: before the start).
-    ``late_s`` is how late the satellite's host is, to 10 ms: its answers may take that much longer.
+    ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start). ``late_s`` is the host's lateness,
+    to 10 ms: its answers may take that much longer.
     """
 
     answer_me: bool
@@ -161,7 +159,6 @@ class LinksBody(NamedTuple):
         return self.pack_with([declaration.pack() for declaration in self.declarations])
 
     def pack_with(self, records: Sequence[bytes]) -> bytes:
-        """The body with declarations that are packed already."""
         if len(records) > MAX_DECLARATIONS:
             raise InvalidInput(f"{len(records)} declarations: expected {MAX_DECLARATIONS} at most")
         flags, late = _ANSWER_ME if self.answer_me else 0, min(round(self.late_s / _LATE_STEP_S), 0xFF)
@@ -169,9 +166,10 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Parse a body, without declarations whose packed form is ``known``: in a storm that is nearly all.
+        """Parse a body, without declarations whose packed form is ``known`` (in a storm, nearly all).
 
-        Raises ``MalformedPacket`` for a body that contradicts itself.
+        Raises:
+            MalformedPacket: the body contradicts itself.
         """
         if len(body) < _LINKS.size:
             raise MalformedPacket(f"LINKS of {len(body)} bytes: expected {_LINKS.size} at least")
@@ -192,25 +190,22 @@ class LinksBody(NamedTuple):
 
 
 class _Grid(dict[SatelliteId, _Four]):
-    """The four neighbours of each satellite of a torus, cached."""
-
     def __init__(self, torus: Torus) -> None:
         self._torus = torus
 
     def __missing__(self, here: SatelliteId) -> _Four:
-        found = self[here] = self._torus.neighbours(here)
-        return found
+        neighbours = self[here] = self._torus.neighbours(here)
+        return neighbours
 
 
 _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """What is known of the links of a torus: at most one declaration per satellite.
+    """Known state of a torus's links: at most one declaration per satellite.
 
-    Routes from a satellite are a shortest-path tree, grown once per change of the link state. While that changes all
-    the time, the tree is regrown only as a ``Throttle`` allows; until then the old one serves, but never over a link
-    that is down here.
+    Routes from a satellite are a shortest-path tree, grown once per change. If changes keep coming, it is regrown only
+    as a ``Throttle`` allows; until then the old tree serves, but never over a link that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -219,48 +214,44 @@ class LinkState:
         self._declared: dict[SatelliteId, Declaration] = {}
         self._packed: dict[SatelliteId, bytes] = {}
         self.records: set[bytes] = set()
-        """The known declarations, packed."""
         self._down: set[tuple[SatelliteId, SatelliteId]] = set()
         self._trees: dict[SatelliteId, dict[SatelliteId, int]] = {}
-        """Of each satellite that asked, by destination: its links on which a shortest path begins, as bits."""
+        """Trees by satellite: for each destination, the links on which a shortest path begins, as bits."""
         self._growing = Throttle()
         self._stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
-        """Satellites visited by searches so far: work that no packet shows."""
+        """Satellites visited by searches: work that no packet shows."""
         self.changes = 0
-        """Whenever this differs, routes may, too."""
+        """Counter of changes after which routes may differ."""
         self.healed = 0
-        """How often a link came up again."""
         self._next_expiry_s: float | None = math.inf
         """None: computed when next read."""
 
     @property
     def clear(self) -> bool:
-        """No link is known to be down: the greedy path is shortest."""
+        """Return True if no link is known to be down."""
         return not self._down
 
     def declared(self) -> list[Declaration]:
-        """All known declarations."""
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        """``declared``, packed, split by packet: at least one page."""
+        """Return the packed declarations by packet: at least one page."""
         known = list(self._packed.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
     def packed(self, origins: Iterable[SatelliteId]) -> list[bytes]:
-        """The known declarations of these satellites, packed."""
         return [self._packed[origin] for origin in origins if origin in self._packed]
 
     def made_ms(self, origin: SatelliteId) -> int:
-        """When its last known declaration was made; 0 if none is known."""
-        found = self._declared.get(origin)
-        return found.made_ms if found is not None else 0
+        declaration = self._declared.get(origin)
+        return declaration.made_ms if declaration is not None else 0
 
     def learn(self, declaration: Declaration, now_s: float, at_once: bool = False) -> bool:
-        """Take a declaration; False if it is of another torus, known, too old, or from the future. ``at_once``: it is
-        our own, and routes from here must respect it now.
+        """Take a declaration. Return False if it is of another torus, known, too old, or from the future.
+
+        ``at_once``: it is the own declaration, which routes from here must respect now.
         """
         if declaration.origin not in self._torus or declaration.made_ms <= self.made_ms(declaration.origin):
             return False
@@ -282,7 +273,6 @@ class LinkState:
         self.records.discard(self._packed.pop(origin, b""))
 
     def expire(self, now_s: float) -> None:
-        """Forget declarations that were not repeated."""
         old = [origin for origin, declared in self._declared.items() if _end_s(declared) <= now_s]
         for origin in old:
             self._forget(origin)
@@ -292,7 +282,6 @@ class LinkState:
 
     @property
     def next_expiry_s(self) -> float:
-        """When ``expire`` has something to do; infinity: never."""
         if self._next_expiry_s is None:
             self._next_expiry_s = min(map(_end_s, self._declared.values()), default=math.inf)
         return self._next_expiry_s
@@ -301,9 +290,9 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """The next hop from ``here`` to ``there``: ``greedy`` if that is on a shortest path.
+        """Return the next hop from ``here`` to ``there``: ``greedy`` if it is on a shortest path.
 
-        Where no path is known, the link state may be outdated: then ``greedy`` if its link is up, else None.
+        Without a known path, the link state may be outdated: ``greedy`` if its link is up, otherwise None.
         """
         nearer = self._nearer(here, there)
         if nearer:
@@ -311,22 +300,21 @@ class LinkState:
         return greedy if self.is_up(here, greedy) else None
 
     def _nearer(self, here: SatelliteId, there: SatelliteId) -> list[SatelliteId]:
-        """The neighbours on which shortest paths begin, in their order."""
         tree = self._trees.get(here)
         if tree is None:
             tree = self._grow(here)
         links = tree.get(there, 0)
-        found = self._living(here, links)
-        if links and not found:  # all links of the tree have just gone down
-            found = self._living(here, self._grow(here).get(there, 0))
-        return found
+        living = self._living(here, links)
+        if links and not living:  # all links of the tree have just gone down
+            living = self._living(here, self._grow(here).get(there, 0))
+        return living
 
     def _living(self, here: SatelliteId, links: int) -> list[SatelliteId]:
         four = self._neighbours[here]
         return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
     def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
-        """Breadth-first search from ``here``: a satellite is reached by every link that reaches a nearer neighbour."""
+        """Search breadth-first: a satellite is reached by every link that reaches a nearer neighbour."""
         self.trees_grown += 1
         tree, edge = {here: 0}, [here]
         down, neighbours = self._down, self._neighbours
@@ -347,11 +335,10 @@ class LinkState:
 
     @property
     def next_growth_s(self) -> float:
-        """When ``discard_trees`` has something to do; infinity: never."""
         return self._growing.open_s if self._stale else math.inf
 
     def discard_trees(self, now_s: float) -> None:
-        """Discard the trees, so that the next lookup grows one from the present link state."""
+        """Discard the trees; the next lookup grows a new tree."""
         if self._stale:
             self._stale = False
             self._growing.done(now_s)
@@ -374,12 +361,11 @@ class LinkState:
             self.discard_trees(now_s)
 
     def _declared_down(self, origin: SatelliteId) -> list[SatelliteId]:
-        found = self._declared.get(origin)
-        if found is None or not found.down:
+        declaration = self._declared.get(origin)
+        if declaration is None or not declaration.down:
             return []
-        return [neighbour for bit, neighbour in enumerate(self._neighbours[origin]) if found.down >> bit & 1]
+        return [neighbour for bit, neighbour in enumerate(self._neighbours[origin]) if declaration.down >> bit & 1]
 
 
 def _end_s(declaration: Declaration) -> float:
-    """When a declaration is forgotten, unless it is repeated."""
     return declaration.made_ms / 1e3 + LIFETIME_S

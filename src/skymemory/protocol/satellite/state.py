@@ -1,4 +1,4 @@
-"""A satellite's configuration, and the state that its handlers share: chunk memory, clock, links, outbox, counters."""
+"""Configuration of a satellite, and the state that its handlers share."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from skymemory.protocol.satellite.routing import LinkState, Router
 from skymemory.protocol.wire import Address
 
 EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
-"""Ways to evict the rest of a dead block, that is, of one with a chunk missing (SkyMemory paper §3.9):
+"""Ways to evict the rest of a dead block, that is, of a block with a missing chunk (SkyMemory paper §3.9):
 
 - ``lazy``: the client that finds the hole evicts the rest;
 - ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: only the plane that lookups use);
-- ``periodic``: satellites ask each other now and then whether the rest of what they hold is still there;
-- ``migration``: they ask before they hand chunks over, and nothing dead is carried.
+- ``periodic``: satellites ask each other at intervals if the rest of what they hold still exists;
+- ``migration``: they ask before they hand chunks over, and no dead block is handed over.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """What one satellite does about dead blocks, pins and copies. Times in seconds.
+    """Treatment of dead blocks, pins and copies by one satellite. Times are in seconds.
 
-    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` how long evictions are collected
-    before they are announced; ``confirm_s`` the time from a suspicion to its proof: longer than a handover takes.
+    ``pin_share`` is the share of the memory that may be pinned; ``notice_hold_s`` the time for which evictions are
+    collected; ``confirm_s`` the time from a suspicion to its proof, longer than a handover takes.
     """
 
     gossip: bool = False
@@ -45,11 +45,11 @@ class EvictionConfig:
     confirm_s: float = 2.0
     pin_share: float = 0.5
     replicas: int = 1
-    """Copies of each chunk in the constellation: a block is dead when all copies of a chunk are gone."""
+    """Copies of each chunk: a block is dead if all copies of a chunk are lost."""
 
     @classmethod
     def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
-        """The configuration for these policies (``lazy`` concerns only clients)."""
+        """Return the configuration for these policies (``lazy`` concerns only clients)."""
         plane_only = "gossip-plane" in policies
         return cls(
             plane_only or "gossip" in policies,
@@ -62,7 +62,7 @@ class EvictionConfig:
 
 
 def parse_policies(text: str) -> tuple[str, ...]:
-    """``lazy,gossip`` → their names; ``none`` → none.
+    """Return the names in a list such as ``lazy,gossip``; ``none`` gives no names.
 
     Raises:
         InvalidInput: an unknown name, or both ways to gossip.
@@ -82,7 +82,7 @@ def parse_policies(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SatelliteConfig:
-    """``credit_bytes``: what the transport's receive buffer really holds; it is offered to senders."""
+    """Configuration of a satellite. ``credit_bytes`` is the capacity of the transport's receive buffer."""
 
     address: SatelliteId
     memory_bytes: int
@@ -95,19 +95,19 @@ class SatelliteConfig:
     handover_gap_s: float = 0.002
     """Shortest time between bursts of a handover, unless they could not all be sent in time (0: no pacing)."""
     replacement: str = DEFAULT_REPLACEMENT
-    """One of ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
+    """Name in ``eviction.REPLACEMENTS``: which keys are evicted first when the memory is full."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_timeout_s: float = 0.05
-    """How long a neighbour may take to answer a probe; depends on the length of the links."""
+    """Time for a neighbour to answer a probe; depends on the length of the links."""
     authority: Authority | None = field(default=None, repr=False)
-    """The keys whose commands it obeys; None: any command."""
+    """Keys whose commands it obeys; None: any command."""
     first_request_id: int = 0
-    """Where request ids begin; drawn at random, no stranger guesses them, and none of an earlier life comes again."""
+    """Start of the request ids. Drawn at random, it cannot be guessed, and ids of an earlier life are not repeated."""
 
 
 class SatelliteState:
-    """Given to every handler at construction. A handler acts on this state and sends through ``outbox``; it calls
-    other handlers only if it was constructed with them.
+    """State given to every handler. A handler acts on it and sends through ``outbox``; it calls other handlers only if
+    it was constructed with them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SatelliteState:
         self.here = config.address
         self.address = Address(config.address.plane, config.address.slot)
         self.lateness = lateness or Lateness()
-        """Of the host, which may run several satellites."""
+        """Lateness of the host, which may run several satellites."""
         self.counters = Counters()
         self.store = ChunkStore(
             config.memory_bytes,
@@ -144,18 +144,18 @@ class SatelliteState:
         )
         self.postponed = Postponed()
         self.timers_wait = False
-        """Background timers have expired while the host was late; ``SatelliteMachine.work`` runs them."""
+        """True if background timers expired while the host was late; ``SatelliteMachine.work`` runs them."""
 
     def is_settled(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
-        """Whether chunks ``indices`` of a key are neither being handed over nor still being written.
+        """Return True if these chunks of a key are neither being handed over nor still being written.
 
-        Only then does their absence here count towards a proof that they are lost.
+        Only then does their absence here count towards a proof of loss.
         """
         next_move_s = self.locator.next_move_s
         if next_move_s is not None and now_s >= next_move_s:
             return False  # the box has moved and this satellite has not followed yet
         if self.timers_wait or self.postponed or self.lateness.is_late(now_s):
-            return False  # a packet that waits here may carry the very chunk
+            return False  # a waiting packet may carry this chunk
         if self.history.is_being_written(key, now_s):
             return False  # it may not have been sent yet
         return self.handover.is_settled(key, indices)

@@ -1,19 +1,20 @@
-"""Periodic checks of the keys that are here: incomplete blocks are dropped, lost copies are made again.
+"""Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
-``Sweep``: is the rest of each block still there? The placement tag of a key says which servers hold its chunks, and how
+``Sweep``: is the rest of each block still stored? A key's placement tag names the servers that hold its chunks, and how
 many each. A satellite counts its own share and asks one other server (HAS): the next in the ring of the key's servers,
-at the next sweep the second next, then the fourth. So news of a hole reaches all S servers in about log2 S sweeps, with
-one question per key and sweep. The same questions are asked before a handover, so that no dead block is carried.
+at the next sweep the second next, then the fourth. So all S servers learn of a hole in about log2 S sweeps, with one
+question per key and sweep. The same questions are asked before a handover, so that no dead block is handed over.
 
 1. A share that is not whole makes its key *suspect*. It may be on its way, or still be written.
-2. After ``confirm_s``, if the box has not moved, a proof is tried that one of its chunks is lost (``LossProofs``).
-3. If it is proved, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts the suspicion ends.
+2. After ``confirm_s``, if the box has not moved, the satellite tries to prove that one of its chunks is lost
+   (``LossProofs``).
+3. If the loss is proved, the rest of the block is dropped; after ``_MOST_ATTEMPTS`` attempts, the suspicion ends.
 
-With copies there is no suspicion while any copy of a share is whole: all places of a share are asked (CHECK), also for
+With copies, there is no suspicion while any copy of a share is whole: all places of a share are asked (CHECK), also for
 shares that are not whole here.
 
-``ReplicaRepair``: is each share that is whole here also whole at its next copy? Where it is not, and there is room, the
-chunks are sent there.
+``ReplicaRepair``: is each share that is whole here also whole at its next copy? If not, and there is room, the chunks
+are sent there.
 """
 
 from __future__ import annotations
@@ -45,48 +46,46 @@ from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op, Packet
 
 MOST_QUESTIONS = 8
-"""HAS packets, each for 180 keys, of one sweep or handover."""
+"""HAS packets, each for 180 keys, of a sweep or handover."""
 MOST_BYTES = 16 << 20
-"""What a satellite sends for one repair sweep: copies are made in the background."""
+"""Bytes sent for a repair sweep, which is background work."""
 _SWEEP_PAGES = 8
 _REPAIR_PAGES = 8
-"""HAS and CHECK packets of one sweep; the next sweep continues where it stopped."""
+"""HAS and CHECK packets of a sweep; the next sweep continues where it stopped."""
 _MOST_ATTEMPTS = 4
 _MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
-"""Which other servers of a key are asked before a handover: this far on in its ring."""
+"""Distances in the ring of the other servers asked before a handover."""
 _FOUND = 1 << 30
-"""Some place has it: no count of the others brings this down to 0."""
+"""Count of a share found somewhere: no count of other places reduces it to 0."""
 
 
 @dataclass(slots=True)
 class _Question:
-    """One HAS on its way. ``expected``: chunks that the asked satellite must hold of each key."""
+    """HAS on its way. ``expected`` is the number of chunks that must be held of each key."""
 
     keys: list[bytes]
     expected: list[int]
     servers: dict[bytes, int]
-    """Of each key the server that the question is about."""
+    """Server in question, by key."""
     asked_s: float
     lacking: dict[bytes, int]
-    """Shared by the questions about one key: how many places are left that may have it. A place that does not answer
-    is taken to have it.
-    """
+    """Places that may still have it, by key, shared by a key's questions. A silent place counts as having it."""
 
 
 @dataclass(slots=True)
 class _Suspect:
     server: int
-    """The server whose share is not whole."""
+    """Server whose share is not whole."""
     due_s: float
     moves: Moves
     nothing: bool
-    """Nothing of the key is where that share belongs: so any of its chunks is missing there."""
+    """True if nothing of the key is where that share belongs."""
     attempts: int = 0
 
 
 class Sweep:
-    """Suspicions of one satellite: how they arise, are cleared or confirmed."""
+    """Suspicions of one satellite."""
 
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, gossip: Gossip, now_s: float) -> None:
         self._here = state.here
@@ -109,7 +108,7 @@ class Sweep:
         self._swept_to = b""
         self._swept_moves = state.locator.moves
         self._held_back: dict[Dead, Moves] = {}
-        """Settings that were held back from a handover, and at which moves; the oldest first."""
+        """Settings held back from a handover, with the moves at that time; oldest first."""
 
     # --- The periodic sweep ---
 
@@ -117,7 +116,7 @@ class Sweep:
         return self._sweep_s
 
     def sweep(self, now_s: float) -> None:
-        """Examine the next keys, at a distance that doubles with each round over all keys. Not during a handover."""
+        """Examine the next keys, at a distance that doubles with each round. Not during a handover."""
         if now_s < self._sweep_s:
             return
         self._sweep_s = now_s + self._config.sweep_s
@@ -127,17 +126,17 @@ class Sweep:
             return
         keys = self._store.keys_after(self._swept_to, _SWEEP_PAGES * MAX_KEYS_PER_PACKET)
         # Distances 1, 2, 4 … 512, then again from 1.
-        left = self._examine(keys, 1 << self._sweeps % 10, now_s)
-        done = [key for key in keys if not left or key < left[0]]
-        self._swept_to = done[-1] if done and (left or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
+        unasked = self._examine(keys, 1 << self._sweeps % 10, now_s)
+        done = [key for key in keys if not unasked or key < unasked[0]]
+        self._swept_to = done[-1] if done and (unasked or len(keys) == _SWEEP_PAGES * MAX_KEYS_PER_PACKET) else b""
         self._sweeps += not self._swept_to
 
     # --- Around a handover ---
 
     def before_handover(self, now_s: float) -> None:
-        """The box has moved: ask whether what must leave is whole. Fresh bursts wait for the answers.
+        """Check, after a move, that what must leave is whole. New bursts wait for the answers.
 
-        Only after a single step: after more the places before the move are not known to be one step off.
+        Only after a single step: otherwise the earlier places are not known to be one step off.
         """
         moves, before = self._locator.moves, self._locator.before
         if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
@@ -154,7 +153,7 @@ class Sweep:
             self._handover.fresh_from_s = now_s + ANSWER_S
 
     def release_handover(self) -> None:
-        """Let fresh bursts leave if all answers are here."""
+        """Let new bursts leave once all answers have arrived."""
         if not self._asking:
             self._handover.fresh_from_s = 0.0
 
@@ -163,7 +162,7 @@ class Sweep:
         return bool(self._questions) or self._checks.asking
 
     def hold_back(self, burst: Burst, now_s: float) -> None:
-        """Take suspect chunks out of a burst: they leave after the proof has been tried, if they are still here."""
+        """Remove suspect chunks from a burst: they leave after the attempt at a proof."""
         if not self._suspects or not burst.names:
             return
         key = burst.names[0][0]
@@ -175,8 +174,10 @@ class Sweep:
             self._handover.forget(burst, waiting)
 
     def _may_hold_back(self, suspected: Dead) -> bool:
-        """Each setting is held back at one count of moves only. It arrives late at its place, so it looks dead from
-        there at the next move: held back again, it would never follow a box that moves as often as that.
+        """Return True if a setting may be held back, which it may be at one count of moves only.
+
+        It arrives late at its place, so it looks dead from there at the next move. Held back again, it would never
+        follow a box that moves that often.
         """
         moves = self._held_back.setdefault(suspected, self._locator.moves)
         while len(self._held_back) > _MOST_HELD_BACK:
@@ -186,19 +187,19 @@ class Sweep:
     # --- Questions ---
 
     def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
-        """Check whether these keys, which are here, are whole: our own share, and the server ``distance`` on in the
-        ring. Returns the keys beyond the limit of questions.
+        """Check that these stored keys are whole: the own share, and the server ``distance`` further in the ring.
 
-        ``before``: the moves before the box last moved. Then the places before and after are asked; one suffices.
+        Return the keys beyond the limit of questions. With ``before``, the moves before the last move, both places are
+        asked, and one of them suffices.
         """
         if self._replicas is not None:
             return self._examine_copies(self._replicas, keys, distance, now_s, before)
-        # 1. Count our own share; choose the satellites to ask about the other server.
+        # 1. Count the own share; choose the satellites to ask about the other server.
         self._questions = {n: q for n, q in self._questions.items() if q.asked_s + ANSWER_S > now_s}
         by_place: dict[SatelliteId, tuple[list[bytes], list[int]]] = {}
-        lacking: dict[bytes, int] = {}
+        places_left: dict[bytes, int] = {}
         servers: dict[bytes, int] = {}
-        packets, left = 0, list[bytes]()
+        packets, unasked = 0, list[bytes]()
         for key in keys:
             ref = self._ref(key)
             if ref is None:
@@ -211,60 +212,59 @@ class Sweep:
             server = (ref.tag.server + distance) % ring
             places = self._places(ref, server, before) if server != ref.tag.server else []
             # A satellite asked about a full packet of keys already needs another packet.
-            fresh = sum(len(by_place.get(place, ((), ()))[0]) % MAX_KEYS_PER_PACKET == 0 for place in places)
+            new_packets = sum(len(by_place.get(place, ((), ()))[0]) % MAX_KEYS_PER_PACKET == 0 for place in places)
             if not places:
                 continue
-            if packets + fresh > MOST_QUESTIONS:
-                left.append(key)
+            if packets + new_packets > MOST_QUESTIONS:
+                unasked.append(key)
                 continue
-            packets += fresh
-            lacking[key] = len(places)
+            packets += new_packets
+            places_left[key] = len(places)
             servers[key] = server
             for place in places:
-                asked, expected = by_place.setdefault(place, ([], []))
-                asked.append(key)
+                place_keys, expected = by_place.setdefault(place, ([], []))
+                place_keys.append(key)
                 expected.append(_chunks_of(server, ref))
         # 2. Ask each satellite about all its keys, a packet at a time.
-        for place, (asked, expected) in by_place.items():
-            for at in range(0, len(asked), MAX_KEYS_PER_PACKET):
+        for place, (place_keys, expected) in by_place.items():
+            for at in range(0, len(place_keys), MAX_KEYS_PER_PACKET):
                 page = slice(at, at + MAX_KEYS_PER_PACKET)
-                self._ask(place, _Question(asked[page], expected[page], servers, now_s, lacking))
-        return left
+                self._ask(place, _Question(place_keys[page], expected[page], servers, now_s, places_left))
+        return unasked
 
     def _examine_copies(
         self, replicas: Replicas, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None
     ) -> list[bytes]:
-        """``_examine`` where there are copies: also of shares that are not whole here."""
+        """Check as ``_examine`` with copies: also shares that are not whole here."""
         by_place: dict[SatelliteId, list[Check]] = {}
-        lacking: dict[tuple[bytes, int], int] = {}
-        asked, left = 0, list[bytes]()
+        places_left: dict[tuple[bytes, int], int] = {}
+        question_count, unasked = 0, list[bytes]()
 
         def on_answer(answer: Answer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
                 name = check.key, check.server
                 if what is Found.WHOLE:
-                    lacking[name] = _FOUND
+                    places_left[name] = _FOUND
                     self._clear(check.key, check.server)
                 elif answer.same_moves:
-                    lacking[name] -= 1
-                    if lacking[name] == 0:
+                    places_left[name] -= 1
+                    if places_left[name] == 0:
                         self._suspect(check.key, check.server, answered_s)
 
         for key in keys:
             for check, places in replicas.to_ask(key, distance, before):
-                if asked + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
-                    left.append(key)
+                if question_count + len(places) > MOST_QUESTIONS * MAX_CHECKS_PER_PACKET:
+                    unasked.append(key)
                     break
-                asked += len(places)
-                lacking[key, check.server] = len(places)
+                question_count += len(places)
+                places_left[key, check.server] = len(places)
                 for place in places:
                     by_place.setdefault(place, []).append(check)
         for place, checks in by_place.items():
             self._checks.ask(place, checks, on_answer, now_s)
-        return left
+        return unasked
 
     def answered(self, packet: Packet, now_s: float) -> None:
-        """PRESENCE: the answer to one of our HAS."""
         self._learn(packet, now_s)
         self.release_handover()
 
@@ -295,21 +295,22 @@ class Sweep:
         return ChunkRef.unpack(latest_ref(share)) if share else None
 
     def _incomplete_server(self, key: bytes) -> int | None:
-        """A server of whose chunks we hold some, but not all. Leftovers of an earlier value or placement of the key do
-        not count.
+        """Return a server of which some chunks, but not all, are here.
+
+        Leftovers of an earlier value or placement do not count.
         """
         share = self._store.shares[key]
         packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
-        held: dict[int, int] = {}
-        for index, (its_ref, _) in share.items():
-            if setting_of(its_ref) == setting_of(packed):
+        counts: dict[int, int] = {}
+        for index, (chunk_ref, _) in share.items():
+            if setting_of(chunk_ref) == setting_of(packed):
                 server = index % ref.tag.servers
-                held[server] = held.get(server, 0) + 1
-        return min((server for server, count in held.items() if count < _chunks_of(server, ref)), default=None)
+                counts[server] = counts.get(server, 0) + 1
+        return min((server for server, count in counts.items() if count < _chunks_of(server, ref)), default=None)
 
     def _places(self, ref: ChunkRef, server: int, before: Moves | None) -> Sequence[SatelliteId]:
-        """The satellites of that server now and before; none if this satellite is one of them."""
+        """Return that server's satellites now and before; none if this satellite is among them."""
         tag, places = ref.tag, list[SatelliteId]()
         for moves in dict.fromkeys((self._locator.moves, before or self._locator.moves)):
             try:
@@ -327,7 +328,7 @@ class Sweep:
         return min([suspect.due_s for suspect in self._suspects.values()])
 
     def confirm_suspicions(self, now_s: float) -> None:
-        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or were tried too often."""
+        """Try to prove the losses that are due; drop suspicions that are resolved, outdated or tried too often."""
         values = []
         for key in [key for key, suspect in self._suspects.items() if suspect.due_s <= now_s]:
             suspect = self._suspects[key]
@@ -343,20 +344,21 @@ class Sweep:
             self._proofs.ask(values, self._proved, now_s)
 
     def _missing(self, key: bytes, suspect: _Suspect) -> list[int]:
-        """Chunks of the suspected share that are not here: the first ``MAX_CHECKS_PER_PACKET``, since a reference may
-        claim any number; one suffices where nothing of the share is in its place.
+        """Return the suspected share's missing chunks.
+
+        At most ``MAX_CHECKS_PER_PACKET``, because a reference may claim any number; one chunk if nothing of the share
+        is in its place.
         """
         share = self._store.shares.get(key)
         if not share:
             return []
         packed = latest_ref(share)
         ref = ChunkRef.unpack(packed)
-        its = range(suspect.server, ref.chunks, ref.tag.servers)
-        missing = (index for index in its if index not in share or setting_of(share[index][0]) != setting_of(packed))
+        chunks = range(suspect.server, ref.chunks, ref.tag.servers)
+        missing = (index for index in chunks if index not in share or setting_of(share[index][0]) != setting_of(packed))
         return list(islice(missing, 1 if suspect.nothing else MAX_CHECKS_PER_PACKET))
 
     def _proved(self, packed: bytes, lost: bool, now_s: float) -> None:
-        """Drop the block if the loss is proved."""
         key = packed[:KEY_BYTES]
         share = self._store.shares.get(key)
         if self._suspects.pop(key, None) is not None and lost and share:
@@ -369,27 +371,25 @@ class Sweep:
             self._suspects[key] = _Suspect(server, now_s + self._config.confirm_s, self._locator.moves, nothing)
 
     def _clear(self, key: bytes, server: int) -> None:
-        """The share was found: end the suspicion."""
         known = self._suspects.get(key)
         if known is not None and known.server == server:
             del self._suspects[key]
 
 
 def _chunks_of(server: int, ref: ChunkRef) -> int:
-    """How many chunks of the value server ``server`` (0-based) holds."""
     return -(-(ref.chunks - server) // ref.tag.servers)
 
 
 # --- Repair of copies ---
 #
-# A satellite asks, for each server's share that it holds whole, the satellite of the *next* copy (after the last comes
-# the first) whether that is whole too. So a satellite or plane that came back empty is filled again by those that
-# stayed alive, read or not. What was evicted for want of room is not pushed back in. During a handover nothing is asked
-# or sent.
+# A satellite asks, for each server's share that it holds whole, the satellite of the *next* copy (after the last copy
+# comes the first) if that copy is whole too. So a satellite or plane that came back empty is filled again by the live
+# satellites, whether it is read or not. Chunks evicted for lack of room are not pushed back in. During a handover,
+# nothing is asked or sent.
 
 
 class ReplicaRepair:
-    """Makes lost copies again, where values have copies."""
+    """Recreation of lost copies."""
 
     def __init__(self, state: SatelliteState, checks: Checks, now_s: float) -> None:
         self._here = state.here
@@ -423,20 +423,20 @@ class ReplicaRepair:
         keys = self._store.keys_after(self._swept_to, limit)
         self._swept_to = keys[-1] if len(keys) == limit else b""
         by_place: dict[SatelliteId, list[Check]] = {}
-        asked = 0
+        question_count = 0
         for key in keys:
             for place, check in self._next_copies(key):
                 by_place.setdefault(place, []).append(check)
-                asked += 1
-            if asked >= limit:
+                question_count += 1
+            if question_count >= limit:
                 self._swept_to = key
                 break
         for place, checks in by_place.items():
             self._checks.ask(place, checks, self._send_lacking, now_s)
 
     def _next_copies(self, key: bytes) -> list[tuple[SatelliteId, Check]]:
-        """The satellites of the next copies of shares that are whole here, of the latest setting of a key."""
-        found = []
+        """Return the satellites of the next copies of shares that are whole here, of a key's latest setting."""
+        copies = []
         for (_, replica), (check, indices) in self._whole(key).items():
             ref = self._store.shares[key][indices[0]][0]
             try:
@@ -445,11 +445,11 @@ class ReplicaRepair:
             except InvalidInput:  # a box too small for all copies
                 continue
             if ours and place != self._here:
-                found.append((place, check))
-        return found
+                copies.append((place, check))
+        return copies
 
     def _whole(self, key: bytes) -> dict[tuple[int, int], tuple[Check, list[int]]]:
-        """The shares that are whole here: by server and copy, the check and the indices of the chunks."""
+        """Return the whole shares by server and copy: the check and the indices."""
         share = self._store.shares.get(key)
         if not share:
             return {}
@@ -460,10 +460,10 @@ class ReplicaRepair:
             if setting_of(ref) == setting_of(latest):
                 groups.setdefault((index % servers, ref[REPLICA_OFFSET]), []).append(index)
         checks = {name: (Check.of(latest, name[0]), indices) for name, indices in sorted(groups.items())}
-        return {name: one for name, one in checks.items() if len(one[1]) == one[0].expected}
+        return {name: entry for name, entry in checks.items() if len(entry[1]) == entry[0].expected}
 
     def _send_lacking(self, answer: Answer, now_s: float) -> None:
-        """Queue the chunks that another satellite lacks, within the budget of this sweep."""
+        """Queue chunks that another satellite lacks, within this sweep's budget."""
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):

@@ -12,19 +12,24 @@ from skymemory.sim.sweeps import Way
 from skymemory.sim.workload import Source
 
 COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
-"""Prefills at half of the machine's speed (not stated in the paper); decoding steps as published of vLLM with that
-model on eight A100, which differ from the paper's A800 in NVLink."""
+"""Cost model of the experiments.
+
+Prefills at half of the machine's speed (the paper does not state it). Decoding steps as published for vLLM with that
+model on eight A100, which differ from the paper's A800 in NVLink.
+"""
 DECODINGS: Mapping[str, CostModel] = {"vllm": COST, "turbomind": LLAMA_70B_8xA800.decoding_as(LLAMA_70B_4xA100)}
-"""For experiments that depend on the decode engine: steps from 45 ms, and from 29 ms (on half of the machine)."""
+"""Cost models by decode engine: steps from 45 ms, and from 29 ms (on half of the machine)."""
 VLLM_WORDS = "decoding vllm: steps published of vLLM with this model on 8×A100 (45 ms one request)"
 DECODING_WORDS = f"{VLLM_WORDS}; turbomind: of TurboMind on 4×A100 (29 ms), half of the machine"
 BOTH: Mapping[str, CostModel] = {"memory": LLAMA_70B_8xA800, "vllm": COST}
-"""For comparisons with coupled machines: the memory bound (from 9 ms), and vLLM's steps."""
+"""Cost models for comparisons with coupled machines: the memory bound (from 9 ms), and vLLM's steps."""
 MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, not a measurement"
 FAST_CONTEXTS = replace(COST, memory_share=1.0, decode_fixed_s=0.0357, decode_request_s=3.76e-4)
-"""Another fit of vLLM's published steps, nearly as good as ``COST`` (error 2.3 % instead of 2.1 %), with another fixed
-part. No published step reads more than 36,864 tokens of context; for batches with ten times as many the two fits differ
-much, and the published steps do not decide between them.
+"""Alternative fit of vLLM's published steps with another fixed part.
+
+It is nearly as good as ``COST`` (error 2.3 % instead of 2.1 %). No published step reads more than 36,864 tokens of
+context. For batches with ten times as many tokens the two fits differ much, and the published steps do not decide
+between them.
 """
 FAST_CONTEXTS_WORDS = (
     "decoding fast contexts: vLLM's published steps met as nearly (2.3 % off, not 2.1 %) with contexts read at the"
@@ -48,33 +53,27 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "rejections": ("arXiv table 3", "Rejected requests, goodput and wasted prefill under overload"),
     "swings": ("arXiv figures 9 and 10", "Loads of prefill and decode over time, by rule"),
 }
-"""Of each experiment: as what the papers have it, and its title."""
+"""Published figure or table and title of each experiment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A published value beside ours."""
-
     what: str
     unit: str
     published: float | str | None
-    """None: not published."""
+    """Value; None: not published."""
     ours: float
     why: str = ""
-    """Reason of a difference, or a remark."""
     digits: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Result of an experiment."""
-
     name: str
-    """One of ``CAPTIONS``."""
+    """Name, of ``CAPTIONS``."""
     source: str
-    """Source of the requests."""
     assumed: tuple[str, ...]
-    """Assumptions where the papers leave settings open."""
+    """Assumptions for settings that the papers leave open."""
     header: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
     values: tuple[Value, ...]
@@ -96,22 +95,22 @@ class Experiment:
             "title": self.title,
             "requests": self.source,
             "assumed": list(self.assumed),
-            # Kept for programs that read this JSON.
+            # This key is kept for programs that read the JSON.
             "told": [  # words: keep
                 {
-                    "what": one.what,
-                    "unit": one.unit,
-                    "published": one.published,
-                    "ours": plain(one.ours),
-                    "why": one.why,
+                    "what": value.what,
+                    "unit": value.unit,
+                    "published": value.published,
+                    "ours": plain(value.ours),
+                    "why": value.why,
                 }
-                for one in self.values
+                for value in self.values
             ],
             "rows": [dict(zip(self.header, map(plain, row), strict=True)) for row in self.rows],
         }
 
 
-# Columns whose names are not those of a ``ClusterMetrics`` field.
+# Columns with another name than the field of ``ClusterMetrics``.
 _COLUMNS: Mapping[str, Callable[[ClusterMetrics], float]] = {
     "rejected": lambda one: one.refused + one.refused_after_prefill,
     "mean_ttft_s": lambda one: one.ttft_s.mean,
@@ -127,14 +126,14 @@ _COLUMNS: Mapping[str, Callable[[ClusterMetrics], float]] = {
 
 
 def columns(one: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, ...]:
-    """The run's metrics of these columns; None in each where there was no run."""
+    """Return the run's metrics of these columns; None in each if there was no run."""
     if one is None:
         return (None,) * len(header)
     return tuple(_COLUMNS[name](one) if name in _COLUMNS else getattr(one, name) for name in header)
 
 
 def plain(value: object) -> object:
-    """For JSON: six significant digits, None for NaN and infinity."""
+    """Return the value for JSON: six significant digits, None for NaN and infinity."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
@@ -142,8 +141,6 @@ def plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings of a run."""
-
     source: Source
     way: Way = "processes"
     jobs: int | None = None

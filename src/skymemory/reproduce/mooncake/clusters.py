@@ -1,4 +1,6 @@
-"""Separate prefill and decode machines against coupled ones (arXiv figures 11, 12, 13); schedulers, network rates and
+"""Experiments on clusters of machines.
+
+Separate prefill and decode machines against coupled machines (arXiv figures 11, 12, 13); schedulers, network rates and
 prefill:decode ratios (FAST'25 figure 5, arXiv figure 8).
 """
 
@@ -31,7 +33,7 @@ from skymemory.sim.workload import SIMULATED, OpenSource
 
 REAL_SLO = Slo(30.0, 0.1)
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0
-"""SLOs of the public and simulated workloads, relative to an unloaded machine."""
+"""Factors of the SLOs of the public and simulated workloads, relative to an unloaded machine."""
 COUNT, QUICK_COUNT = 500, 250
 CHUNK_TOKENS = 2_048
 """Step size of coupled instances with chunked prefills."""
@@ -42,7 +44,7 @@ _ALL = (*_APART, *_COUPLED)
 PUBLISHED_SYSTEMS = ("10P+10D", "20 coupled", "20 coupled, chunked")
 SEARCHED_PART = 0.4
 RATES = (1.0, 1.5, 2.0, 3.0)
-"""Rates of the real workload, times the trace's; the first two are compared with the published figures."""
+"""Multiples of the trace's rate for the real workload; the first two are compared with the published figures."""
 PUBLISHED_MET = {"10P+10D": 100.0, "20 coupled": 57.0}
 """Percent of the requests."""
 PUBLISHED_GAIN = {"arxiv": 20.0, "l-eval": 40.0}
@@ -50,31 +52,31 @@ PUBLISHED_LONG = "50 to 525, by length"
 
 
 def public_datasets(setting: Setting) -> Experiment:
-    """ArXiv summarization and L-Eval on four machines."""
+    """Compare four machines on arXiv summarization and L-Eval."""
     return _four_machines(setting, ("arxiv", "l-eval"), "datasets")
 
 
 def simulated(setting: Setting) -> Experiment:
-    """16k to 128k tokens, half of them cached, on four machines."""
-    return _four_machines(setting, tuple(one.name for one in SIMULATED), "simulated")
+    """Compare four machines on 16k to 128k tokens, half of them cached."""
+    return _four_machines(setting, tuple(workload.name for workload in SIMULATED), "simulated")
 
 
 def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, float]:
-    """Mean TTFT and TBT (s) of requests on an idle machine, with all earlier blocks cached."""
-    seen: set[int] = set()
+    """Return mean TTFT and TBT (s) of requests on an idle machine, with all earlier blocks cached."""
+    stored: set[int] = set()
     ttft_s = tbt_s = 0.0
     for request in requests:
-        # The longest prefix of earlier prompts is cached, as on one machine whose memory never fills.
+        # The longest prefix of earlier prompts is cached, as on a single machine with unlimited memory.
         blocks = request.blocks()
-        cached = next((at for at, block in enumerate(blocks) if block not in seen), len(blocks)) * BLOCK_TOKENS
-        seen.update(blocks)
+        cached = next((at for at, block in enumerate(blocks) if block not in stored), len(blocks)) * BLOCK_TOKENS
+        stored.update(blocks)
         ttft_s += cost.prefill_s(request.input_tokens, cached)
         tbt_s += cost.decode_step_s(1, request.input_tokens + request.output_tokens / 2)
     return ttft_s / len(requests), tbt_s / len(requests)
 
 
 def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
-    """Cells by name, without requests: separate instances, and the same number of coupled ones."""
+    """Return cells by name, without requests: separate instances, and the same number of coupled instances."""
     prefill, decode = apart
     total = prefill + decode
     cells = {f"{prefill}P+{decode}D": (ClusterSetup(prefill=prefill, decode=decode), scheduler)}
@@ -86,8 +88,8 @@ def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[
 
 
 # For every workload and decode model, a search for the highest rate that keeps both SLOs, over four systems and two
-# readings of the TBT. SLOs are multiples of the times of an unloaded machine with the same cost model, as in the paper:
-# an absolute SLO would favour the model whose steps are short.
+# readings of the TBT. As in the paper, SLOs are multiples of the times of an unloaded machine with the same cost model:
+# an absolute SLO would favour the model with short steps.
 def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> Experiment:
     count = QUICK_COUNT if setting.quick else COUNT
     costs = {**BOTH, "fast contexts": FAST_CONTEXTS}
@@ -103,26 +105,26 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> E
             setup = replace(cell.setup, slo=slo, seed=setting.seed, cost=cost)
             ready = replace(cell, source=source, setup=setup)
             for rule in RULES:
-                # From a twentieth of what one idle machine serves to forty times that: no system lies outside.
+                # From a twentieth to forty times the rate of an idle machine: no system lies outside.
                 searches.append(CapacityCell(ready, 0.05 / ttft_s, 40.0 / ttft_s, rule=rule))
                 labels.append((workload, decoding, system, rule))
     answers = dict(zip(labels, sweep(capacity, searches, setting.way, setting.jobs, setting.progress), strict=True))
     values: list[Value] = []
     for workload, decoding in product(workloads, costs):
-        found = {(system, rule): answers[workload, decoding, system, rule] for system in _ALL for rule in RULES}
+        by_system = {(system, rule): answers[workload, decoding, system, rule] for system in _ALL for rule in RULES}
         which = f"{workload}, {decoding}"
         for rule in RULES:
-            gain = _gain(found["3P+1D", rule].rate, found[_COUPLED[0], rule].rate)
+            gain = _gain(by_system["3P+1D", rule].rate, by_system[_COUPLED[0], rule].rate)
             published = PUBLISHED_GAIN.get(workload, PUBLISHED_LONG) if rule == "p90" else None
             what = f"{which}: 3P+1D against 4 coupled, {rule}"
             values.append(Value(what, "% more requests", published, gain, _WHY[rule], digits=0))
-        best = max(found[system, "p90"].rate for system in _APART)
+        best = max(by_system[system, "p90"].rate for system in _APART)
         values.append(
             Value(
                 f"{which}: best of 3P+1D and 2P+2D against 4 coupled with chunked prefill, p90",
                 "% more requests",
                 None,
-                _gain(best, found[_COUPLED[1], "p90"].rate),
+                _gain(best, by_system[_COUPLED[1], "p90"].rate),
                 "chunked prefill came to vLLM after the paper",
                 digits=0,
             )
@@ -143,15 +145,15 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> E
         ),
         header=("workload", "decoding", "system", "rule", "requests_per_s", *_HEADER),
         rows=tuple(
-            (*label, found.rate if found.metrics else 0.0, *columns(found.metrics, _HEADER))
-            for label, found in answers.items()
+            (*label, answer.rate if answer.metrics else 0.0, *columns(answer.metrics, _HEADER))
+            for label, answer in answers.items()
         ),
         values=tuple(values),
     )
 
 
 def real(setting: Setting) -> Experiment:
-    """The conversation trace on 20 machines: separate, as published and in other splits, and coupled."""
+    """Compare 20 machines on the conversation trace: separate, as published and in other splits, and coupled."""
     costs = {**BOTH, **DECODINGS}
     labels, cells = [], []
     for decoding, cost in costs.items():
@@ -159,20 +161,20 @@ def real(setting: Setting) -> Experiment:
             setup = replace(cell.setup, slo=REAL_SLO, seed=setting.seed, cost=cost)
             labels.append((decoding, name))
             cells.append(replace(cell, source=setting.source, setup=setup, until_part=SEARCHED_PART))
-    # Only the published systems are measured at fixed rates; the other splits are searched, to see what 10P+10D leaves.
+    # Only published systems are measured at fixed rates; other splits are searched, to see what 10P+10D leaves.
     flat = [(label, rate) for label in labels if label[1] in PUBLISHED_SYSTEMS for rate in RATES]
     runs = [replace(at_rate(cells[labels.index(label)], rate), until_part=1.0) for label, rate in flat]
     searches = [CapacityCell(cell, 0.5, 8.0, 4 if setting.quick else 6, "attainment") for cell in cells]
-    # Two sweeps, one progress: searches take far longer than single runs.
+    # Two sweeps with a common progress: searches take far longer than single runs.
     total = len(runs) + len(searches)
-    found = sweep(capacity, searches, setting.way, setting.jobs, lambda done, of: setting.progress(done, total))
+    capacities = sweep(capacity, searches, setting.way, setting.jobs, lambda done, of: setting.progress(done, total))
     measured = sweep(
         run_cell, runs, setting.way, setting.jobs, lambda done, of: setting.progress(len(searches) + done, total)
     )
-    rates = {label: one.rate for label, one in zip(labels, found, strict=True)}
+    rates = {label: highest.rate for label, highest in zip(labels, capacities, strict=True)}
     rows: list[tuple[object, ...]] = []
-    for label, one in zip(labels, found, strict=True):
-        rows.append((*label, "capacity", one.rate, *columns(one.metrics, _REAL_HEADER)))
+    for label, highest in zip(labels, capacities, strict=True):
+        rows.append((*label, "capacity", highest.rate, *columns(highest.metrics, _REAL_HEADER)))
     for (label, rate), answer in zip(flat, measured, strict=True):
         rows.append((*label, "measured", rate, *columns(answer.metrics, _REAL_HEADER)))
     runs_by = {(*label, rate): answer.metrics for (label, rate), answer in zip(flat, measured, strict=True)}
@@ -199,21 +201,23 @@ def real(setting: Setting) -> Experiment:
 def _real_values(
     decoding: str, rates: dict[tuple[str, str], float], runs: dict[tuple[str, str, float], ClusterMetrics]
 ) -> list[Value]:
-    apart, plain, chunked = PUBLISHED_SYSTEMS
+    separate, coupled, chunked = PUBLISHED_SYSTEMS
     ours, rival, kinder = (rates[decoding, name] for name in PUBLISHED_SYSTEMS)
-    split = max((apart, "14P+6D", "16P+4D"), key=lambda name: rates[decoding, name])
+    split = max((separate, "14P+6D", "16P+4D"), key=lambda name: rates[decoding, name])
     best = rates[decoding, split]
     values = []
     for rate, (name, published) in product(RATES[:2], PUBLISHED_MET.items()):
-        one, where = runs[decoding, name, rate], f"{name}, rate × {rate:g}"
+        metrics, where = runs[decoding, name, rate], f"{name}, rate × {rate:g}"
         values += [
-            Value(f"{decoding}: mean TBT within 0.1 s, {where}", "%", published, 100 * one.tbt_met, digits=1),
-            Value(f"{decoding}: no stall above 0.1 s, {where}", "%", published, 100 * one.longest_tbt_met, digits=1),
+            Value(f"{decoding}: mean TBT within 0.1 s, {where}", "%", published, 100 * metrics.tbt_met, digits=1),
+            Value(
+                f"{decoding}: no stall above 0.1 s, {where}", "%", published, 100 * metrics.longest_tbt_met, digits=1
+            ),
         ]
     return [
         *values,
         Value(
-            f"{decoding}: rate that {apart} takes, against {plain}",
+            f"{decoding}: rate that {separate} takes, against {coupled}",
             "% more",
             None,
             _gain(ours, rival),
@@ -221,7 +225,7 @@ def _real_values(
             digits=0,
         ),
         Value(
-            f"{decoding}: rate that the best split ({split}) takes, against {plain}",
+            f"{decoding}: rate that the best split ({split}) takes, against {coupled}",
             "% more",
             None,
             _gain(best, rival),
@@ -256,7 +260,7 @@ _REAL_WHY = {
 
 
 def _gain(ours: float, theirs: float) -> float:
-    """Gain in percent; infinite if theirs is 0."""
+    """Return the gain in percent; infinite if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else float("inf")
 
 
@@ -273,16 +277,16 @@ RATIO_RATES = (1.0, 1.5, 2.0)
 
 
 def scheduling(setting: Setting) -> Experiment:
-    """Mean time to first token under each scheduler, and under each published variant of Algorithm 1."""
+    """Compare mean times to first token of the schedulers, and of the published variants of Algorithm 1."""
     cells = [ClusterCell(setting.source, ClusterSetup(seed=setting.seed), name) for name in SCHEDULERS]
     cells += [
         ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "kvcache-centric", (("variant", variant),))
         for variant in VARIANTS
     ]
     cells.append(ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "least-load"))
-    found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+    answers = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
     names = [*SCHEDULERS, *(f"kvcache-centric, {variant}" for variant in VARIANTS), "least requests"]
-    ours = {name: answer.metrics.ttft_s.mean for name, answer in zip(SCHEDULERS, found, strict=False)}
+    ours = {name: answer.metrics.ttft_s.mean for name, answer in zip(SCHEDULERS, answers, strict=False)}
     values = [Value(f"mean TTFT, {name}", "s", PUBLISHED_TTFT_S[name], ours[name], _why(name)) for name in SCHEDULERS]
     for name in SCHEDULERS[1:]:
         theirs = PUBLISHED_TTFT_S[name] / PUBLISHED_TTFT_S["random"]
@@ -290,7 +294,7 @@ def scheduling(setting: Setting) -> Experiment:
     theirs = PUBLISHED_TTFT_S["kvcache-centric"] / PUBLISHED_TTFT_S["cache-aware"] - 1
     saved = ours["kvcache-centric"] / ours["cache-aware"] - 1
     values.append(Value("kvcache-centric against cache-aware", "%", 100 * theirs, 100 * saved, digits=0))
-    least = found[-1].metrics.ttft_s.mean
+    least = answers[-1].metrics.ttft_s.mean
     values.append(Value("mean TTFT, fewest requests", "s", PUBLISHED_TTFT_S["load-balance"], least, _FEWEST_WHY))
     return Experiment(
         name="scheduling",
@@ -302,24 +306,26 @@ def scheduling(setting: Setting) -> Experiment:
         ),
         header=("scheduler", *_SCHEDULING_HEADER),
         rows=tuple(
-            (name, *columns(answer.metrics, _SCHEDULING_HEADER)) for name, answer in zip(names, found, strict=True)
+            (name, *columns(answer.metrics, _SCHEDULING_HEADER)) for name, answer in zip(names, answers, strict=True)
         ),
         values=tuple(values),
     )
 
 
 def bandwidth(setting: Setting) -> Experiment:
-    """Mean time to first token by the rate of the network between nodes."""
+    """Compare mean times to first token by the rate of the network between nodes."""
     alone = ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "cache-aware")
-    cells = [alone]  # It moves no KV for prefills: independent of the network's rate.
+    cells = [alone]  # it moves no KV for prefills, so it does not depend on the network's rate
     for gbit in NETWORK_GBIT:
         cost = ClusterSetup().cost
         machine = replace(cost.machine, network_bytes_per_s=gbit * GBIT_BYTES)
         setup = ClusterSetup(cost=replace(cost, machine=machine), seed=setting.seed)
         cells.append(ClusterCell(setting.source, setup, "kvcache-centric"))
-    local, *others = (answer.metrics for answer in sweep(run_cell, cells, setting.way, setting.jobs, setting.progress))
+    local, *networked = (
+        answer.metrics for answer in sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+    )
     rows = []
-    for gbit, everywhere in zip(NETWORK_GBIT, others, strict=True):
+    for gbit, everywhere in zip(NETWORK_GBIT, networked, strict=True):
         remote = sum(part for source, part in everywhere.hits.tokens_by_source.items() if source != "local")
         rows.append((gbit, local.ttft_s.mean, everywhere.ttft_s.mean, everywhere.ttft_s.p90, remote))
     above = max(row[2] for row in rows if row[0] >= 100)
@@ -343,7 +349,7 @@ def bandwidth(setting: Setting) -> Experiment:
 
 
 def ratio(setting: Setting) -> Experiment:
-    """Best number of prefill machines of 16, by decoding time and request rate."""
+    """Search the best number of prefill machines of 16, by decoding time and request rate."""
     counts = (6, 8, 10) if setting.quick else PREFILLING
     rates = RATIO_RATES[1:2] if setting.quick else RATIO_RATES
     labels = [(decoding, rate, count) for decoding in DECODINGS for rate in rates for count in counts]
@@ -354,13 +360,13 @@ def ratio(setting: Setting) -> Experiment:
         )
         for name, rate, count in labels
     ]
-    found = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
-    met = {label: answer.metrics.met for label, answer in zip(labels, found, strict=True)}
+    answers = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
+    met = {label: answer.metrics.met for label, answer in zip(labels, answers, strict=True)}
     values = []
     for name in DECODINGS:
         for rate in rates:
             most = max(met[name, rate, count] for count in counts)
-            # The best split is often one of several that differ by less than noise: they are named.
+            # Several splits often differ by less than noise: all of them are listed.
             near = [count for count in counts if met[name, rate, count] >= most * (1 - NEAR)]
             best = next(count for count in near if met[name, rate, count] == most)
             words = f"{near[0]} to {near[-1]} keep as many within {NEAR:.1%}" if len(near) > 1 else ""
@@ -377,7 +383,7 @@ def ratio(setting: Setting) -> Experiment:
         header=("decoding", "rate", "prefill", "decode", *_SCHEDULING_HEADER),
         rows=tuple(
             (name, rate, count, NODES - count, *columns(answer.metrics, _SCHEDULING_HEADER))
-            for (name, rate, count), answer in zip(labels, found, strict=True)
+            for (name, rate, count), answer in zip(labels, answers, strict=True)
         ),
         values=tuple(values),
     )

@@ -1,4 +1,6 @@
-"""Mooncake's experiments by name and by published figure or table; those on popularity, hits and layer-wise storing."""
+"""Mooncake's experiments by name and by published figure or table; experiments on popularity, hits, layer-wise
+storing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PUBLISHED_HITS = {
     "lfu": (0.51, 0.51, 0.49, 0.43, 0.35, 0.30),
     "length": (0.51, 0.50, 0.48, 0.42, 0.35, 0.30),
 }
-"""Table 1: unlimited, then by ``CAPACITIES``."""
+"""Table 1: unlimited capacity, then ``CAPACITIES``."""
 PUBLISHED_NAMES = {"lru": "LRUCache", "lfu": "LFUCache", "length": "LengthAwareCache"}
 THREE_MILLION_BLOCKS = 3_000_000 // BLOCK_TOKENS
 _SMALL = "in theirs a few blocks have most of the hits (long prompts that all share); in ours all share only one block"
@@ -29,9 +31,9 @@ _OTHER_TRACE = "theirs is another trace (23,608 requests, not released)"
 
 
 def popularity(setting: Setting) -> Experiment:
-    """Figure 6: popularity of blocks."""
+    """Measure the popularity of blocks (figure 6)."""
     requests = setting.source.requests()
-    found = statistics_of(requests)
+    statistics = statistics_of(requests)
     uses = block_uses(requests, partial=True)
     levels = (1, 2, 3, 5, 10, 30, 100, 1_000, 10_000)
     return Experiment(
@@ -41,12 +43,12 @@ def popularity(setting: Setting) -> Experiment:
         header=("wanted_at_least", "share_of_blocks"),
         rows=tuple((level, shared_above(uses, level)) for level in levels),
         values=(
-            Value("blocks that are never requested again", "%", "over 50", 100 * found.once_share, digits=1),
+            Value("blocks that are never requested again", "%", "over 50", 100 * statistics.once_share, digits=1),
             Value(
                 "requests with the most popular block",
                 "",
                 "thousands of times",
-                found.most_uses,
+                statistics.most_uses,
                 "every prompt begins with the same block; no other is in a hundred prompts",
                 digits=0,
             ),
@@ -54,7 +56,7 @@ def popularity(setting: Setting) -> Experiment:
                 "hits of a cache that never evicts",
                 "% of blocks",
                 51.0,
-                100 * found.ideal_all_block_hits,
+                100 * statistics.ideal_all_block_hits,
                 _OTHER_TRACE,
                 digits=1,
             ),
@@ -62,7 +64,7 @@ def popularity(setting: Setting) -> Experiment:
                 "the same, blocks that are not full left out",
                 "% of blocks",
                 None,
-                100 * found.ideal_block_hits,
+                100 * statistics.ideal_block_hits,
                 "what an engine can cache",
                 digits=1,
             ),
@@ -80,38 +82,38 @@ class _Replay:
 
 
 def replayed(cell: _Replay) -> float:
-    """Hit rate of blocks in one memory with a policy of the store."""
+    """Return the hit rate of blocks in a single memory with a policy of the store."""
     prompts = [request.blocks(cell.partial) for request in cell.source.requests()]
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}
     depth_of = {name: depth[block] for block, name in names.items()}
-    # The store's own policies over one memory, block by block: hits are the prompt's longest stored prefix; they are
-    # touched from the end, so that the beginning, which more prompts share, is the most recent. What is missing is
-    # stored likewise, end first, one victim for each when full.
+    # The store's own policies over one memory, block by block. Hits are the prompt's longest stored prefix, touched
+    # from the end, so that the beginning, which more prompts share, is the most recent. Missing blocks are stored from
+    # the end too, with a victim for each when full.
     policy = policy_named(cell.policy, depth_of.__getitem__)
-    here: set[bytes] = set()
+    stored: set[bytes] = set()
     hits = 0
     for prompt in ([names[block] for block in blocks] for blocks in prompts):
-        found = next((at for at, key in enumerate(prompt) if key not in here), len(prompt))
-        hits += found
-        for key in reversed(prompt[:found]):
+        matched = next((at for at, key in enumerate(prompt) if key not in stored), len(prompt))
+        hits += matched
+        for key in reversed(prompt[:matched]):
             policy.used(key)
-        for key in reversed(prompt[found : cell.capacity]):
-            if key in here:
+        for key in reversed(prompt[matched : cell.capacity]):
+            if key in stored:
                 policy.noted(key)
                 continue
-            if len(here) >= cell.capacity:
+            if len(stored) >= cell.capacity:
                 victim = policy.victim(key)
                 assert victim is not None
-                here.discard(victim)
+                stored.discard(victim)
                 policy.gone(victim, evicted=True)
-            here.add(key)
+            stored.add(key)
             policy.noted(key)
     return hits / max(1, sum(map(len, prompts)))
 
 
 def hits(setting: Setting) -> Experiment:
-    """Table 1, and the hits of a cache of three million tokens (FAST'25)."""
+    """Measure the hits of table 1, and of a cache of three million tokens (FAST'25)."""
     requests = setting.source.requests()
     most_hits, blocks = ideal_hits(requests, partial=True)
     most = most_hits / blocks
@@ -121,12 +123,12 @@ def hits(setting: Setting) -> Experiment:
         _Replay(setting.source, "lru", THREE_MILLION_BLOCKS, True),
         *(_Replay(setting.source, "lru", capacity, False) for capacity in CAPACITIES),
     ]
-    found = sweep(replayed, cells, setting.way, setting.jobs, setting.progress)
-    table = {policy: found[at * len(CAPACITIES) :][: len(CAPACITIES)] for at, policy in enumerate(policies)}
-    # Found in the order of ``cells``: by policy, the 3 million tokens, then whole blocks only.
-    three_million, whole = found[len(policies) * len(CAPACITIES)], found[-len(CAPACITIES) :]
+    hit_rates = sweep(replayed, cells, setting.way, setting.jobs, setting.progress)
+    table = {policy: hit_rates[at * len(CAPACITIES) :][: len(CAPACITIES)] for at, policy in enumerate(policies)}
+    # In the order of ``cells``: by policy, the 3 million tokens, then whole blocks only.
+    three_million, whole_only = hit_rates[len(policies) * len(CAPACITIES)], hit_rates[-len(CAPACITIES) :]
     whole_hits, whole_blocks = ideal_hits(requests)
-    rows: list[tuple[object, ...]] = [("lru, whole blocks only", whole_hits / whole_blocks, *whole)]
+    rows: list[tuple[object, ...]] = [("lru, whole blocks only", whole_hits / whole_blocks, *whole_only)]
     rows = [*((policy, most, *table[policy]) for policy in policies), *rows]
     return Experiment(
         name="hits",
@@ -151,32 +153,32 @@ def hits(setting: Setting) -> Experiment:
     )
 
 
-# Absolute hits differ between traces; what a capacity keeps of all possible hits can be compared.
+# Absolute hits differ between traces; the share of all possible hits can be compared.
 def _compared(table: dict[str, list[float]], most: float) -> list[Value]:
-    """Relative to the hits of an unlimited cache, which is comparable between traces."""
+    """Compare hits relative to those of an unlimited cache."""
     values = [Value("most there is to hit", "% of blocks", 51.0, 100 * most, _OTHER_TRACE, digits=1)]
     for policy, ours in table.items():
         published: Sequence[float] = PUBLISHED_HITS[policy]
-        for capacity, theirs, here in zip(CAPACITIES, published[1:], ours, strict=True):
+        for capacity, theirs, own in zip(CAPACITIES, published[1:], ours, strict=True):
             what = f"{PUBLISHED_NAMES[policy]}, {capacity:,} blocks"
             why = _SMALL if capacity <= 10_000 and policy == "lru" else ""
-            values.append(Value(what, "% of the most", 100 * theirs / published[0], 100 * here / most, why, digits=0))
+            values.append(Value(what, "% of the most", 100 * theirs / published[0], 100 * own / most, why, digits=0))
     return values
 
 
 LENGTHS = (8, 16, 32, 64, 128)
-"""Thousand tokens."""
+"""Lengths in thousand tokens."""
 
 
 def layer_wise(setting: Setting) -> Experiment:
-    """Figure 7: latency that storing KV adds to a prefill, layer by layer and after it."""
+    """Compare the latency that storing KV adds to a prefill, layer by layer and after it (figure 7)."""
     cost = LLAMA_70B_8xA800
     network = network_of(cost)
     rows = []
     for thousand in LENGTHS:
         tokens = thousand * 1024
         compute_s, transfer_s = cost.prefill_s(tokens), network.seconds(cost.kv_bytes(tokens))
-        # Each layer is sent while the next is computed: visible is what outlasts the prefill.
+        # Each layer is sent while the next is computed; only what outlasts the prefill is visible.
         visible_s = stored_s(transfer_s, compute_s, cost.shape.layers)
         rows.append((thousand, compute_s, transfer_s * 1e3, visible_s * 1e3, visible_s / transfer_s))
     worst = max(row[4] for row in rows)
@@ -235,21 +237,21 @@ PUBLISHED = {
     "table1": "hits",
     "table3": "rejections",
 }
-"""Figure 5 is FAST'25's; all others have the numbers of the report on arXiv."""
+"""Experiments by published figure or table. Figure 5 is FAST'25's; all others are numbered as on arXiv."""
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Experiments by names, figures or tables, without duplicates; all without names.
+    """Return the experiments of these names, figures or tables, without duplicates; all without names.
 
     Raises:
-        InvalidInput: an unknown one.
+        InvalidInput: an unknown name.
     """
-    found = []
+    keys = []
     for name in names:
         key = PUBLISHED.get(name.replace(" ", "").lower(), name)
         if key not in EXPERIMENTS:
             raise InvalidInput(
                 f"Mooncake's {name!r} is not reproduced; there are {', '.join(EXPERIMENTS)}, or {', '.join(PUBLISHED)}"
             )
-        found.append(key)
-    return list(dict.fromkeys(found)) or list(EXPERIMENTS)
+        keys.append(key)
+    return list(dict.fromkeys(keys)) or list(EXPERIMENTS)

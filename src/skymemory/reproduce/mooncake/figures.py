@@ -1,6 +1,6 @@
 """Drawings and CSV files of Mooncake's experiments.
 
-The experiments take minutes; ``skymemory figures`` draws them from the CSV of the full run that the repository keeps.
+The experiments take minutes; ``skymemory figures`` draws them from the CSV of the full run kept in the repository.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 KEPT_RUN = "those of the full run kept in the repository, seed 1"
-"""Source of what is drawn from the CSV in docs/figures, made by ``skymemory reproduce mooncake --trace … --seed 1``."""
+"""Source of drawings from the CSV in docs/figures, made by ``skymemory reproduce mooncake --trace … --seed 1``."""
 _SERIES_SECONDS = 1_200
-"""The first twenty minutes: later swings repeat, and would be too narrow to see."""
+"""Drawn part of the swings, twenty minutes: later swings repeat, and more would be too narrow to see."""
 
 
 def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
-    """Writes an experiment's data as CSV, and its curves, if it has any, as another."""
     written = [save_csv(folder / f"mooncake-{experiment.name}.csv", experiment.header, experiment.rows)]
     if experiment.series:
         rows = (
@@ -54,8 +53,8 @@ def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """The curves as far as they are drawn: twenty minutes of swings, and only the corners of the staircase of uses."""
-    kept: dict[str, tuple[tuple[float, ...], ...]] = {}
+    """Return the drawn part of the curves: twenty minutes of swings, and the corners of the staircase of uses."""
+    drawn: dict[str, tuple[tuple[float, ...], ...]] = {}
     for name, columns in experiment.series.items():
         if experiment.name == "swings":
             if not name.startswith("decode short, vllm") or name.endswith(" all"):
@@ -72,12 +71,16 @@ def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], .
                 for at, point in enumerate(every)
                 if at in (0, last) or not every[at - 1][1] == point[1] == every[at + 1][1]
             ]
-        kept[name] = tuple(zip(*points, strict=True))
-    return kept
+        drawn[name] = tuple(zip(*points, strict=True))
+    return drawn
 
 
 def read_experiment(name: str, folder: Path) -> Experiment:
-    """The experiment whose CSV lies in ``folder``. Raises ``InvalidInput`` if it does not."""
+    """Return the experiment whose CSV is in ``folder``.
+
+    Raises:
+        InvalidInput: there is none.
+    """
     path = folder / f"mooncake-{name}.csv"
     if not path.is_file():
         raise InvalidInput(
@@ -113,17 +116,16 @@ def _value(text: str) -> object:
 
 
 def draw(experiment: Experiment) -> Figure:
-    """The experiment's drawing, with where its requests are from."""
+    """Draw the experiment, with the source of its requests."""
     figure = _DRAWINGS[experiment.name](experiment)
     heading = f"Mooncake, {experiment.published_as}. {experiment.title}"
-    width = round(14 * figure.get_size_inches()[0])  # letters of this size in a line
+    width = round(14 * figure.get_size_inches()[0])  # letters of this size per line
     lines = [*textwrap.wrap(heading, width), *textwrap.wrap(f"Requests: {experiment.source}", width)]
     figure.suptitle("\n".join(lines), color=INK, fontsize=8.5)
     return figure
 
 
 def exhibit_of(experiment: Experiment) -> Exhibit:
-    """How an experiment that was run is drawn."""
     return Exhibit(
         f"mooncake-{experiment.name}",
         _title(experiment.name),
@@ -138,7 +140,7 @@ def _title(name: str) -> str:
 
 
 def kept_exhibits(folder: Path) -> dict[str, Exhibit]:
-    """All experiments, drawn from the CSV in ``folder``, which is read when one is."""
+    """Return exhibits of all experiments, which read the CSV in ``folder`` when they are drawn."""
 
     def one(name: str) -> Exhibit:
         def numbers() -> Numbers:
@@ -196,20 +198,20 @@ def _layer_wise(experiment: Experiment) -> Figure:
 
 def _scheduling(experiment: Experiment) -> Figure:
     figure = new_figure(WIDE_IN, 3.3)
-    left, right = figure.subplots(1, 2)
+    ttft_axes, hits_axes = figure.subplots(1, 2)
     records = _records(experiment)[:4]
     published = [PUBLISHED_TTFT_S[r["scheduler"]] for r in records]
     at = range(len(records))
-    left.bar([x - 0.2 for x in at], published, 0.38, color=GREY, label="published")
-    left.bar([x + 0.2 for x in at], [r["mean_ttft_s"] for r in records], 0.38, color=GREEN, label="ours")
-    right.bar(list(at), [100 * r["token_hits"] for r in records], 0.6, color=BLUE)
-    for axes, label in ((left, "mean TTFT, s"), (right, "tokens that hit, %")):
+    ttft_axes.bar([x - 0.2 for x in at], published, 0.38, color=GREY, label="published")
+    ttft_axes.bar([x + 0.2 for x in at], [r["mean_ttft_s"] for r in records], 0.38, color=GREEN, label="ours")
+    hits_axes.bar(list(at), [100 * r["token_hits"] for r in records], 0.6, color=BLUE)
+    for axes, label in ((ttft_axes, "mean TTFT, s"), (hits_axes, "tokens that hit, %")):
         axes.set_xticks(list(at), [str(r["scheduler"]).replace("-", "-\n") for r in records], fontsize=7)
         axes.set_ylabel(label)
-    # Logarithmic: random is several times slower than the others, whose order is what counts.
-    log_seconds(left)
-    left.set_ylim(bottom=0.5)
-    left.legend()
+    # Logarithmic: random is several times slower than the other schedulers, whose order matters.
+    log_seconds(ttft_axes)
+    ttft_axes.set_ylim(bottom=0.5)
+    ttft_axes.legend()
     return figure
 
 
@@ -247,7 +249,7 @@ def _ratio(experiment: Experiment) -> Figure:
     return figure
 
 
-# One panel for each reading of the TBT and each decode model; bars are systems.
+# A panel per reading of the TBT and decode model; bars are systems.
 def _capacities(experiment: Experiment) -> Figure:
     records = _records(experiment)
     workloads, kinds, rules, names = (
@@ -261,11 +263,11 @@ def _capacities(experiment: Experiment) -> Figure:
             for offset, (name, colour) in enumerate(zip(names, (BLUE, GREY, AMBER, GREEN), strict=True)):
                 mine = {r["workload"]: r["requests_per_s"] for r in panel if r["system"] == name}
                 at = [x + (offset - len(names) / 2) * 0.19 for x in range(len(workloads))]
-                axes.bar(at, [mine[one] for one in workloads], 0.18, color=colour, label=name)
-            axes.set_xticks(range(len(workloads)), [one.removeprefix("simulated-") for one in workloads])
+                axes.bar(at, [mine[workload] for workload in workloads], 0.18, color=colour, label=name)
+            axes.set_xticks(range(len(workloads)), [workload.removeprefix("simulated-") for workload in workloads])
             axes.set_title(f"decoding {kind}; TBT: {rule}")
             axes.set_ylabel("requests/s within SLOs")
-            # From 16k to 128k tokens the rates fall by thirty times; no bar: none within both.
+            # From 16k to 128k tokens the rates fall by a factor of thirty; no bar: none within both SLOs.
             if len(workloads) > 2:
                 log_seconds(axes)
                 axes.set_ylim(0.01, 5)
@@ -278,26 +280,26 @@ def _real(experiment: Experiment) -> Figure:
     kinds = list(dict.fromkeys(r["decoding"] for r in records))
     names = list(dict.fromkeys(r["system"] for r in records))
     figure = new_figure(WIDE_IN, 5.6)
-    left, *others = figure.subplots(2, (len(kinds) + 2) // 2).flat
+    capacity_axes, *met_axes = figure.subplots(2, (len(kinds) + 2) // 2).flat
     width = 0.8 / len(kinds)
     for offset, (kind, colour) in enumerate(zip(kinds, (GREEN, BLUE, GREY), strict=True)):
         mine = {r["system"]: r["rate"] for r in records if r["decoding"] == kind and r["what"] == "capacity"}
         at = [x + (offset - (len(kinds) - 1) / 2) * width for x in range(len(names))]
-        left.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=kind)
-    left.set_xticks(
+        capacity_axes.bar(at, [mine[name] for name in names], 0.95 * width, color=colour, label=kind)
+    capacity_axes.set_xticks(
         range(len(names)), [name.replace(", ", ",\n").replace("20 c", "20\nc") for name in names], fontsize=7
     )
-    left.set_ylabel("× the trace's rate")
-    left.set_title("both SLOs for 90 %, by decoding")
-    left.set_ylim(0, left.get_ylim()[1] * 1.35)
-    left.legend(ncols=2, loc="upper left", fontsize=7)
-    for axes, kind in zip(others, kinds, strict=True):
+    capacity_axes.set_ylabel("× the trace's rate")
+    capacity_axes.set_title("both SLOs for 90 %, by decoding")
+    capacity_axes.set_ylim(0, capacity_axes.get_ylim()[1] * 1.35)
+    capacity_axes.legend(ncols=2, loc="upper left", fontsize=7)
+    for axes, kind in zip(met_axes, kinds, strict=True):
         measured = [r for r in records if r["what"] == "measured" and r["decoding"] == kind]
         for name, colour in zip(dict.fromkeys(r["system"] for r in measured), (GREEN, RED, AMBER), strict=True):
-            shown = [r for r in measured if r["system"] == name]
-            rates = [r["rate"] for r in shown]
-            axes.plot(rates, [100 * r["tbt_met"] for r in shown], "o-", color=colour, label=name)
-            axes.plot(rates, [100 * r["longest_tbt_met"] for r in shown], "o:", color=colour)
+            points = [r for r in measured if r["system"] == name]
+            rates = [r["rate"] for r in points]
+            axes.plot(rates, [100 * r["tbt_met"] for r in points], "o-", color=colour, label=name)
+            axes.plot(rates, [100 * r["longest_tbt_met"] for r in points], "o:", color=colour)
         axes.set_ylim(0, 102)
         axes.set_ylabel("TBT met, %")
         axes.set_xlabel("× the trace's rate")

@@ -12,7 +12,7 @@ from skymemory.sim.sweeps import sweep
 from skymemory.sim.workload import Source
 
 RULES = ("all", "baseline", "early", "predicted", "predicted, long", "goodput")
-"""``long``: the usual time of decoding is infinite, so no request is forecast to end during a prefill."""
+"""Admission rules; ``long``: the usual decoding time is infinite, so no request is forecast to end during a prefill."""
 INFINITE_S = 1e9
 PUBLISHED_REJECTIONS = {"baseline": 4_183, "early": 3_771, "predicted": 3_589, "predicted, long": 3_589}
 PUBLISHED_REQUESTS = 23_608
@@ -24,39 +24,37 @@ SHORT = {"vllm": (11, 5), "turbomind": (13, 3)}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A cluster under overload."""
-
     name: str
     setup: ClusterSetup
     words: str
 
 
 def situations(seed: int) -> tuple[Situation, ...]:
-    """The published one, limited by prefill; and one limited by decode, by engine."""
+    """Return the published situation, limited by prefill, and a situation per engine that is limited by decode."""
     stated = ClusterSetup(rate=RATE, slo=SLO, cost=COST, seed=seed)
     words = "8P+8D, the trace at twice its rate, SLOs of 30 s and 0.1 s a token; decoding as vLLM's on 8×A100"
-    found = [Situation("as stated", stated, words)]
+    listed = [Situation("as stated", stated, words)]
     for name, (prefill, decode) in SHORT.items():
         setup = replace(stated, prefill=prefill, decode=decode, cost=DECODINGS[name])
         engine = "the same" if name == "vllm" else "decoding as TurboMind's on 4×A100"
         words = f"{engine} with {prefill}P+{decode}D: decode comes to its SLO before prefill does"
-        found.append(Situation(f"decode short, {name}", setup, words))
-    return tuple(found)
+        listed.append(Situation(f"decode short, {name}", setup, words))
+    return tuple(listed)
 
 
 def rejections(setting: Setting) -> Experiment:
-    """Rejections by rule, with goodput and wasted prefills."""
-    found = _runs(setting)
-    rows = [(situation.name, rule, *columns(answer.metrics, _HEADER)) for situation, rule, answer in found]
-    ours = {(situation.name, rule): answer.metrics for situation, rule, answer in found}
+    """Compare rejections by rule, with goodput and wasted prefills."""
+    runs = _runs(setting)
+    rows = [(situation.name, rule, *columns(answer.metrics, _HEADER)) for situation, rule, answer in runs]
+    ours = {(situation.name, rule): answer.metrics for situation, rule, answer in runs}
     values: list[Value] = []
     for situation in situations(setting.seed):
         for rule, published in PUBLISHED_REJECTIONS.items():
-            one = ours[situation.name, rule]
-            refused = one.refused + one.refused_after_prefill
+            metrics = ours[situation.name, rule]
+            refused = metrics.refused + metrics.refused_after_prefill
             why = _STATED_WHY if situation.name == "as stated" else _SHORT_WHY
             values.append(Value(f"{situation.name}: rejected, {rule}", "requests", published, refused, why, digits=0))
-            part = 100 * refused / max(1, one.requests)
+            part = 100 * refused / max(1, metrics.requests)
             values.append(
                 Value(
                     f"{situation.name}: the same, of all, {rule}",
@@ -66,13 +64,15 @@ def rejections(setting: Setting) -> Experiment:
                     digits=1,
                 )
             )
-        # Wasted: prefills whose request was refused afterwards, the cost that early rejection avoids.
+        # Wasted prefills: the request was refused afterwards. Early rejection avoids this cost.
         base = ours[situation.name, "baseline"]
         for rule in RULES[1:]:
-            one = ours[situation.name, rule]
-            values.append(Value(f"{situation.name}: goodput, {rule}", "requests/s", None, one.goodput_per_s, digits=3))
+            metrics = ours[situation.name, rule]
+            values.append(
+                Value(f"{situation.name}: goodput, {rule}", "requests/s", None, metrics.goodput_per_s, digits=3)
+            )
             if rule != "baseline":
-                saved = _saved(one.wasted_prefill_s, base.wasted_prefill_s)
+                saved = _saved(metrics.wasted_prefill_s, base.wasted_prefill_s)
                 values.append(
                     Value(f"{situation.name}: wasted prefill against baseline, {rule}", "%", None, saved, digits=0)
                 )
@@ -80,7 +80,7 @@ def rejections(setting: Setting) -> Experiment:
         name="rejections",
         source=setting.source.name,
         assumed=(
-            *(f"{one.name}: {one.words}" for one in situations(setting.seed)),
+            *(f"{situation.name}: {situation.words}" for situation in situations(setting.seed)),
             "predicted: all decode for one usual time, learnt as the mean; predicted, long: that time is without end",
         ),
         header=("situation", "rule", *_HEADER),
@@ -90,26 +90,28 @@ def rejections(setting: Setting) -> Experiment:
 
 
 def load_swings(setting: Setting) -> Experiment:
-    """Swings of prefill and decode loads by rule: amplitude, period, phase."""
-    found = _runs(setting)
+    """Compare the swings of prefill and decode loads by rule: amplitude, period, phase."""
+    runs = _runs(setting)
     rows: list[tuple[object, ...]] = []
     series: dict[str, tuple[tuple[float, ...], ...]] = {}
     values: list[Value] = []
-    for situation, rule, answer in found:
-        one = answer.swings
-        assert one is not None
-        rows.append((situation.name, rule, *(getattr(one, name) for name in _SWING_HEADER)))
+    for situation, rule, answer in runs:
+        swings = answer.swings
+        assert swings is not None
+        rows.append((situation.name, rule, *(getattr(swings, name) for name in _SWING_HEADER)))
         series[f"{situation.name}, {rule}"] = answer.curves
         if situation.name == "decode short, vllm" and rule in ("early", "predicted, long", "goodput"):
             says = {"early": "anti-phase: near -1", "predicted, long": "calmer"}.get(rule)
-            values.append(Value(f"{rule}: correlation of both loads", "", says, one.correlation, _SWING_WHY))
-            values.append(Value(f"{rule}: amplitude of decode", "of its SLO", None, one.decode_amplitude, digits=3))
-            values.append(Value(f"{rule}: amplitude of prefill", "of its SLO", None, one.prefill_amplitude, digits=3))
+            values.append(Value(f"{rule}: correlation of both loads", "", says, swings.correlation, _SWING_WHY))
+            values.append(Value(f"{rule}: amplitude of decode", "of its SLO", None, swings.decode_amplitude, digits=3))
+            values.append(
+                Value(f"{rule}: amplitude of prefill", "of its SLO", None, swings.prefill_amplitude, digits=3)
+            )
     return Experiment(
         name="swings",
         source=setting.source.name,
         assumed=(
-            *(f"{one.name}: {one.words}" for one in situations(setting.seed)),
+            *(f"{situation.name}: {situation.words}" for situation in situations(setting.seed)),
             "load: worst predicted TTFT over its SLO, worst TBT over its SLO; amplitude, period, phase, coherence as"
             " docs/reference/cluster-metrics.md defines them",
         ),
@@ -148,27 +150,26 @@ _SWING_WHY = "published as a picture"
 
 
 _FOUND: dict[Source, list[CellAnswer]] = {}
-"""Runs of the last source, which rejections and swings share."""
+"""Runs of the last source, shared by rejections and swings."""
 
 
 def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
     labels = [(situation, rule) for situation in situations(setting.seed) for rule in RULES]
     if setting.source not in _FOUND:
-        cells = [overload_cell(setting.source, one.setup, rule) for one, rule in labels]
+        cells = [overload_cell(setting.source, situation.setup, rule) for situation, rule in labels]
         _FOUND.clear()
         _FOUND[setting.source] = sweep(run_cell, cells, setting.way, setting.jobs, setting.progress)
-    found = _FOUND[setting.source]
-    return [(situation, rule, answer) for (situation, rule), answer in zip(labels, found, strict=True)]
+    answers = _FOUND[setting.source]
+    return [(situation, rule, answer) for (situation, rule), answer in zip(labels, answers, strict=True)]
 
 
 def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell:
-    """The cell of one of ``RULES``."""
     name, _, long = rule.partition(", ")
-    # With an endless decoding time no request is forecast to leave: the most cautious prediction.
+    # With an infinite decoding time no request is forecast to leave: the most cautious prediction.
     options = (("decode_s", INFINITE_S),) if long else ()
     return ClusterCell(source, setup, scheduler_options=options, admission=name, curves=True)
 
 
 def _saved(ours: float, theirs: float) -> float:
-    """Difference in percent; 0 if theirs is 0."""
+    """Return the difference in percent; 0 if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else 0.0

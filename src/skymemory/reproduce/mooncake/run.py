@@ -1,4 +1,4 @@
-"""``skymemory reproduce mooncake``: runs the experiments and prints the published values beside ours."""
+"""The command ``skymemory reproduce mooncake``: runs the experiments and prints the published values and ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
             " Mooncake's conversation trace, not its requests",
             sys.stderr,
         )
-    # Each experiment is printed when it is done: all of them take long.
+    # Each experiment is printed when it is done, because all of them take long.
     results: list[Experiment] = []
     for name in names:
         progress = Progress(sys.stderr, name)
@@ -47,14 +47,14 @@ def run_mooncake(args: argparse.Namespace) -> int:
                 print(line)
             sys.stdout.flush()
     if args.json:
-        print(json.dumps([one.as_json() for one in results], indent=1, ensure_ascii=False))
+        print(json.dumps([result.as_json() for result in results], indent=1, ensure_ascii=False))
     if args.out is not None:
         _write(results, args.out, sys.stderr if args.json else sys.stdout)
     return 0
 
 
 class Progress:
-    """Progress in one line that is overwritten; only on a terminal."""
+    """Progress in a line that is overwritten; only on a terminal."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._began_s = stream, name, time.monotonic()
@@ -74,15 +74,16 @@ class Progress:
 
 
 def as_text(experiment: Experiment, width: int) -> list[str]:
-    """Published values, ours and remarks; then all data."""
+    """Return published values, ours and remarks, then all data."""
     lines = [
         "",
         f"{experiment.name} ({experiment.published_as}): {experiment.title}",
         f"  requests: {experiment.source}",
-        *(f"  assumed: {one}" for one in experiment.assumed),
+        *(f"  assumed: {assumption}" for assumption in experiment.assumed),
     ]
     values = [
-        [one.what, _published(one), _number(one.ours, one.digits), one.unit, one.why] for one in experiment.values
+        [value.what, _published(value), _number(value.ours, value.digits), value.unit, value.why]
+        for value in experiment.values
     ]
     return [
         *(part for line in lines for part in wrapped(line, width, 2)),
@@ -93,26 +94,27 @@ def as_text(experiment: Experiment, width: int) -> list[str]:
 
 
 def as_markdown(experiment: Experiment) -> list[str]:
-    """The same as a Markdown section, for docs/reproduce/mooncake.md."""
+    """Return the same as a Markdown section, for docs/reproduce/mooncake.md."""
     lines = [
         "",
         f"### {experiment.title}",
         "",
         f"`{experiment.name}`; published as {experiment.published_as}. Requests: {experiment.source}.",
     ]
-    lines += ["", *(f"- {one}" for one in experiment.assumed)]
+    lines += ["", *(f"- {assumption}" for assumption in experiment.assumed)]
     lines += ["", "| what | published | ours | | why |", "| --- | ---: | ---: | --- | --- |"]
-    for one in experiment.values:
-        lines.append(f"| {one.what} | {_published(one)} | {_number(one.ours, one.digits)} | {one.unit} | {one.why} |")
+    for value in experiment.values:
+        lines.append(
+            f"| {value.what} | {_published(value)} | {_number(value.ours, value.digits)} | {value.unit} | {value.why} |"
+        )
     lines += ["", f"| {' | '.join(experiment.header)} |".replace("_", " ")]
     words = [all(isinstance(row[at], str) for row in experiment.rows) for at in range(len(experiment.header))]
-    lines.append(f"| {' | '.join('---' if left else '---:' for left in words)} |")
+    lines.append(f"| {' | '.join('---' if is_words else '---:' for is_words in words)} |")
     lines += [f"| {' | '.join(_cell(value) for value in row)} |" for row in experiment.rows]
     return lines
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """The rows as cells of text; columns of words are aligned left."""
     words = [at for at in range(len(header)) if all(isinstance(row[at], str) for row in rows)]
     return Table([str(name) for name in header], [[_cell(value) for value in row] for row in rows], left=words)
 
@@ -140,11 +142,11 @@ def _cell(value: object) -> str:
 
 
 def _write(results: Sequence[Experiment], folder: Path, stream: TextIO) -> None:
-    for one in results:
-        for path in write_mooncake_csv(one, folder):
+    for result in results:
+        for path in write_mooncake_csv(result, folder):
             print(path, file=stream)
     try:
-        for one in results:
-            print(save(draw(one), folder / f"mooncake-{one.name}.png", PRINT_DPI), file=stream)
+        for result in results:
+            print(save(draw(result), folder / f"mooncake-{result.name}.png", PRINT_DPI), file=stream)
     except MissingExtra as error:
         print(f"skymemory: no PNG: {error}", file=sys.stderr)

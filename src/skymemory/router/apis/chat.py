@@ -1,7 +1,7 @@
-"""Chat completions as translators see them: an answer, whole or streamed, as a sequence of parts.
+"""Chat completions as translators see them: an answer, streamed or not, as a sequence of parts.
 
-An answer is reasoning, text and calls of tools. ``PartReader`` reads chunks of a stream, or a whole message, and
-reports each part's begin, its pieces and its end, one part at a time; that is how Responses and Messages stream them.
+A part is reasoning, text or a tool call. ``PartReader`` reads stream chunks, or a complete message, and reports each
+part's begin, pieces and end, one part at a time; Responses and Messages stream them like that.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from uuid import uuid4
 import msgspec
 
 MAX_EVENT_BYTES = 16 << 20
-"""Of a stream of an engine. What a tool is called with comes in many; log probabilities of one token are short."""
+"""Limit of a stream event; tool arguments arrive in many events."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Of an engine's whole answer, which is kept until it is complete."""
+"""Limit of an unstreamed answer, which is buffered."""
 REASONING, TEXT, TOOL = "reasoning", "text", "tool"
 BEGIN, PIECE, END = "begin", "piece", "end"
 _encode = msgspec.json.Encoder().encode
@@ -24,25 +24,23 @@ _decode = msgspec.json.Decoder().decode
 
 
 class UnreadableAnswer(Exception):
-    """What an engine sent is not a chat completion."""
+    """Engine output that is no chat completion."""
 
 
 @dataclass(slots=True)
 class Part:
-    """A part of an answer, as far as it has come."""
-
     kind: str
     number: int
-    """Its place in the answer, from 0."""
+    """Index in the answer, from 0."""
     call_id: str = ""
     name: str = ""
-    """Of the tool that is called."""
+    """Name of the tool."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """Its text; of a tool's call the arguments, as JSON."""
+        """Text, or a tool call's arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -64,7 +62,7 @@ class ChatUsage:
 
 
 class PartReader:
-    """Reads a chat completion. ``read`` takes chunks of a stream or one whole answer; ``end`` closes what is open."""
+    """Reader of stream chunks or a complete answer (``read``); ``end`` closes open parts."""
 
     def __init__(self) -> None:
         self.id = ""
@@ -73,21 +71,21 @@ class PartReader:
         self.finish = ""
         """OpenAI's ``finish_reason``; empty: the answer has not ended."""
         self.stop_text = ""
-        """The stop sequence that ended it, where it is known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
+        """Stop sequence, if known: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
         self.parts: list[Part] = []
         self._open: Part | None = None
         self._tools: dict[int, Part] = {}
-        """By the engine's index."""
         self._held: dict[int, list[str]] = {}
-        """Arguments of calls that begin before those of the open one are complete."""
+        """Arguments of calls that began before the open call was complete."""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """
+        """Report the parts of a chunk, or of a complete answer.
+
         Raises:
-            UnreadableAnswer: a field is not what it should be.
+            UnreadableAnswer: a field has an unexpected type.
         """
-        self.id = self.id or _text(chunk.get("id")) or uuid4().hex  # clients keep answers by it
+        self.id = self.id or _text(chunk.get("id")) or uuid4().hex  # clients store answers under it
         self.model = self.model or _text(chunk.get("model"))
         created = chunk.get("created")
         if not self.created_s and isinstance(created, int | float):
@@ -102,9 +100,10 @@ class PartReader:
             yield from self._read_choice(choice)
 
     def read_whole(self, answer: Mapping[str, Any]) -> list[PartEvent]:
-        """
+        """Read a complete answer, to its end.
+
         Raises:
-            UnreadableAnswer: a field is not what it should be.
+            UnreadableAnswer: a field has an unexpected type, or ``choices`` is empty.
         """
         events = [*self.read(answer), *self.end()]
         if not answer["choices"]:
@@ -112,24 +111,26 @@ class PartReader:
         return events
 
     def end(self) -> Iterator[PartEvent]:
-        """Close the open part, and pass on what waited for its end."""
+        """Close the open part, and report waiting calls."""
         yield from self._close()
         for index in list(self._held):
             yield from self._release(index)
             yield from self._close()
 
     def _read_choice(self, choice: Mapping[str, Any]) -> Iterator[PartEvent]:
-        said = choice.get("delta") or choice.get("message") or {}
-        if not isinstance(said, dict):
+        message = choice.get("delta") or choice.get("message") or {}
+        if not isinstance(message, dict):
             raise UnreadableAnswer("a choice has neither `delta` nor `message`")
-        if reasoning := _text(said.get("reasoning") or said.get("reasoning_content")):
+        if reasoning := _text(message.get("reasoning") or message.get("reasoning_content")):
             yield from self._add(REASONING, reasoning)
         logprobs = choice.get("logprobs")
         tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
-        known = tuple(each for each in tokens if isinstance(each, dict)) if isinstance(tokens, list) else ()
-        if (text := _text(said.get("content")) or _text(said.get("refusal"))) or (known and self._is_text):
-            yield from self._add(TEXT, text, known)
-        calls = said.get("tool_calls") or ()
+        token_logprobs = tuple(token for token in tokens if isinstance(token, dict)) if isinstance(tokens, list) else ()
+        if (text := _text(message.get("content")) or _text(message.get("refusal"))) or (
+            token_logprobs and self._is_text
+        ):
+            yield from self._add(TEXT, text, token_logprobs)
+        calls = message.get("tool_calls") or ()
         if not isinstance(calls, list | tuple):
             raise UnreadableAnswer("`tool_calls` is no list")
         for at, call in enumerate(calls):
@@ -152,7 +153,7 @@ class PartReader:
         index = call.get("index")
         index = index if isinstance(index, int) else at
         arguments = function.get("arguments")
-        # Some engines send arguments as the object that they should be the text of.
+        # Some engines send arguments as an object instead of its JSON text.
         words = arguments if isinstance(arguments, str) else "" if arguments is None else _encode(arguments).decode()
         part = self._tools.get(index)
         if part is None:
@@ -165,7 +166,7 @@ class PartReader:
         if index in self._held:
             if words:
                 self._held[index].append(words)
-            # The open call ends where its arguments are complete: then the next one may begin.
+            # The open call ends when its arguments are complete: then the next call may begin.
             if self._open is not None and _is_whole(self._open.text):
                 yield from self._close()
                 yield from self._release(next(iter(self._held)))
@@ -176,11 +177,11 @@ class PartReader:
             raise UnreadableAnswer(f"arguments of the tool {part.name!r} came after they were complete")
 
     def _release(self, index: int) -> Iterator[PartEvent]:
-        part, held = self._tools[index], self._held.pop(index)
+        part, arguments = self._tools[index], self._held.pop(index)
         yield from self._begin(part)
-        if held:
-            part.pieces += held
-            yield PartEvent(PIECE, part, "".join(held))
+        if arguments:
+            part.pieces += arguments
+            yield PartEvent(PIECE, part, "".join(arguments))
 
     def _add(self, kind: str, text: str, logprobs: tuple[Mapping[str, Any], ...] = ()) -> Iterator[PartEvent]:
         part = self._open
@@ -215,7 +216,7 @@ class PartReader:
 
 
 def error_in(chunk: Mapping[str, Any]) -> str:
-    """The message of an error event in a stream; empty: it is none."""
+    """Return the message of an error event; empty: it is none."""
     error = chunk.get("error")
     if isinstance(error, dict):
         return _text(error.get("message")) or "error of the engine"
@@ -225,7 +226,7 @@ def error_in(chunk: Mapping[str, Any]) -> str:
 
 
 class EventLines:
-    """Reads the data of server-sent events from bytes that come in any pieces."""
+    """Parser of server-sent events from arbitrary pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -233,18 +234,18 @@ class EventLines:
         self._size = 0
 
     def read(self, piece: bytes) -> Iterator[bytes]:
-        """The data of each event that is complete.
+        """Yield the data of each complete event.
 
         Raises:
             UnreadableAnswer: an event is longer than ``MAX_EVENT_BYTES``.
         """
-        whole = self._rest + piece
-        # A trailing CR may be half of a line's end.
-        cut = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, -1)) + 1
-        self._rest = whole[cut:]
+        received = self._rest + piece
+        # A trailing CR may be the first half of a line end.
+        cut = max(received.rfind(b"\n"), received.rfind(b"\r", 0, -1)) + 1
+        self._rest = received[cut:]
         if len(self._rest) + self._size > MAX_EVENT_BYTES:
             raise UnreadableAnswer(f"an event of its stream is longer than {MAX_EVENT_BYTES} bytes")
-        for line in whole[:cut].splitlines():
+        for line in received[:cut].splitlines():
             if not line:
                 if self._data:
                     yield b"\n".join(self._data)
@@ -255,22 +256,23 @@ class EventLines:
 
 
 def event(name: str, content: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a name, as Responses and Messages have them."""
+    """Return a named server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode(content))
 
 
 def as_object(data: bytes) -> dict[str, Any]:
-    """
+    """Decode a JSON object.
+
     Raises:
         UnreadableAnswer: it is no JSON object.
     """
     try:
-        found = _decode(data)
+        decoded = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UnreadableAnswer(f"it is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise UnreadableAnswer("it is no JSON object")
-    return found
+    return decoded
 
 
 def _is_whole(arguments: str) -> bool:

@@ -1,8 +1,8 @@
 """Anthropic's Messages (``POST /v1/messages``, ``/v1/messages/count_tokens``) as a chat completion and back.
 
-``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``MessageStream`` the events of a
-stream. Where an engine has no way to count tokens, they are those of the prompt of a completion of one token
-(``counting_request``). Turns are joined as vLLM's own Messages API joins them, so that prompts are the same.
+``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``MessageStream`` the stream
+events. If an engine cannot count tokens, they are taken from the usage of a completion of one token
+(``counting_request``). Turns are joined as in vLLM's own Messages API, so that prompts are the same.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _SAME = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container")
 _KNOWN = frozenset((*_MAPPED, *_LABELS, *_ACCOUNTS, *_REFUSED, "output_config", "output_format"))
 _BILLING = "x-anthropic-billing-header"
-"""Begin of a text that Claude Code puts before the system prompt, with a hash of each request: no two prompts would
-begin alike. vLLM leaves it out, too.
+"""Prefix of a text that Claude Code puts before the system prompt, with a hash of each request: no prompts would share
+a prefix. vLLM drops it, too.
 """
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
 def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False) -> dict[str, Any]:
-    """The body of the same chat completion.
+    """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot say. False: only the prompt matters, to be compared with others;
-            what has no counterpart stays in it as it is.
+        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
+            without a counterpart stay as they are.
         needs_limit: refuse a request without ``max_tokens``, which the API demands.
 
     Raises:
@@ -88,9 +88,11 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
 
 
 def counting_request(fields: Fields) -> dict[str, Any]:
-    """A chat completion of one token, whose usage has the prompt's tokens."""
-    kept = {name: value for name, value in fields.items() if name not in ("stream", "stop_sequences", "output_config")}
-    return {**chat_request(kept), "max_tokens": 1}
+    """Return a chat completion of one token: its usage counts the prompt's tokens."""
+    counted_fields = {
+        name: value for name, value in fields.items() if name not in ("stream", "stop_sequences", "output_config")
+    }
+    return {**chat_request(counted_fields), "max_tokens": 1}
 
 
 def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
@@ -105,38 +107,36 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(fields: Fields, strict: bool) -> list[Any]:
-    found: list[Any] = []
+    tools: list[Any] = []
     for at, tool in enumerate(list_of(fields.get("tools") or [], "tools")):
         param = f"tools[{at}]"
-        each = object_of(tool, param)
-        if each.get("type") in (None, "custom"):
-            schema, description = each.get("input_schema"), each.get("description")
-            found.append(function_tool(each.get("name"), description, schema, each.get("strict"), param))
+        definition = object_of(tool, param)
+        if definition.get("type") in (None, "custom"):
+            schema, description = definition.get("input_schema"), definition.get("description")
+            tools.append(function_tool(definition.get("name"), description, schema, definition.get("strict"), param))
         elif strict:
-            kind = str(each.get("type"))[:40]
+            kind = str(definition.get("type"))[:40]
             refuse(param, f"is a tool of type {kind!r}, which the engine does not have: give it an `input_schema`")
         else:
-            found.append(each)
-    return found
+            tools.append(definition)
+    return tools
 
 
 def _output_settings(fields: Fields) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    body: dict[str, Any] = {}
     settings = object_of(fields.get("output_config") or {}, "output_config")
     shape = settings.get("format") or fields.get("output_format")
     if shape is not None:
         if object_of(shape, "output_config.format").get("type") != "json_schema":
             refuse("output_config.format", "is not of type json_schema")
         schema = {"name": "answer", "schema": shape.get("schema"), "strict": True}
-        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if (effort := settings.get("effort")) is not None:
-        found["reasoning_effort"] = effort
-    return found
+        body["reasoning_effort"] = effort
+    return body
 
 
 class _Turns:
-    """The turns of a chat, from ``system`` and ``messages``."""
-
     def __init__(self, strict: bool) -> None:
         self._strict = strict
 
@@ -146,16 +146,16 @@ class _Turns:
         turns: list[dict[str, Any]] = []
         for at, message in enumerate(messages):
             param = f"messages[{at}]"
-            each = object_of(message, param)
-            role, said = each.get("role"), each.get("content")
+            turn = object_of(message, param)
+            role, content = turn.get("role"), turn.get("content")
             if role == "system":
-                system += self._system(said, f"{param}.content")
+                system += self._system(content, f"{param}.content")
             elif role not in ("user", "assistant"):
                 refuse(f"{param}.role", "is not user, assistant or system")
-            elif isinstance(said, str):
-                turns.append({"role": role, "content": said})
+            elif isinstance(content, str):
+                turns.append({"role": role, "content": content})
             else:
-                blocks = list_of(said, f"{param}.content")
+                blocks = list_of(content, f"{param}.content")
                 turns += self._assistant(blocks, param) if role == "assistant" else self._user(blocks, param)
         if not turns:
             refuse("messages", "has no turn: expected at least one")
@@ -170,21 +170,21 @@ class _Turns:
         return "".join(text for text in texts if not text.startswith(_BILLING))
 
     def _user(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
-        """Results of tools are turns of their own, before what else the user says."""
+        """Yield tool results as separate turns, before the user's text."""
         parts: list[dict[str, Any]] = []
-        for at, each in enumerate(blocks):
+        for at, entry in enumerate(blocks):
             where = f"{param}.content[{at}]"
-            block = object_of(each, where)
+            block = object_of(entry, where)
             if block.get("type") != "tool_result":
                 parts.append(self._part(block, where))
                 continue
-            said = block.get("content")
-            if said is None or isinstance(said, str):
-                content, images = said or "", []
+            result = block.get("content")
+            if result is None or isinstance(result, str):
+                content, images = result or "", []
             else:
-                found = [self._part(object_of(one, where), where) for one in list_of(said, f"{where}.content")]
-                content = "\n".join(one["text"] for one in found if one.get("type") == "text")
-                images = [one for one in found if one.get("type") != "text"]
+                results = [self._part(object_of(item, where), where) for item in list_of(result, f"{where}.content")]
+                content = "\n".join(part["text"] for part in results if part.get("type") == "text")
+                images = [part for part in results if part.get("type") != "text"]
             call_id = text_of(block.get("tool_use_id"), f"{where}.tool_use_id")
             yield {"role": "tool", "tool_call_id": call_id, "content": content}
             if images:
@@ -194,9 +194,9 @@ class _Turns:
 
     def _assistant(self, blocks: list[Any], param: str) -> Iterator[dict[str, Any]]:
         parts, calls, thoughts = [], [], []
-        for at, each in enumerate(blocks):
+        for at, entry in enumerate(blocks):
             where = f"{param}.content[{at}]"
-            block = object_of(each, where)
+            block = object_of(entry, where)
             kind = block.get("type")
             if kind == "tool_use":
                 arguments = msgspec.json.encode(block.get("input") or {}).decode()
@@ -210,7 +210,7 @@ class _Turns:
         if calls:
             turn["tool_calls"] = calls
         if thoughts:
-            turn["reasoning"] = turn["reasoning_content"] = "".join(thoughts)  # vLLM and SGLang call it differently
+            turn["reasoning"] = turn["reasoning_content"] = "".join(thoughts)  # vLLM and SGLang use different names
         if parts or calls or thoughts:
             yield turn
 
@@ -235,7 +235,7 @@ class _Turns:
 
 
 def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The message made of a whole chat completion.
+    """Translate a complete chat completion.
 
     Raises:
         UnreadableAnswer: it is none.
@@ -243,21 +243,20 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
     reader = PartReader()
     events = reader.read_whole(answer)
     return {
-        **_message(fields, reader, [_block(each.part) for each in events if each.what == END]),
+        **_message(fields, reader, [_block(item.part) for item in events if item.what == END]),
         **_stop(fields, reader),
         "usage": _usage(reader.usage),
     }
 
 
 def count(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a count of tokens, made of that to ``counting_request``."""
     reader = PartReader()
     list(reader.read(answer))
     return {"input_tokens": 0 if reader.usage is None else reader.usage.prompt_tokens}
 
 
 class MessageStream:
-    """The events of a stream, made of the chunks of a chat completion."""
+    """Stream events, made from chat-completion chunks."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -269,25 +268,25 @@ class MessageStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """
+        """Translate a chunk.
+
         Raises:
-            UnreadableAnswer: it is no chunk of a chat completion.
+            UnreadableAnswer: it is no chat-completion chunk.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()
-        for each in events:
-            yield from self._part_event(each)
+        for part_event in events:
+            yield from self._part_event(part_event)
 
     def end(self) -> Iterator[bytes]:
         yield from self._begin()
-        for each in list(self._reader.end()):
-            yield from self._part_event(each)
+        for part_event in list(self._reader.end()):
+            yield from self._part_event(part_event)
         usage = _usage(self._reader.usage)
         yield _event("message_delta", delta=_stop(self._fields, self._reader), usage=usage)
         yield _event("message_stop")
 
     def fail(self, status: int, message: str) -> Iterator[bytes]:
-        """The engine failed in the middle: what came is all that comes."""
         yield error_event(status, message)
 
     def _begin(self) -> Iterator[bytes]:
@@ -348,12 +347,12 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object that they should be; what the model wrote instead stays readable."""
+    """Return a call's arguments as an object; malformed text stays readable."""
     try:
-        found = msgspec.json.decode(arguments.encode("utf-8", "replace")) if arguments.strip() else {}
+        decoded = msgspec.json.decode(arguments.encode("utf-8", "replace")) if arguments.strip() else {}
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+        decoded = None
+    return decoded if isinstance(decoded, dict) else {"arguments": arguments}
 
 
 def _stop(fields: Fields, reader: PartReader) -> dict[str, Any]:
@@ -362,18 +361,18 @@ def _stop(fields: Fields, reader: PartReader) -> dict[str, Any]:
     if reason == "end_turn" and isinstance(stops, list) and reader.stop_text and reader.stop_text in stops:
         return {"stop_reason": "stop_sequence", "stop_sequence": reader.stop_text}
     if reason == "end_turn" and any(part.kind == TOOL for part in reader.parts):
-        reason = "tool_use"  # of a tool that the client has named, some engines say "stop"
+        reason = "tool_use"  # some engines say "stop" if the client chose the tool
     return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: ChatUsage | None) -> dict[str, Any]:
-    """Anthropic's ``input_tokens`` are those that no cache had."""
-    found = usage or ChatUsage()
+    """Return the usage; Anthropic's ``input_tokens`` exclude cached tokens."""
+    counts = usage or ChatUsage()
     return {
-        "input_tokens": found.prompt_tokens - found.cached_tokens,
+        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": found.cached_tokens,
-        "output_tokens": found.output_tokens,
+        "cache_read_input_tokens": counts.cached_tokens,
+        "output_tokens": counts.output_tokens,
     }
 
 
@@ -396,7 +395,6 @@ _KINDS = {
 
 
 def kind_of(status: int) -> str:
-    """The ``type`` of Anthropic's error object."""
     return _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 

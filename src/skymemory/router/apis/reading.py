@@ -1,4 +1,4 @@
-"""Reads fields of a request whose JSON is decoded, and refuses what is of another type."""
+"""Reads fields of a decoded JSON request, and refuses values of a wrong type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse(param: str, why: str) -> NoReturn:
 
 
 def reason_of(error: Exception, raw: bytes | memoryview) -> str:
-    """Why a decoder refused JSON. Of a lone surrogate near the end msgspec says that the data was truncated."""
+    """Return why JSON was refused; msgspec reports a lone surrogate near the end as truncated data."""
     words = str(error)
     if "truncated" in words and _HALF_PAIR.search(bytes(raw[-_TAIL_BYTES:])):
         return "a text has one half of a surrogate pair (\\ud800 to \\udfff) without the other"
@@ -50,28 +50,25 @@ def object_of(value: object, param: str) -> dict[str, Any]:
 
 
 def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
-    """The fields that the API does not have: an engine's extensions (``top_k``, ``cache_salt``), which mean the same in
-    a chat completion.
-    """
+    """Return an engine's extensions (``top_k``, ``cache_salt``), which chat completions share."""
     return {name: value for name, value in fields.items() if name not in known}
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """Those that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def function_tool(name: object, description: object, parameters: object, strict: object, param: str) -> dict[str, Any]:
-    """A tool as chat completions have it."""
+    """Return a tool of chat completions."""
     function = {"name": text_of(name, f"{param}.name"), **given(description=description, parameters=parameters)}
     return {"type": "function", "function": {**function, **given(strict=strict)}}
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a turn of the assistant, as chat completions have it."""
+    """Return a tool call of chat completions."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The content of a turn: a single text as such."""
+    """Return a turn's content; a single text without its list."""
     return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts

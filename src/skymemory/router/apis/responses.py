@@ -1,8 +1,8 @@
 """OpenAI's Responses (``POST /v1/responses``), without state, as a chat completion and back.
 
-``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``ResponseStream`` the events of a
-stream, in the order that OpenAI's clients expect: created, in progress; for each item added, its deltas, done; at last
-completed or incomplete. Nothing is stored, so what refers to a stored response is refused; ``store`` is ignored.
+``chat_request`` reads a request. ``whole`` makes its answer from a chat completion, ``ResponseStream`` the stream
+events, in the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done; finally
+completed or incomplete. Nothing is stored: references to stored responses are refused, and ``store`` is ignored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def check(fields: Fields) -> None:
-    """Refuse what asks for stored state, whatever the engine could do: the next request may reach another server.
+    """Refuse requests for stored state: the next request may reach another server.
 
     Raises:
         ApiError: 400.
@@ -75,11 +75,11 @@ def check(fields: Fields) -> None:
 
 
 def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
-    """The body of the same chat completion.
+    """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what a chat completion cannot say. False: only the prompt matters, to be compared with others;
-            what has no counterpart stays in it as it is.
+        strict: refuse what a chat completion cannot express. False: only the prompt matters, for comparison; parts
+            without a counterpart stay as they are.
 
     Raises:
         ApiError: 400.
@@ -98,46 +98,50 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
 
 
 def _strict_fields(fields: Fields, body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    body_fields: dict[str, Any] = {}
     for name in _REFUSED:
         if fields.get(name):
             refuse(name, "is not supported by the engine: leave it out")
     choice = fields.get("tool_choice")
     if choice is not None and "tools" in body:
-        found |= _tool_choice(choice, body)
+        body_fields |= _tool_choice(choice, body)
     if "tools" not in body:
-        body.pop("parallel_tool_calls", None)  # it is about tools
+        body.pop("parallel_tool_calls", None)  # meaningless without tools
     text = fields.get("text")
     if text is not None:
-        found |= _text_settings(object_of(text, "text"))
+        body_fields |= _text_settings(object_of(text, "text"))
     reasoning = fields.get("reasoning")
     if reasoning is not None and (effort := object_of(reasoning, "reasoning").get("effort")) is not None:
         if effort not in _EFFORTS:
             refuse("reasoning.effort", f"is not one of {', '.join(_EFFORTS)}")
-        found["reasoning_effort"] = effort
-    most = fields.get("top_logprobs")
-    if most or _LOGPROBS in list_of(fields.get("include") or [], "include"):
-        found |= {"logprobs": True, "top_logprobs": most or 0}
-    return found
+        body_fields["reasoning_effort"] = effort
+    top_logprobs = fields.get("top_logprobs")
+    if top_logprobs or _LOGPROBS in list_of(fields.get("include") or [], "include"):
+        body_fields |= {"logprobs": True, "top_logprobs": top_logprobs or 0}
+    return body_fields
 
 
 def _tools(fields: Fields, strict: bool) -> list[Any]:
-    found: list[Any] = []
+    tools: list[Any] = []
     for at, tool in enumerate(list_of(fields.get("tools") or [], "tools")):
         param = f"tools[{at}]"
-        each = object_of(tool, param)
-        if each.get("type") == "function":
-            found.append(
+        definition = object_of(tool, param)
+        if definition.get("type") == "function":
+            tools.append(
                 function_tool(
-                    each.get("name"), each.get("description"), each.get("parameters"), each.get("strict"), param
+                    definition.get("name"),
+                    definition.get("description"),
+                    definition.get("parameters"),
+                    definition.get("strict"),
+                    param,
                 )
             )
         elif strict:
-            kind = str(each.get("type"))[:40]
+            kind = str(definition.get("type"))[:40]
             refuse(param, f"is a tool of type {kind!r}, which the engine does not have: only functions can be called")
         else:
-            found.append(each)
-    return found
+            tools.append(definition)
+    return tools
 
 
 def _tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +151,8 @@ def _tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
     if kind == "function":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
     if kind == "allowed_tools":
-        allowed = [object_of(each, "tool_choice.tools") for each in list_of(choice.get("tools"), "tool_choice.tools")]
-        names = {each.get("name") for each in allowed if each.get("type") == "function"}
+        allowed = [object_of(tool, "tool_choice.tools") for tool in list_of(choice.get("tools"), "tool_choice.tools")]
+        names = {tool.get("name") for tool in allowed if tool.get("type") == "function"}
         body["tools"] = [tool for tool in body["tools"] if tool["function"]["name"] in names]
         if not body["tools"]:
             refuse("tool_choice.tools", "allows none of `tools`")
@@ -157,38 +161,36 @@ def _tool_choice(choice: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_settings(text: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     shape = object_of(text.get("format") or {"type": "text"}, "text.format")
     kind = shape.get("type")
     if kind == "json_schema":
         schema = {name: shape[name] for name in ("name", "description", "schema", "strict") if name in shape}
-        found["response_format"] = {"type": kind, "json_schema": schema}
+        settings["response_format"] = {"type": kind, "json_schema": schema}
     elif kind == "json_object":
-        found["response_format"] = {"type": kind}
+        settings["response_format"] = {"type": kind}
     elif kind != "text":
         refuse("text.format", "is not of type text, json_schema or json_object")
     if text.get("verbosity") not in (None, "medium"):
-        found["verbosity"] = text["verbosity"]
-    return found
+        settings["verbosity"] = text["verbosity"]
+    return settings
 
 
 class _Turns:
-    """The turns of a chat, from ``instructions`` and ``input``."""
-
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._turns: list[dict[str, Any]] = []
         self._thoughts = ""
-        """Of the assistant, before the turn that they belong to."""
+        """Reasoning of the assistant's next turn."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
-        instructions, said = fields.get("instructions"), fields.get("input")
+        instructions, given_input = fields.get("instructions"), fields.get("input")
         if instructions:
             self._turns.append({"role": "system", "content": text_of(instructions, "instructions")})
-        if isinstance(said, str):
-            self._turns.append({"role": "user", "content": said})
-        elif isinstance(said, list):
-            for at, item in enumerate(said):
+        if isinstance(given_input, str):
+            self._turns.append({"role": "user", "content": given_input})
+        elif isinstance(given_input, list):
+            for at, item in enumerate(given_input):
                 self._read_item(object_of(item, f"input[{at}]"), f"input[{at}]")
         else:
             refuse("input", "is missing: expected a text or a list of items")
@@ -229,28 +231,28 @@ class _Turns:
         role = text_of(item.get("role"), f"{param}.role")
         if role not in ("user", "assistant", "system", "developer"):
             refuse(f"{param}.role", f"is {role[:40]!r}: expected user, assistant, system or developer")
-        said = item.get("content")
-        content = said if isinstance(said, str) else self._content(said, f"{param}.content")
-        # Templates of open models know no developer.
+        given_content = item.get("content")
+        content = given_content if isinstance(given_content, str) else self._content(given_content, f"{param}.content")
+        # Templates of open models have no role "developer".
         turn = {"role": "system" if role == "developer" else role, "content": content}
         self._turns.append(self._with_thoughts(turn) if role == "assistant" else turn)
 
     def _with_thoughts(self, turn: dict[str, Any]) -> dict[str, Any]:
         thoughts, self._thoughts = self._thoughts, ""
-        # vLLM and SGLang call it differently.
+        # vLLM and SGLang use different names.
         return {**turn, "reasoning": thoughts, "reasoning_content": thoughts} if thoughts else turn
 
     def _call(self, call_id: str, name: str, arguments: str) -> None:
-        """A turn of the assistant has its text and its calls."""
+        """Add a tool call to the assistant's turn."""
         if not self._turns or self._turns[-1]["role"] != "assistant":
             self._turns.append(self._with_thoughts({"role": "assistant", "content": None}))
         self._turns[-1].setdefault("tool_calls", []).append(tool_call(call_id, name, arguments))
 
     def _content(self, parts: object, param: str) -> str | list[dict[str, Any]]:
-        found = []
+        content = []
         for at, part in enumerate(list_of(parts, param)):
-            found.append(self._part(object_of(part, f"{param}[{at}]"), f"{param}[{at}]"))
-        return joined(found)
+            content.append(self._part(object_of(part, f"{param}[{at}]"), f"{param}[{at}]"))
+        return joined(content)
 
     def _part(self, part: dict[str, Any], param: str) -> dict[str, Any]:
         kind = part.get("type")
@@ -274,7 +276,7 @@ class _Turns:
 
 
 def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The response made of a whole chat completion.
+    """Translate a complete chat completion.
 
     Raises:
         UnreadableAnswer: it is none.
@@ -282,12 +284,12 @@ def whole(fields: Fields, answer: Mapping[str, Any]) -> dict[str, Any]:
     reader = PartReader()
     events = reader.read_whole(answer)
     builder = _Builder(fields, reader)
-    items = [builder.item(each.part, "completed") for each in events if each.what == END]
+    items = [builder.item(item.part, "completed") for item in events if item.what == END]
     return builder.response(_status(reader.finish), items)
 
 
 class ResponseStream:
-    """The events of a stream, made of the chunks of a chat completion."""
+    """Stream events, made from chat-completion chunks."""
 
     def __init__(self, fields: Fields) -> None:
         self._reader = PartReader()
@@ -301,24 +303,24 @@ class ResponseStream:
         return self._reader.finish
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """
+        """Translate a chunk.
+
         Raises:
-            UnreadableAnswer: it is no chunk of a chat completion.
+            UnreadableAnswer: it is no chat-completion chunk.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()
-        for each in events:
-            yield from self._part_event(each)
+        for part_event in events:
+            yield from self._part_event(part_event)
 
     def end(self) -> Iterator[bytes]:
         yield from self._begin()
-        for each in list(self._reader.end()):
-            yield from self._part_event(each)
+        for part_event in list(self._reader.end()):
+            yield from self._part_event(part_event)
         status = _status(self._reader.finish)
         yield self._event(f"response.{status}", response=self._builder.response(status, self._items))
 
     def fail(self, status: int, message: str) -> Iterator[bytes]:
-        """The engine failed in the middle: what came is all that comes."""
         yield from self._begin()
         error = {"code": "server_error", "message": message}
         yield self._event("response.failed", response=self._builder.response("failed", self._items, error))
@@ -335,18 +337,18 @@ class ResponseStream:
             yield from self._call_events(each)
             return
         at = {"item_id": builder.item_id(part), "output_index": part.number}
-        within = {**at, "content_index": 0}
+        place = {**at, "content_index": 0}
         name = "response.output_text" if part.kind == TEXT else "response.reasoning_text"
         logprobs = {"logprobs": [_logprob(token) for token in each.logprobs]} if part.kind == TEXT else {}
         if each.what == BEGIN:
             yield self._event("response.output_item.added", output_index=part.number, item=builder.item(part, ""))
-            yield self._event("response.content_part.added", **within, part=builder.content(part, ""))
+            yield self._event("response.content_part.added", **place, part=builder.content(part, ""))
         elif each.what == PIECE and (each.text or each.logprobs):
-            yield self._event(f"{name}.delta", **within, delta=each.text, **logprobs)
+            yield self._event(f"{name}.delta", **place, delta=each.text, **logprobs)
         elif each.what == END:
             done = {"logprobs": [_logprob(token) for token in part.logprobs]} if part.kind == TEXT else {}
-            yield self._event(f"{name}.done", **within, text=part.text, **done)
-            yield self._event("response.content_part.done", **within, part=builder.content(part, part.text))
+            yield self._event(f"{name}.done", **place, text=part.text, **done)
+            yield self._event("response.content_part.done", **place, part=builder.content(part, part.text))
             yield self._done(part)
 
     def _call_events(self, each: PartEvent) -> Iterator[bytes]:
@@ -372,8 +374,6 @@ class ResponseStream:
 
 
 class _Builder:
-    """Objects of one response."""
-
     def __init__(self, fields: Fields, reader: PartReader) -> None:
         self._fields = fields
         self._reader = reader
@@ -386,7 +386,7 @@ class _Builder:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
     def item(self, part: Part, status: str) -> dict[str, Any]:
-        """``status``: empty where nothing of it has come."""
+        """Return an item. ``status``: empty before its first piece."""
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:
@@ -458,12 +458,16 @@ def _usage(usage: ChatUsage) -> dict[str, Any]:
 
 
 def _logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    found = token.get("top_logprobs")
-    likeliest = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    alternatives = token.get("top_logprobs")
+    likeliest = (
+        [alternative for alternative in alternatives if isinstance(alternative, dict)]
+        if isinstance(alternatives, list)
+        else []
+    )
     own = {name: token.get(name) for name in ("token", "logprob", "bytes")}
-    return {**own, "top_logprobs": [{name: each.get(name) for name in own} for each in likeliest]}
+    return {**own, "top_logprobs": [{name: alternative.get(name) for name in own} for alternative in likeliest]}
 
 
 def error_event(status: int, message: str) -> bytes:
-    """An error in the middle of a stream whose further events are not known."""
+    """Return an error event for a stream of an unknown state."""
     return event("error", {"type": "error", "code": kind_of(status), "message": message, "param": None})

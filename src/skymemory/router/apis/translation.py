@@ -1,8 +1,8 @@
-"""One request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
+"""A request to Responses or Messages that its engine serves as a chat completion: bytes in, bytes out.
 
-``Translation`` reads the request, once. ``answer`` and ``error`` translate a whole response, ``stream`` a stream, piece
-by piece. ``prompt_body`` is for routing: its prompt is the one that the engine reads, whether the request is translated
-or passed on as it is.
+``Translation`` reads the request once. ``answer`` and ``error`` translate a complete response, ``stream`` a stream
+piece by piece. ``prompt_body`` is for routing: its prompt is the same as the engine's, whether the request is
+translated or passed on unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from skymemory.router.apis.reading import Fields, reason_of
 RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
-"""Their prompts are read, and where an engine has not the API, they are translated."""
+"""Paths that are translated if an engine lacks the API."""
 PIECE_BYTES = 65_536
-"""Of a field: the items of a longer list are decoded one by one."""
+"""Size from which lists are decoded item by item."""
 _DONE = b"[DONE]"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -41,10 +41,10 @@ class _Stream(Protocol):
 
 class Translation:
     def __init__(self, path: str, body: bytes) -> None:
-        """``path``: one of ``API_PATHS``.
+        """Read the request. ``path``: an element of ``API_PATHS``.
 
         Raises:
-            ApiError: 400, it is no request of this API, or asks for what a chat completion cannot do.
+            ApiError: 400, no request of this API, or a chat completion cannot express it.
         """
         self._path = path
         self._fields = read_fields(body)
@@ -56,13 +56,12 @@ class Translation:
         else:
             chat = messages.counting_request(self._fields)
         self.body = _encoded(chat)
-        """Of the chat completion."""
 
     def answer(self, body: bytes) -> bytes:
-        """The whole answer, made of that of the chat completion.
+        """Translate a complete answer.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: it is no chat completion.
         """
         return msgspec.json.encode(self.answer_object(as_object(body)))
 
@@ -74,7 +73,7 @@ class Translation:
         return messages.count(answer)
 
     def error(self, status: int, body: bytes) -> bytes:
-        """An engine's error in the API's format."""
+        """Translate an engine's error."""
         return body if self._path == RESPONSES else messages.error_body(status, _message_of(status, body))
 
     def stream(self) -> StreamTranslation:
@@ -83,25 +82,22 @@ class Translation:
 
 
 class StreamTranslation:
-    """Events of the API's stream, made of a chat completion's."""
+    """Translated stream."""
 
     def __init__(self, made: _Stream) -> None:
         self._made = made
         self._lines = EventLines()
         self.has_ended = False
-        """The last event is made: nothing follows."""
 
     def read(self, piece: bytes) -> bytes:
         return b"".join(self._read(piece))
 
     def end(self) -> bytes:
-        """The engine's stream has ended."""
         if self.has_ended:
             return b""
         return b"".join(self._end() if self._made.finish else self._fail("the engine ended its stream too early"))
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
-        """Events made of one chunk, which the caller has read."""
         return b"".join(self._made.read(chunk))
 
     def fail(self, status: int, message: str) -> bytes:
@@ -134,19 +130,19 @@ class StreamTranslation:
 
 
 def prompt_body(path: str, body: bytes) -> bytes:
-    """The body of a chat completion with the same prompt, for routing. What an engine may know beyond chat completions
-    stays in it as it is.
+    """Return a chat completion with the same prompt, for routing. Parts that only the engine may know stay as they are.
 
     Raises:
-        ApiError: 400, it is no request of this API, or refers to stored state.
+        ApiError: 400, no request of this API, or it refers to stored state.
     """
     fields = read_fields(body)
-    made = responses.chat_request if path == RESPONSES else messages.chat_request
-    return _encoded(made(fields, strict=False))
+    convert = responses.chat_request if path == RESPONSES else messages.chat_request
+    return _encoded(convert(fields, strict=False))
 
 
 def read_fields(body: bytes) -> Fields:
-    """
+    """Decode the body.
+
     Raises:
         ApiError: 400, no JSON object.
     """
@@ -159,10 +155,10 @@ def read_fields(body: bytes) -> Fields:
 
 
 def _decoded_in_pieces(raw: msgspec.Raw) -> Any:
-    """A value; of a long list each item by itself, since each call of the decoder keeps all other threads waiting."""
+    """Decode a value; a long list item by item, because the decoder blocks all other threads."""
     if len(raw) < PIECE_BYTES or bytes(memoryview(raw)[:1]) != b"[":
         return msgspec.json.decode(raw)
-    return [msgspec.json.decode(each) for each in _items.decode(raw)]
+    return [msgspec.json.decode(item) for item in _items.decode(raw)]
 
 
 def _encoded(chat: dict[str, Any]) -> bytes:
@@ -172,7 +168,7 @@ def _encoded(chat: dict[str, Any]) -> bytes:
         raise ApiError(400, f"the body cannot be translated to a chat completion: {error}") from error
 
 
-# Errors, in the format of the path's API
+# Errors in the format of the path's API
 
 
 def error_body(path: str, error: ApiError) -> bytes:
@@ -180,26 +176,26 @@ def error_body(path: str, error: ApiError) -> bytes:
 
 
 def error_event(path: str, status: int, message: str) -> bytes | None:
-    """An error in the middle of a stream; None: the path's streams are those of chat completions."""
+    """Return an error event for a stream; None: the path has chat-completion streams."""
     if is_of_messages(path):
         return messages.error_event(status, message)
     return responses.error_event(status, message) if path.endswith(RESPONSES) else None
 
 
 def is_of_messages(path: str) -> bool:
-    """A gateway may strip a path's prefix, so its end decides."""
+    """Return True for Messages. The path's end decides, as a gateway may strip a prefix."""
     return path.endswith((MESSAGES, COUNT_TOKENS))
 
 
 def _message_of(status: int, body: bytes) -> str:
-    """The message of an engine's error, whatever its form."""
+    """Return the message of an engine's error."""
     try:
-        found = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return body[:1000].decode("utf-8", "replace") or f"the engine answered {status}"
     for place in ("error", "detail"):
-        if isinstance(found, dict) and found.get(place):
-            found = found[place]
-    if isinstance(found, dict) and isinstance(found.get("message"), str):
-        return str(found["message"])
-    return found if isinstance(found, str) else body[:1000].decode("utf-8", "replace")
+        if isinstance(decoded, dict) and decoded.get(place):
+            decoded = decoded[place]
+    if isinstance(decoded, dict) and isinstance(decoded.get("message"), str):
+        return str(decoded["message"])
+    return decoded if isinstance(decoded, str) else body[:1000].decode("utf-8", "replace")

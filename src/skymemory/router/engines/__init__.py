@@ -1,1 +1,1 @@
-"""Input from engines: their metrics, and the events of their KV caches."""
+"""Input from engines: metrics, and events of their KV caches."""

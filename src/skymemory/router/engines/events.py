@@ -1,10 +1,11 @@
-"""KV events of engines over ZMQ, which feed the prefix index of strategies that use one (``precise``).
+"""KV events of engines over ZMQ. They feed the prefix index of strategies that use events (``precise``).
 
-1. ``EventsWatch`` follows the servers that publish events, as servers come and go.
-2. ``KvEvents`` has a subscription for each (``follower``); messages are put in order and applied (``feed``).
+1. ``EventsWatch`` follows the servers that publish events, as servers are added and removed.
+2. ``KvEvents`` has a subscription per server (``follower``); messages are put in order and applied (``feed``).
 
-All of it runs in the router's event loop, in slices of ``follower.SLICE_S``, of which one engine has one per turn of
-the loop. A flood waits in the socket's bounded queue; when that is full the publisher drops messages: a gap.
+All of it runs in the router's event loop, in slices of ``follower.SLICE_S``; an engine gets one slice per turn of the
+loop. A flood waits in the socket's bounded queue. If the queue is full, the publisher drops messages, which leaves a
+gap.
 """
 
 from __future__ import annotations
@@ -38,35 +39,35 @@ Followed = tuple[int, str, str, str, str]
 
 
 def event_index(scorer: Scorer) -> PreciseIndex | None:
-    """The strategy's index, if events feed it."""
     index = getattr(scorer, "index", None)
     return index if isinstance(index, PreciseIndex) else None
 
 
 def strategy_options(settings: Settings) -> Mapping[str, Any]:
-    """The strategy's options, with ``block_tokens`` of the prompts where it needs the engines' block size.
+    """Return the strategy's options, with ``block_tokens`` of the prompts if it needs the engines' block size.
 
     Raises:
-        InvalidInput: both are set, and differ: no block would ever match.
+        InvalidInput: both are set and differ, so that no block would ever match.
     """
     for name in ("index", "cost"):
-        if name in settings.options:  # arguments of ``named``, and no options
+        if name in settings.options:  # these are arguments of ``named``, not options
             raise InvalidInput(f"options: no strategy has an option {name!r}")
     named = STRATEGIES.get(settings.strategy or DEFAULT)
     if named is None or all(field.name != "block_tokens" for field in dataclasses.fields(named.settings)):
         return settings.options
-    cut = settings.prompts.block_tokens
-    block_tokens = settings.options.get("block_tokens", cut)
-    if block_tokens != cut:
+    prompt_block = settings.prompts.block_tokens
+    block_tokens = settings.options.get("block_tokens", prompt_block)
+    if block_tokens != prompt_block:
         raise InvalidInput(
-            f"options: block_tokens is {block_tokens}, and prompts: block_tokens is {cut}; "
+            f"options: block_tokens is {block_tokens}, and prompts: block_tokens is {prompt_block}; "
             "both must be the engines' block size"
         )
-    return {**settings.options, "block_tokens": cut}
+    return {**settings.options, "block_tokens": prompt_block}
 
 
 def check_events(settings: Settings, scorer: Scorer) -> None:
-    """
+    """Check the settings.
+
     Raises:
         InvalidInput: the strategy uses KV events, and there is no tokenizer.
     """
@@ -78,7 +79,7 @@ def check_events(settings: Settings, scorer: Scorer) -> None:
 
 
 class EventsWatch(Collector):
-    """Follows the events of every backend that publishes them, until the backend is removed."""
+    """Subscriber to the events of every backend that publishes them."""
 
     def __init__(self, scorer: Scorer, backends: Backends) -> None:
         self._index = event_index(scorer)
@@ -109,11 +110,11 @@ class EventsWatch(Collector):
             await asyncio.sleep(LOOK_S)
 
     def follow(self) -> None:
-        """Subscribe to the present servers, and to no others."""
+        """Subscribe to the current servers, and to no others."""
         events = self._events
-        # Of servers with roles, the index knows those that prefill.
+        # The index only knows servers that prefill.
         known_now = {name: known for name, known in self._backends.known.items() if self._backends.prefills(known)}
-        for name in [each for each in self._followed if each not in known_now or not known_now[each].backend.events]:
+        for name in [name for name in self._followed if name not in known_now or not known_now[name].backend.events]:
             del self._followed[name]
             if events is not None:
                 events.unfollow(name)
@@ -138,9 +139,9 @@ class EventsWatch(Collector):
             why = f"strategy {self._strategy!r} uses KV events, and `events`, their address, is missing"
             self._warn(name, f"{why}: no prompt will match there")
             return None
-        models = backend.models or tuple(each for each, entry in known.models.items() if not entry.get("parent"))
+        models = backend.models or tuple(model for model, entry in known.models.items() if not entry.get("parent"))
         if not models:
-            return None  # until its models are known
+            return None  # its models are not known yet
         if len(models) > 1:
             self._warn(name, f"it serves several models or names of one: only prompts for {models[0]!r} will match")
         return known.server.slot, models[0], backend.events, backend.replay, backend.topic
@@ -151,15 +152,14 @@ class EventsWatch(Collector):
             log.warning("server %s: %s", server, what)
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus metrics."""
         feeds, index = list(self.feeds.items()), self._index
 
         def of(kind: Family, name: str, text: str, value: Callable[[Feed], float]) -> Metric:
             rows = (((server,), value(feed)) for server, feed in feeds)
             return family(kind, f"skymemory_router_server_events_{name}", text, ("server",), rows)
 
-        whole, blocks = "1: every message of its events was applied", "Blocks in its cache, by its events"
-        yield of(GaugeMetricFamily, "whole", whole, lambda feed: feed.state is FeedState.WHOLE)
+        is_complete, blocks = "1: every message of its events was applied", "Blocks in its cache, by its events"
+        yield of(GaugeMetricFamily, "whole", is_complete, lambda feed: feed.state is FeedState.WHOLE)
         yield of(GaugeMetricFamily, "blocks", blocks, lambda feed: 0 if index is None else index.blocks_of(feed.slot))
         batches, gaps = "Batches of events that were applied", "Gaps in the sequence of batches"
         yield of(CounterMetricFamily, "batches", batches, lambda feed: feed.counts.batches)
@@ -173,7 +173,7 @@ class EventsWatch(Collector):
 
 
 class KvEvents:
-    """Follows engines from ``follow`` until ``unfollow`` or ``close``. Lives in one event loop."""
+    """Followers of engines, each from ``follow`` until ``unfollow`` or ``close``. Bound to one event loop."""
 
     def __init__(self, index: PreciseIndex, pace: Pace | None = None) -> None:
         self.feeds: dict[str, Feed] = {}
@@ -189,9 +189,9 @@ class KvEvents:
         """Subscribe to ``endpoint`` (``tcp://host:5557``) for the server of ``slot``.
 
         Args:
-            model: that it serves, as requests name it.
-            replay_endpoint: where the engine sends messages again (vLLM: ``replay_endpoint`` of its
-                ``--kv-events-config``); without one, each loss forgets all blocks of the server.
+            model: the model it serves, as requests name it.
+            replay_endpoint: address from which the engine sends messages again (vLLM: ``replay_endpoint`` of its
+            ``--kv-events-config``). Without it, each loss forgets all blocks of the server.
             topic: prefix of the messages' topics; empty: all.
 
         Raises:

@@ -1,11 +1,11 @@
-"""One engine's stream of KV events: puts messages in order, applies them to the index, and forgets blocks after a loss.
+"""Stream of an engine's KV events: orders messages, applies them to the index, and forgets blocks after a loss.
 
 1. ``Feed.offer`` takes a message, from the subscription or a replay; ``Order`` sorts it by its number.
 2. ``go_on`` applies messages in order, in pieces, so that the event loop is not blocked.
-3. A gap that cannot be filled, a restart or an unreadable message makes the index forget the server's blocks.
+3. After a gap that cannot be filled, a restart or an unreadable message, the index forgets the server's blocks.
 
-Numbers grow by one per message, from 0. The same number with other bytes, or a number from long ago, means that the
-engine has restarted. No I/O: ``follower`` reads the sockets and reports the state of the connection.
+Numbers start at 0 and grow by 1 per message. The same number with other bytes, or a number from long ago, means that
+the engine has restarted. No I/O: ``follower`` reads the sockets and reports the state of the connection.
 """
 
 from __future__ import annotations
@@ -25,37 +25,34 @@ from skymemory.errors import InvalidInput
 from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
 
 WARN_EVERY_S = 10.0
-"""Least time between two warnings about losses of one engine; all are counted."""
+"""Minimum time between two warnings about losses of an engine."""
 UNKNOWN_MEDIA = 8
-"""Unknown media of one engine that are logged, at most."""
+"""Limit of unknown media of an engine that are logged."""
 REMEMBERED = 4096
 """Messages whose checksum is kept, to distinguish duplicates from a restarted engine's messages."""
 HELD = 256
-"""Messages that may wait for a missing one before it is given up."""
+"""Messages that may wait for a missing message before it is given up."""
 END_BYTES = 64 << 10
-"""Of each end of a long message, for its checksum."""
+"""Bytes of each end of a long message that enter its checksum."""
 _log = logging.getLogger("skymemory.router")
 
 
 class FeedState(enum.Enum):
     WAITING = "waiting"
-    """No message yet: not connected, or nothing published."""
+    """No message yet."""
     WHOLE = "whole"
     """Every message since the engine started was applied."""
     PARTIAL = "partial"
     """The index is correct but incomplete: the engine may hold blocks from before."""
     LOST = "lost"
-    """Disconnected: the index is as of then."""
+    """Disconnected: the index has the state at that time."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of a feed, in messages unless their names say otherwise."""
-
     batches: int = 0
     stored_blocks: int = 0
     old: int = 0
-    """Duplicates."""
     gaps: int = 0
     replayed: int = 0
     losses: int = 0
@@ -63,15 +60,14 @@ class Counts:
     restarts: int = 0
     malformed: int = 0
     too_long: int = 0
-    """Longer than allowed, and therefore lost."""
     unknown_events: int = 0
     unusable_events: int = 0
     refused: int = 0
-    """With blocks of another size than those of prompts."""
+    """Messages with blocks of another size than those of prompts."""
 
 
 class Feed:
-    """Events of the server in ``slot``; ``model`` seeds the hashes of its blocks, as it does those of prompts."""
+    """Events of the server in ``slot``. ``model`` seeds the hashes of its blocks, as it does those of prompts."""
 
     def __init__(self, server: str, slot: int, model: str, index: PreciseIndex, order: Order | None = None) -> None:
         self.server = server
@@ -80,19 +76,18 @@ class Feed:
         self.connected = False
         self.counts = Counts()
         self.errors: dict[str, str] = {}
-        """Present errors, by kind."""
+        """Current errors, by kind."""
         self.order = Order() if order is None else order
         self.wiped = False
-        """Another part of the router made the index forget the server: a full replay is due."""
+        """True if another part of the router made the index forget the server: a full replay is needed."""
         self._state = FeedState.WAITING
         self._index = index
         self._logged: set[str] = set()
         self._unknown_media: set[str] = set()
         self._warned_s = -WARN_EVERY_S
         self._ready = False
-        """The index expects the same number next as ``order``."""
+        """True if the index expects the same next number as ``order``."""
         self._reading: tuple[int, Iterator[Piece]] | None = None
-        """A message that is partly applied."""
         index.follow(slot, model)
 
     @property
@@ -103,21 +98,21 @@ class Feed:
 
     @property
     def heard(self) -> bool:
-        """A message was applied since the engine's last known start."""
+        """True if a message was applied since the engine's last known start."""
         return bool(self.order.next)
 
     @property
     def busy(self) -> bool:
-        """Messages in order are still to be applied."""
         return self._reading is not None or self.order.ready
 
-    # Two numbers must agree before anything is applied: `order.next`, which comes next from the publisher, and the
-    # index's own. `_ready` says that they do. Whatever empties the index (restart, loss, refusal) clears it; the next
-    # message is then given to the index as the one to continue from (`resume_empty`).
+    # Two numbers must agree before anything is applied: `order.next`, the next number of the publisher, and the index's
+    # own. `_ready` is True if they do. Anything that empties the index (restart, loss, refusal) clears it; the index
+    # then continues from the next message (`resume_empty`).
 
     def offer(self, number: int, payload: bytes, until_s: float = math.inf) -> None:
-        """Take a message, from the subscription or a replay, and apply what is in order until ``until_s`` (by
-        `time.perf_counter`); ``go_on`` applies the rest.
+        """Take a message, and apply what is in order until ``until_s`` (by `time.perf_counter`).
+
+        ``go_on`` applies the rest.
         """
         offer = self.order.offer(number, payload)
         if offer is Offer.RESTARTED:
@@ -131,7 +126,7 @@ class Feed:
         self.go_on(until_s)
 
     def restarted(self) -> None:
-        """The engine restarted: its cache is empty, and it counts from 0."""
+        """Handle a restart of the engine: its cache is empty, and it counts from 0."""
         self.counts.restarts += 1
         self._reading = None
         self._index.follow(self.slot, self.model)
@@ -141,12 +136,12 @@ class Feed:
         _log.info("%s restarted: its blocks are forgotten", self.server)
 
     def nothing_published(self) -> None:
-        """The engine has published nothing yet: the first message is number 0, also if another arrives first."""
+        """Expect number 0 first: the engine has published nothing yet."""
         if self.order.next is None:
             self.order.restart(0)
 
     def lost(self) -> None:
-        """Give up a gap: forget the blocks, and continue with the messages after it."""
+        """Give up a gap: forget the blocks, and continue after it."""
         if self.heard:
             self._forget("messages were lost")
         self.order.skip()
@@ -154,7 +149,6 @@ class Feed:
         self.go_on(0.0)
 
     def from_the_start(self) -> None:
-        """Start again: a full replay follows."""
         self._reading = None
         self.wiped = False
         self._index.follow(self.slot, self.model)
@@ -163,7 +157,7 @@ class Feed:
         self._state = FeedState.WAITING
 
     def unsure(self) -> None:
-        """Messages may have been missed, and cannot be replayed: forget the blocks, and continue with any message."""
+        """Forget the blocks, and continue with any message: messages may have been missed without a replay."""
         self._reading = None
         if self.heard:
             self._forget("the connection was lost, and there is no replay of what was missed")
@@ -171,12 +165,12 @@ class Feed:
         self._state = FeedState.WAITING
 
     def broken(self, why: str) -> None:
-        """Count a malformed message, which is lost: a replay would bring the same."""
+        """Count a malformed message as lost: a replay would return the same."""
         self.counts.malformed += 1
         self.complain("broken", why)
 
     def go_on(self, until_s: float = math.inf) -> None:
-        """Apply messages in order until ``until_s``, at least a piece of one."""
+        """Apply messages in order until ``until_s``, at least a piece."""
         while True:
             if self._reading is None:
                 message = self.order.take()
@@ -198,7 +192,6 @@ class Feed:
             _log.warning("events of %s: %s; its blocks are forgotten", self.server, why)
 
     def _read_on(self, number: int, coming: Iterator[Piece], until_s: float) -> None:
-        """Apply the next pieces of a message."""
         counts, events, work, more = self.counts, list[Event](), 0, False
         try:
             for piece in coming:
@@ -220,7 +213,7 @@ class Feed:
                 self.complain("too long", str(error))
             else:
                 self.broken(str(error))
-            # A replay would bring the same message again.
+            # A replay would return the same message.
             self._forget("a message is too long" if isinstance(error, TooLong) else "a message cannot be read")
             self._state = FeedState.PARTIAL
             return
@@ -264,22 +257,22 @@ class Feed:
             _log.error("events of %s: %s", self.server, why)
 
     def fine(self, kind: str) -> None:
-        """The error is over; if it recurs, it is logged again."""
+        """Clear an error, so that it is logged again if it recurs."""
         self.errors.pop(kind, None)
         self._logged.discard(kind)
 
 
 class Offer(enum.Enum):
     TAKEN = enum.auto()
-    """It is next, or waits for missing ones: see ``take``."""
+    """The message is next, or waits for missing messages: see ``take``."""
     OLD = enum.auto()
-    """A duplicate."""
+    """Duplicate."""
     RESTARTED = enum.auto()
-    """The engine restarted: call ``restart``, then offer it again."""
+    """The engine restarted: call ``restart``, then offer the message again."""
 
 
 class Order:
-    """Messages of one publisher in the order of their numbers. ``next``: the number expected; None: any."""
+    """Messages of a publisher in order. ``next`` is the expected number; None: any."""
 
     def __init__(self, remembered: int = REMEMBERED, held: int = HELD) -> None:
         self.next: int | None = None
@@ -289,7 +282,7 @@ class Order:
         self._held: dict[int, bytes] = {}
 
     def offer(self, number: int, payload: bytes) -> Offer:
-        # Numbers alone do not show a restart: the new life counts from 0, too, and soon passes the old number. Equal
+        # Numbers alone do not show a restart: the engine counts from 0 again, and soon passes the old number. Equal
         # numbers with other bytes do show it.
         checksum = _checksum(payload)
         if number in self._held:
@@ -302,7 +295,6 @@ class Order:
         return Offer.TAKEN
 
     def take(self) -> tuple[int, bytes] | None:
-        """Remove the next message, if it is here."""
         if self.next is None or self.next not in self._held:
             return None
         number, payload = self.next, self._held.pop(self.next)
@@ -314,12 +306,11 @@ class Order:
 
     @property
     def gap(self) -> bool:
-        """Messages wait for a missing one."""
+        """True if messages wait for a missing message."""
         return bool(self._held) and self.next not in self._held
 
     @property
     def ready(self) -> bool:
-        """``take`` has something."""
         return self.next in self._held
 
     @property
@@ -327,12 +318,12 @@ class Order:
         return len(self._held) >= self._most_held
 
     def skip(self) -> None:
-        """Give up the missing messages: continue with the least number here."""
+        """Give up the missing messages: continue with the lowest number received."""
         if self._held:
             self.next = min(self._held)
 
     def had(self, number: int, payload: bytes) -> bool:
-        """Whether this very message was taken before."""
+        """Return True if this very message was taken before."""
         return self._seen.get(number) == _checksum(payload)
 
     def restart(self, at: int | None = 0) -> None:
@@ -343,8 +334,9 @@ class Order:
 
 
 def _checksum(payload: bytes) -> int:
-    """Of a long message, only of its ends and its length: all of it would block the event loop for 10 ms. After a
-    restart messages differ in the timestamp, which is in the first bytes.
+    """Return a CRC-32, of a long message only over its ends and length: all of it would block the event loop for 10 ms.
+
+    After a restart messages differ in the timestamp, which is in the first bytes.
     """
     if len(payload) > 2 * END_BYTES:
         payload = payload[:END_BYTES] + payload[-END_BYTES:] + len(payload).to_bytes(8, "big")

@@ -1,13 +1,12 @@
-"""One engine's subscription: reads messages in slices, fills gaps over its replay socket, detects restarts.
+"""Subscription to an engine: reads messages in slices, fills gaps from its replay socket, detects restarts.
 
-The state of the connection matters as much as the messages. A publisher drops messages while the connection is down,
-and after a restart it counts from 0 again, maybe past the number expected next. So after each lost connection nothing
-is applied until the engine's replay begins with the last message received; without a replay socket the server's blocks
-are forgotten.
+A publisher drops messages while the connection is down. After a restart it counts from 0 again, possibly past the
+number expected next. So after each lost connection nothing is applied until the engine's replay begins with the last
+message received. Without a replay socket the server's blocks are forgotten.
 
-The replay socket is a ROUTER: asked with an empty frame and a number (8 bytes, big-endian), it sends all messages it
-keeps from that number on, then the number -1 with an empty payload. It drops what exceeds its own queue, so the answer
-may have gaps.
+The replay socket is a ROUTER. A request is an empty frame and a number (8 bytes, big-endian). The answer has all
+messages kept from that number on, then the number -1 with an empty payload. The engine drops what exceeds its own
+queue, so the answer may have gaps.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from skymemory.router.engines.feed import Feed
 from skymemory.router.engines.wire import MAX_RECEIVED_BYTES, SEQUENCE_BYTES, MalformedEvents, sequence_of
 
 TIMEOUT_S = 2.0
-"""For the first messages of a replay: engines look at the socket between batches, or every 0.1 s."""
+"""Timeout of the first messages of a replay: engines check the socket between batches, or every 0.1 s."""
 BETWEEN_S = 0.5
-"""For the next: an engine sends them all at once, and may drop the end mark."""
+"""Timeout of the next messages: an engine sends them all at once, and may drop the end mark."""
 QUEUE_MESSAGES = 20_000
-"""More than engines keep, so that a slow reader drops none of a replay."""
+"""Queue of a replay: more than engines keep, so that a slow reader loses nothing."""
 AT_ONCE = 64
 END = b"\xff" * SEQUENCE_BYTES
 SLICE_S = 0.001
-"""Of the event loop's time in one piece."""
+"""Longest slice of the event loop's time."""
 REPLAYS = 64
-"""Replays for one gap, as long as each fills some of it."""
+"""Limit of replays for a gap, as long as each fills some of it."""
 SILENCES = 3
 """Unanswered replays before a gap is given up: the engine may be busy."""
 _CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -46,13 +45,13 @@ _log = logging.getLogger("skymemory.router")
 
 
 class NoReplay(Exception):
-    """No answer to a request for a replay, or an incomplete one."""
+    """No answer to a request for a replay, or an incomplete answer."""
 
 
 async def replay(
     context: zmq.asyncio.Context, endpoint: str, first: int, timeout_s: float = TIMEOUT_S
 ) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """Numbers and payloads of messages from ``first`` on, in lists of up to ``AT_ONCE``.
+    """Yield numbers and payloads of messages from ``first`` on, in lists of up to ``AT_ONCE``.
 
     Raises:
         NoReplay: no further message within ``timeout_s``, or a malformed answer.
@@ -73,17 +72,17 @@ async def replay(
             if not await socket.poll(round(wait_s * 1000)):
                 raise NoReplay(f"{endpoint} did not answer within {wait_s:g} s")
             wait_s = min(timeout_s, BETWEEN_S)
-            messages, ended = _waiting(answers, endpoint)
+            messages, is_complete = _waiting(answers, endpoint)
             if messages:
                 yield messages
-            if ended:
+            if is_complete:
                 return
     finally:
         socket.close(linger=0)
 
 
 def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, bytes]], bool]:
-    """The messages received by now, and whether the end mark was among them."""
+    """Return the messages received by now, and True if the end mark was among them."""
     messages: list[tuple[int, bytes]] = []
     while len(messages) < AT_ONCE:
         try:
@@ -100,19 +99,17 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Timeouts, and the length of the queue."""
-
     patience_s: float = 0.05
-    """For a missing message to arrive late, before a replay is requested."""
+    """Time for a missing message to arrive before a replay is requested."""
     probe_s: float = 10.0
-    """After so long without a message a replay is requested: the last message may have been dropped."""
+    """Silence after which a replay is requested: the last message may have been dropped."""
     replay_timeout_s: float = TIMEOUT_S
     queue_messages: int = 256
-    """Of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
+    """Queue of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
 
 
 class Follower:
-    """One engine's subscription, until its task is cancelled."""
+    """Subscription to an engine, until its task is cancelled."""
 
     def __init__(
         self,
@@ -130,9 +127,9 @@ class Follower:
         self._context = context
         self._one_at_a_time = one_at_a_time
         self._early: tuple[int, bytes] | None = None
-        """The first message of a new connection, until ``_resume_feed`` has found out what was missed before it."""
+        """First message of a new connection, until ``_resume_feed`` knows what was missed before it."""
         self._resume = False
-        """Newly connected: ``_resume_feed`` is due."""
+        """True after a new connection, until ``_resume_feed`` has run."""
         self._gap_since_s: float | None = None
         self._heard_s = time.monotonic()
         self._socket = context.socket(zmq.SUB)
@@ -147,8 +144,8 @@ class Follower:
         ):
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(_CHANGES)
-        # Messages are read without waiting, through blocking sockets over the same ones: a future for each message
-        # would cost more than applying it.
+        # Messages are read without waiting, through blocking shadow sockets: a future per message would cost more than
+        # applying it.
         self._messages: zmq.Socket[bytes] = zmq.Socket(shadow=self._socket.underlying)
         self._changes: zmq.Socket[bytes] = zmq.Socket(shadow=self._monitor.underlying)
         self._socket.subscribe(topic)
@@ -167,7 +164,7 @@ class Follower:
         while True:
             try:
                 await self._turn()
-            except Exception:  # no message of an engine's may end the subscription
+            except Exception:  # no message of an engine may end the subscription
                 _log.exception("events of %s", self._feed.server)
                 self._feed.unsure()
                 self._resume = self._feed.connected
@@ -188,7 +185,6 @@ class Follower:
         await self._probe()
 
     async def _read(self) -> None:
-        """Read and apply what the socket has."""
         more = True
         while more:
             async with self._one_at_a_time:
@@ -196,7 +192,6 @@ class Follower:
                 await asyncio.sleep(0)
 
     def _slice(self) -> bool:
-        """For ``SLICE_S``; whether there is more."""
         end_s = time.perf_counter() + SLICE_S
         while time.perf_counter() < end_s:
             if self._feed.busy:
@@ -211,7 +206,7 @@ class Follower:
             except zmq.Again:
                 return False
             self._heard_s = time.monotonic()
-            # The event of a new connection comes before its first message.
+            # The event of a new connection arrives before its first message.
             self._check_connection()
             try:
                 _, number, payload = sequence_of(frames)
@@ -236,7 +231,7 @@ class Follower:
             self._resume = self._feed.connected
 
     async def _resume_feed(self) -> None:
-        """After connecting: find out whether the engine has restarted, and apply what was missed."""
+        """Detect a restart of the engine after connecting, and apply what was missed."""
         self._resume = False
         feed, early = self._feed, self._early
         self._early = None
@@ -256,7 +251,7 @@ class Follower:
         self._heard_s = time.monotonic()
 
     async def _same_life(self) -> bool:
-        """Whether the replay begins with the last message received: then apply what follows it."""
+        """Return True if the replay begins with the last message received, after applying what follows it."""
         last, same = (self._feed.order.next or 0) - 1, False
         async with aclosing(self._replay(last)) as answer:
             async for messages in answer:
@@ -273,7 +268,7 @@ class Follower:
         async with aclosing(self._replay(first)) as answer:
             async for messages in answer:
                 await self._offer_all(messages)
-                if self._feed.order.crowded:  # a gap in the replay: the next one begins there
+                if self._feed.order.crowded:  # a gap in the replay: the next replay begins there
                     return
         self._feed.fine("replay")
 
@@ -305,8 +300,8 @@ class Follower:
             feed.counts.gaps += 1
         if now_s - self._gap_since_s < self._pace.patience_s and not order.crowded:
             return
-        # One replay may be incomplete (the engine's own queue was full), so go on while each fills some of the gap. An
-        # engine that is silent may be busy, and is asked again; one that answers without the messages has dropped them.
+        # A replay may be incomplete (the engine's queue was full), so continue while each replay fills some of the gap.
+        # A silent engine may be busy, and is asked again. An engine that answers without the messages has dropped them.
         self._gap_since_s = None
         silences = 0
         for _ in range(REPLAYS if self._replay_endpoint else 0):
@@ -323,7 +318,7 @@ class Follower:
         feed.lost()
 
     async def _probe(self) -> None:
-        """After a long silence, request the messages after the last: they may have been dropped."""
+        """Request messages after a long silence: the last messages may have been dropped."""
         feed = self._feed
         now_s = time.monotonic()
         if not self._replay_endpoint or not feed.connected or now_s - self._heard_s < self._pace.probe_s:

@@ -1,11 +1,11 @@
-"""Engines' load, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
+"""Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
 
-``MetricsWatch`` scrapes each engine in a task of its own, so that one that hangs delays neither another nor a request.
-Reports go to ``Server.reported``, dated by the clock that routing uses (``time.monotonic``); after failures they age
-until ``Server.fresh_report`` ignores them.
+``MetricsWatch`` scrapes each engine in a separate task, so that a hanging engine delays neither other engines nor
+requests. Reports go to ``Server.reported``, with timestamps of routing's clock (``time.monotonic``). If scraping fails,
+they age until ``Server.fresh_report`` ignores them.
 
-The text is tens to hundreds of kilobytes, most of it histograms that routing does not need: the dozen metrics that
-matter are searched for by name. ``prometheus_client.parser`` is the reference in the tests.
+The text has tens to hundreds of kilobytes, mostly histograms that routing does not need. So the dozen relevant metrics
+are searched by name. ``prometheus_client.parser`` is the reference in the tests.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` and its metrics collector
 (``sglang:page_size`` and ``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
@@ -32,17 +32,16 @@ from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
 
 MAX_SERIES = 4096
-"""Of one name; an engine has one per data-parallel rank."""
+"""Limit of series per name. An engine has one per data-parallel rank."""
 MAX_ADAPTERS = 4096
 MAX_LINE_BYTES = 256 * 1024
-"""Longer lines (with very many adapters) are skipped."""
+"""Limit of a line; longer lines (with very many adapters) are skipped."""
 TIMEOUT_S = 2.0
 MAX_BYTES = 4 * 1024 * 1024
 EVERY_S = 0.5
 SLOWEST_S = 10.0
-"""The longest period of scraping an engine that keeps failing."""
+"""Longest period of scraping an engine that keeps failing."""
 JITTER = 0.2
-"""Random part of the period."""
 _LARGEST = 1e12
 _log = logging.getLogger("skymemory.router")
 
@@ -68,18 +67,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One reading."""
-
     report: LoadReport
     dialect: str
     """``vllm`` or ``sglang``."""
     missing: tuple[str, ...]
-    """Metrics that routing uses and this engine does not have; the report has defaults for them."""
+    """Metrics that routing uses and this engine lacks; the report has defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Names of one engine's metrics, the newest first."""
+    """Names of an engine's metrics, the newest first."""
 
     name: str
     waiting: tuple[str, ...]
@@ -93,11 +90,10 @@ class Dialect:
     adapters: str = ""
     adapter_slots: str = ""
     prefills: tuple[str, str, str] | None = None
-    """Histograms of completed requests: prompt tokens, computed prompt tokens, and seconds of the prefill."""
+    """Histograms of completed requests: prompt tokens, computed prompt tokens, seconds of the prefill."""
 
     @property
     def tokens(self) -> tuple[str, str]:
-        """Counters of prompt tokens and of generated ones."""
         return f"{self.name}:prompt_tokens_total", f"{self.name}:generation_tokens_total"
 
 
@@ -132,7 +128,7 @@ DIALECTS = (VLLM, SGLANG)
 
 
 def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
-    """The report in ``text``, dated ``at_s``. An engine's ranks are added up; their cache use is averaged.
+    """Parse a report, dated ``at_s``. An engine's ranks are added up; their cache usage is averaged.
 
     Raises:
         UnreadableMetrics: neither vLLM's nor SGLang's metrics, or a name with more than ``MAX_SERIES`` series.
@@ -169,23 +165,23 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
 
 
 def samples(text: bytes, name: str) -> list[Sample]:
-    """All series of ``name`` in ``text``, which begins with a line feed. Malformed lines are skipped."""
-    found: list[Sample] = []
+    """Return all series of ``name`` in ``text``, which begins with a line feed. Malformed lines are skipped."""
+    series: list[Sample] = []
     start = b"\n" + name.encode()
     at = text.find(start)
     while at >= 0:
         at += len(start)
         end = text.find(b"\n", at)
         end = len(text) if end < 0 else end
-        # A letter here would make it another, longer name.
+        # A letter here would belong to a longer name.
         if end - at <= MAX_LINE_BYTES and text[at : at + 1] in (b"{", b" ", b"\t"):
             sample = _sample(text[at:end])
             if sample is not None:
-                found.append(sample)
-                if len(found) > MAX_SERIES:
+                series.append(sample)
+                if len(series) > MAX_SERIES:
                     raise UnreadableMetrics(f"{name} has more than {MAX_SERIES} series")
         at = text.find(start, end)
-    return found
+    return series
 
 
 def _sample(line: bytes) -> Sample | None:
@@ -209,7 +205,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
-    """Usable series (finite, not negative) of the first name that has any."""
+    """Return the usable series (finite, not negative) of the first name that has any."""
     for name in names:
         usable = [sample for sample in samples(text, name) if 0.0 <= sample.value <= _LARGEST]
         if usable:
@@ -218,7 +214,7 @@ def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
 
 
 def _by_rank(found: list[Sample]) -> list[float]:
-    """One value per engine (vLLM) or data-parallel rank (SGLang): tensor-parallel ranks all report the same."""
+    """Return a value per engine (vLLM) or data-parallel rank (SGLang). Tensor-parallel ranks report the same."""
     values: dict[tuple[str, ...], float] = {}
     for sample in found:
         rank = tuple(sample.labels.get(label, "") for label in ("model_name", "engine", "dp_rank"))
@@ -227,8 +223,8 @@ def _by_rank(found: list[Sample]) -> list[float]:
 
 
 def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
-    """Blocks of the cache, added up over ranks, and tokens of a block; None if ranks differ in the block size."""
-    # Info metrics carry their figures in labels, with the value 1; SGLang has gauges since 0.5.11.
+    """Return the blocks of all ranks, and the tokens of a block; None if ranks differ in the block size."""
+    # Info metrics carry their values in labels, and have the value 1. SGLang has gauges since 0.5.11.
     by_rank: dict[tuple[str, str], tuple[int, int]] = {}
     for sample in samples(text, dialect.cache_info):
         blocks = _count(sample.labels.get(dialect.blocks_label, ""))
@@ -247,7 +243,7 @@ def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
 
 
 def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
-    """Sums over all series; None unless all three histograms count the same requests."""
+    """Return sums over all series; None unless all three histograms count the same requests."""
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
@@ -259,15 +255,15 @@ def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
 
 
 def _count(word: str) -> int | None:
-    """A number above zero: vLLM writes ``None`` until it has allocated its cache."""
+    """Parse a number above zero: vLLM writes ``None`` until it has allocated its cache."""
     return int(word) if word.isascii() and word.isdigit() and 0 < len(word) <= 12 and int(word) > 0 else None
 
 
 def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
-    """Adapters of running and waiting requests, and how many the engine can hold at once.
+    """Return the adapters of running and waiting requests, and how many the engine can hold at once.
 
-    vLLM has a series for each state it was ever in, whose value is its time: the newest counts. SGLang reports only how
-    many adapters it can hold.
+    vLLM has a series for each past state, whose value is a timestamp: the newest counts. SGLang only reports how many
+    adapters it can hold.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -283,21 +279,20 @@ def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None
 
 
 class Fetch(Protocol):
-    """Gets a page of a server.
+    """Function that fetches a page of a server.
 
     Raises:
         NoAnswer: no connection, no answer within ``timeout_s``, a status outside 200 to 299, a compressed body, or more
-            than ``max_bytes``.
+        than ``max_bytes``.
     """
 
     async def __call__(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes: ...
 
 
 async def fetch(session: aiohttp.ClientSession, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-    """``Fetch`` with a session of aiohttp."""
     try:
         async with asyncio.timeout(timeout_s):
-            # No compression: a few bytes could expand to gigabytes.
+            # Compression is refused: a few bytes could expand to gigabytes.
             headers = {"Accept-Encoding": "identity", **access.headers}
             async with session.get(
                 URL(url, encoded=True), headers=headers, allow_redirects=False, ssl=access.tls or True
@@ -325,9 +320,9 @@ async def fetch_metrics(
     timeout_s: float = TIMEOUT_S,
     max_bytes: int = MAX_BYTES,
     clock: Callable[[], float] = time.monotonic,
-    access: Access = Access(),  # noqa: B008 - it cannot be changed
+    access: Access = Access(),  # noqa: B008 - immutable
 ) -> EngineMetrics:
-    """Scrape ``url`` once; the report is dated when it was requested, by ``clock``.
+    """Scrape ``url`` once. The report has the time of the request.
 
     Raises:
         UnreadableMetrics: no answer (``NoAnswer``), or neither vLLM's nor SGLang's metrics.
@@ -342,7 +337,7 @@ async def fetch_metrics(
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """State of scraping one engine."""
+    """State of scraping an engine."""
 
     server: str
     url: str
@@ -351,17 +346,17 @@ class Watched:
     """Empty until its first report."""
     missing: tuple[str, ...] = ()
     error: str = ""
-    """Why the last scrape failed; empty: it did not."""
+    """Reason why the last scrape failed, if it did."""
     looks: int = 0
     failures: int = 0
     failures_in_a_row: int = 0
     last_s: float | None = None
-    """When the last report was requested."""
+    """Time of the last report's request."""
     warned: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class MetricsWatch:
-    """Scrapes engines from ``follow``, at once and then periodically, until ``unfollow`` or ``close``."""
+    """Scraper of engines, each from ``follow`` until ``unfollow`` or ``close``."""
 
     def __init__(
         self,
@@ -375,7 +370,12 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """``server_of``: a server by name, None if it is gone. ``read``: called with each that has a new report."""
+        """Create a scraper without engines.
+
+        Args:
+            server_of: returns a server by name, None if it was removed.
+            read: called with the name of a server that has a new report.
+        """
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of
         self._fetch = fetch
@@ -387,8 +387,8 @@ class MetricsWatch:
         self._dice = random.Random(seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - it cannot be changed
-        """Scrape ``url`` for this server from now on, in place of any former URL."""
+    def follow(self, server: str, url: str, access: Access = Access()) -> Watched:  # noqa: B008 - immutable
+        """Scrape ``url`` for this server from now on, instead of any former URL."""
         self.unfollow(server)
         watched = self.watched[server] = Watched(server, url, access)
         self._tasks[server] = asyncio.create_task(self._keep_scraping(watched), name=f"metrics of {server}")
@@ -426,7 +426,7 @@ class MetricsWatch:
             )
         except UnreadableMetrics as error:
             self._failed(watched, str(error))
-        except Exception as error:  # no answer of an engine's may end its task
+        except Exception as error:  # no answer of an engine may end its task
             self._failed(watched, f"{type(error).__name__}: {error}")
         else:
             self._read(watched, metrics)

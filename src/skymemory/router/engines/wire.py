@@ -1,14 +1,14 @@
-"""Decodes engines' KV events (msgpack) into ``conductor.prefix_index.events``.
+"""Decoder of engines' KV events (msgpack) to ``conductor.prefix_index.events``.
 
 vLLM and SGLang publish three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack (msgspec's
 encoding of the structs in ``vllm/distributed/kv_events.py``). Versions differ in the number of an event's fields, and
-lately in whether structs are arrays or maps: both are read, missing fields have their defaults, new ones are skipped.
-Unknown kinds of events are counted.
+in structs being arrays or maps. Both are read, missing fields have their defaults, new fields are skipped. Unknown
+kinds of events are counted.
 
-``pieces`` decodes a batch in pieces, so that a long one blocks no event loop and needs no large memory. A short message
-is decoded at once (``decode``) and cut. A long one is scanned in place: its events one after the other, each a few
-blocks at a time, and only those are decoded. So a message needs little more memory than its own bytes, whatever its
-content, and its reader can pause after each piece.
+``pieces`` decodes a batch in pieces, so that a long batch neither blocks the event loop nor needs much memory. A short
+message is decoded at once (``decode``) and split. A long message is scanned in place: its events in order, each a few
+blocks at a time, and only these are decoded. So a message needs little more memory than its own bytes, and its reader
+can pause after each piece.
 
     batch     [ts, [event, ...], ...]   or the same as maps
     stored    [kind, hashes, parent, tokens, block size, ...]
@@ -39,20 +39,21 @@ from skymemory.errors import SkyMemoryError
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Longer messages are refused; a prompt of a million tokens takes 5 MB."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Longer ones make the socket drop the connection."""
+"""Limit above which the socket drops the connection."""
 MAX_EVENTS = 1 << 16
-"""In one batch, which is one step of an engine."""
+"""Limit per batch, which is a step of an engine."""
 SHORT_BYTES = 32 << 10
-"""Shorter messages are decoded at once: 0.5 ms."""
+"""Length up to which messages are decoded at once: 0.5 ms."""
 BLOCKS = 64
-"""In one piece of an event: 0.6 ms in the index."""
+"""Blocks in a piece of an event: 0.6 ms in the index."""
 PIECE_TOKENS = 4096
-"""In one piece, where blocks are long."""
+"""Tokens in a piece, if blocks are long."""
 MAX_BLOCK_TOKENS = 4096
-"""In one block: LMCache's chunks have 256. Events with longer ones are skipped."""
+"""Limit per block (LMCache's chunks have 256); events with longer blocks are skipped."""
 MAX_BLOCKS = 1 << 18
-"""In one message, stored and removed: four million tokens in blocks of 16. Each takes some 10 µs, so their number, and
-not the message's length, bounds the time it takes."""
+"""Limit of stored and removed blocks per message: four million tokens in blocks of 16. At about 10 µs per block, this
+limit, not the message's length, bounds the time.
+"""
 STEPS = 4096
 """Values skipped between two pauses: 0.5 ms."""
 SEQUENCE_BYTES = 8
@@ -61,7 +62,7 @@ _Hash = int | bytes
 
 
 class MalformedEvents(SkyMemoryError, ValueError):
-    """A message that is not a batch of events: from there on the engine's cache is unknown."""
+    """The message is not a batch of events: from there on the engine's cache is unknown."""
 
 
 class TooLong(MalformedEvents):
@@ -72,9 +73,8 @@ class Tally(enum.Enum):
     """Events that are only counted."""
 
     UNKNOWN = "unknown"
-    """Of an unknown kind."""
     UNUSABLE = "unusable"
-    """Stored blocks that cannot be hashed: some or all of their tokens are missing."""
+    """Stored blocks that cannot be hashed, since tokens are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,6 @@ class Decoded:
     batch: Batch
     unknown: int
     unusable: int
-    """``Tally``."""
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -165,7 +164,7 @@ KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
 def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
-    """Topic, sequence number and payload of a message's frames.
+    """Return topic, sequence number and payload.
 
     Raises:
         MalformedEvents: not three frames, or a number without eight bytes.
@@ -176,7 +175,7 @@ def sequence_of(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def decode(sequence: int, payload: bytes) -> Decoded:
-    """The batch in ``payload``, decoded at once. ``pieces`` reads long ones.
+    """Decode a batch at once. ``pieces`` reads long batches.
 
     Raises:
         MalformedEvents: no msgpack, or no batch.
@@ -210,25 +209,24 @@ def _is_map(data: bytes) -> bool:
 
 
 def _event(raw: bytes) -> _Wire | None:
-    """One event; None: of an unknown kind."""
+    """Decode an event; None: its kind is unknown."""
     mapped = _is_map(raw)
     try:
         wire: _Wire = (_event_map if mapped else _event_row).decode(raw)
         return wire
     except msgspec.ValidationError:
-        # Only its kind is decoded.
+        # Decode only its kind.
         if (_kind_map if mapped else _kind_row).decode(raw).type in KNOWN:
             raise
         return None
 
 
 def _medium(wire: _StoredRow | _StoredMap | _RemovedMap) -> str:
-    """The medium; a remote store is none of the server's own media, whatever its name."""
+    """Return the medium. A remote store is none of the server's own media, whatever its name."""
     return REMOTE if wire.locality == REMOTE else wire.medium or GPU
 
 
 def token_range(tokens: Sequence[int]) -> bool:
-    """Whether all are valid token numbers."""
     return not tokens or 0 <= min(tokens) <= max(tokens) < _TOKENS
 
 
@@ -255,7 +253,7 @@ def _stored(wire: _StoredRow | _StoredMap) -> BlocksStored | None:
     )
 
 
-# In pieces
+# Decoding in pieces
 
 _FIELDS = ("type", *_StoredRow.__struct_fields__)
 _REMOVED_FIELDS = ("type", *_RemovedRow.__struct_fields__)
@@ -270,11 +268,11 @@ _keys = msgspec.msgpack.Decoder(list[list[Any] | None])
 _timestamp = msgspec.msgpack.Decoder(float)
 
 Piece = Event | Tally | None
-"""An event or a part of one, an event that is only counted, or None: a pause."""
+"""An event or a part of it, an event that is only counted, or None: a pause."""
 
 
 def pieces(payload: bytes) -> Iterator[Piece]:
-    """The events of ``payload``, in order; None after some time without one, so that the reader can pause.
+    """Yield the events of ``payload`` in order, and None after some time without an event: the reader can pause.
 
     Raises:
         TooLong: more than ``MAX_MESSAGE_BYTES`` (before the first piece), or more blocks than ``MAX_BLOCKS``.
@@ -324,19 +322,19 @@ def _cut(event: BlocksStored) -> Iterator[Event]:
         )
 
 
-# Bytes of a msgpack value by its first byte; 0: it has a length, or is a container. By the specification's table of
-# formats: small integers, nil and booleans are their first byte, short text has its length in it.
+# Size of a msgpack value by its first byte, from the specification's table of formats; 0: it has a length, or is a
+# container. Small integers, nil and booleans are a single byte; short text has its length in it.
 _FIXED = dict.fromkeys((*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3), 1)
 _FIXED |= {0xA0 + length: length + 1 for length in range(0x20)}
 _FIXED |= {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _FIXED |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
 _SIZES = bytes(_FIXED.get(first, 0) for first in range(256))
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes of the length of byte strings, extensions (which have one byte more) and text, by the first byte."""
+"""Size of the length of byte strings, extensions (which have an additional byte) and text, by the first byte."""
 
 
 class _Long:
-    """A cursor in one long message."""
+    """Cursor in a long message."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -373,7 +371,7 @@ class _Long:
             yield from self._event()
 
     def _event(self) -> Iterator[Piece]:
-        """Scan the event for the places of its fields, then decode them."""
+        """Scan the event for the positions of its fields, then decode them."""
         mapped, count = self._container()
         spans: dict[str, tuple[int, int]] = {}
         names: tuple[str, ...] = _FIELDS
@@ -406,11 +404,11 @@ class _Long:
         self._at = end
 
     def _removed(self, spans: dict[str, tuple[int, int]], medium: str, group: int) -> Iterator[Piece]:
-        left = self._enter(spans["block_hashes"])
-        while left:
-            some = min(left, BLOCKS)
-            hashes = yield from self._take(some, _hashes)
-            left -= some
+        remaining = self._enter(spans["block_hashes"])
+        while remaining:
+            count = min(remaining, BLOCKS)
+            hashes = yield from self._take(count, _hashes)
+            remaining -= count
             yield BlocksRemoved(hashes, medium, group)
 
     def _stored(self, spans: dict[str, tuple[int, int]], medium: str, group: int, mapped: bool) -> Iterator[Piece]:
@@ -428,44 +426,46 @@ class _Long:
         if "extra_keys" in spans and self._data[spans["extra_keys"][0]] != 0xC0:
             keys = self._enter(spans["extra_keys"])
         keys_at = self._at
-        # Hashes without tokens cannot be matched with a prompt, but they say that a slower tier has blocks the index
-        # knows by hash already (`named`).
-        left = blocks = self._enter(spans["block_hashes"])
-        named = not tokens and medium_of(medium) != GPU
-        if not named and (
+        # Hashes without tokens cannot be matched with a prompt, but they show that a slower tier has blocks that the
+        # index already knows by hash (`is_by_hash`).
+        remaining = blocks = self._enter(spans["block_hashes"])
+        is_by_hash = not tokens and medium_of(medium) != GPU
+        if not is_by_hash and (
             not 1 <= size <= MAX_BLOCK_TOKENS or tokens != blocks * size or (keys is not None and keys != blocks)
         ):
             yield Tally.UNUSABLE
             return
-        most = BLOCKS if named else max(1, min(BLOCKS, PIECE_TOKENS // size))
+        most = BLOCKS if is_by_hash else max(1, min(BLOCKS, PIECE_TOKENS // size))
         hashes_at = self._at
-        while left:
-            some = min(left, most)
+        while remaining:
+            count = min(remaining, most)
             self._at = hashes_at
-            hashes = yield from self._take(some, _hashes)
+            hashes = yield from self._take(count, _hashes)
             hashes_at = self._at
-            if named:
-                left -= some
+            if is_by_hash:
+                remaining -= count
                 yield BlocksStored(hashes, None, (), 0, medium, group=group)
                 continue
             self._at = tokens_at
-            piece_tokens = yield from self._take(some * size, _tokens)
+            piece_tokens = yield from self._take(count * size, _tokens)
             tokens_at = self._at
-            own = None
+            piece_keys = None
             if keys is not None:
                 self._at = keys_at
-                own = yield from self._take(some, _keys)
+                piece_keys = yield from self._take(count, _keys)
                 keys_at = self._at
             if not token_range(piece_tokens):
                 yield Tally.UNUSABLE
                 return
-            yield BlocksStored(hashes, parent, piece_tokens, size, medium, adapter, own, group, goes_on=left < blocks)
-            parent, left = hashes[-1], left - some
+            yield BlocksStored(
+                hashes, parent, piece_tokens, size, medium, adapter, piece_keys, group, goes_on=remaining < blocks
+            )
+            parent, remaining = hashes[-1], remaining - count
 
     # The cursor
 
     def _container(self) -> tuple[bool, int]:
-        """Enter a list or map: whether it is a map, and its number of entries."""
+        """Enter a list or map. Return True if it is a map, and its number of entries."""
         first = self._data[self._at]
         self._at += 1
         if first & 0xF0 in (0x80, 0x90):
@@ -482,7 +482,6 @@ class _Long:
         return int.from_bytes(self._data[at : at + size], "big")
 
     def _name(self) -> str:
-        """The key of a map's next field."""
         start = self._at
         first = self._data[start]
         if not (0xA0 <= first < 0xC0 or first == 0xD9):
@@ -491,7 +490,7 @@ class _Long:
         return _text.decode(self._data[start : self._at]) or ""
 
     def _enter(self, span: tuple[int, int]) -> int:
-        """Go to a list's first value; the number of its values."""
+        """Go to a list's first value; return the number of its values."""
         self._at = span[0]
         mapped, count = self._container()
         if mapped:
@@ -504,15 +503,12 @@ class _Long:
         return decoder.decode(self._data[slice(*spans[name])]) if name in spans else default
 
     def _take(self, count: int, decoder: msgspec.msgpack.Decoder[_Value]) -> Generator[None, None, _Value]:
-        """The next ``count`` values as a list."""
         start = self._at
         yield from self._pass_over(count)
         return decoder.decode(b"\xdd" + count.to_bytes(4, "big") + self._data[start : self._at])
 
     def _pass_over(self, values: int) -> Iterator[None]:
-        """Skip the next ``values`` values. A container's entries are counted as values that follow it, so no stack is
-        needed that nested input could overflow.
-        """
+        """Skip values. A container's entries count as values that follow it, so nesting cannot overflow a stack."""
         data, sizes, at, end = self._data, _SIZES, self._at, len(self._data)
         steps = 0
         while values:

@@ -1,7 +1,6 @@
 """Bootstrap configuration of an Envoy that uses an endpoint picker: a dictionary, to be written as JSON.
 
-For Envoys outside Kubernetes (gateways there have their own), for the tests and the benchmark. Checked against Envoy
-1.40.
+It is for Envoys outside Kubernetes, for the tests and the benchmark. Checked against Envoy 1.40.
 """
 
 from __future__ import annotations
@@ -26,48 +25,48 @@ from skymemory.router.settings import RETRIABLE
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
-"""Envoy keeps so much of a request to retry it at a fallback; a longer one is not retried."""
+"""Bytes that Envoy keeps of a request for a retry. A longer request is not retried."""
 MANY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """A listener of Envoy's, its picker, and its cluster of endpoints."""
+    """Listener of Envoy, its picker, and its cluster of endpoints."""
 
     name: str
     picker: str | None
-    """``ip:port``; None: no picker, for the benchmark's comparison."""
+    """Address (``ip:port``); None: no picker, for the benchmark's comparison."""
     listen: str = "127.0.0.1:0"
     endpoints: tuple[str, ...] = ()
-    """All possible ones: needed for fallback lists, for ``fail_open``, and without a picker. Empty: requests go to the
-    address that the picker names (a cluster of type ORIGINAL_DST).
+    """All possible endpoints: required for fallback lists, for ``fail_open``, and without a picker. If empty, requests
+    go to the address that the picker names (a cluster of type ORIGINAL_DST).
     """
     read_from: Literal["metadata", "header"] = "metadata"
     """Source of the endpoint. A client can send the header, but no metadata."""
     retries: int = 0
-    """Further endpoints that a request may go to after the first: connection failures, resets and ``RETRIABLE``."""
+    """Further endpoints after connection failures, resets and ``RETRIABLE`` statuses."""
     retry_budget: float = 0.2
-    """Retries at once, as a share of the requests under way;"""
+    """Concurrent retries as a share of the active requests."""
     retry_floor: int = 3
-    """so many are always allowed."""
+    """Concurrent retries that are always allowed."""
     max_ejected: float = 0.5
     """Largest share of ``endpoints`` that Envoy's outlier detection may eject."""
     fail_open: bool = False
-    """While the picker is down, use ``endpoints`` in turn instead of answering an error."""
+    """True to use ``endpoints`` in turn while the picker is down, instead of answering an error."""
     picker_tls: bool = False
     picker_ca: str | None = None
-    """A file with the authority of the picker's certificate; None: any certificate is accepted."""
+    """Authority of the picker's certificate; None: any certificate is accepted."""
     health_s: float = 1.0
-    """Period of Envoy's health checks of the picker. Two failures, and Envoy goes without it: with full-duplex bodies
-    no other timeout ends a request that waits for a picker.
+    """Period of Envoy's health checks of the picker. After two failures Envoy goes on without it: with full-duplex
+    bodies no other timeout ends a request that waits for a picker.
     """
     upload_s: float = 120.0
-    """For a client to send its request; a stream to the picker lasts as long."""
+    """Time for a client to send its request; a stream to the picker lasts as long."""
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
 
 def bootstrap(entrances: Sequence[Entrance]) -> dict[str, Any]:
-    """Envoy's complete configuration; its admin page is on a free port of 127.0.0.1 (``--admin-address-path``)."""
+    """Return Envoy's configuration. Its admin page is on a free port of 127.0.0.1 (``--admin-address-path``)."""
     clusters = [_servers(entrance) for entrance in entrances]
     clusters += [_picker(entrance) for entrance in entrances if entrance.picker is not None]
     return {
@@ -170,15 +169,15 @@ def _servers(entrance: Entrance) -> dict[str, Any]:
             "selected_host_key": _metadata_key(SERVED),
             "fallback_policy": policy,
         }
-        named = {"name": "envoy.load_balancing_policies.override_host", "typed_config": chosen}
-        policy = {"policies": [{"typed_extension_config": named}]}
+        override = {"name": "envoy.load_balancing_policies.override_host", "typed_config": chosen}
+        policy = {"policies": [{"typed_extension_config": override}]}
     return {**cluster, "load_balancing_policy": policy}
 
 
 def _picker(entrance: Entrance) -> dict[str, Any]:
     name = f"{entrance.name}-picker"
     period = f"{entrance.health_s:g}s"
-    # A picker that hangs keeps its connections: pings detect that, and end the streams that wait for it.
+    # A picker that hangs keeps its connections. Pings detect that, and end the streams that wait for it.
     pings = {"connection_keepalive": {"interval": period, "timeout": period}}
     options = {
         "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -227,8 +226,8 @@ def _retry_budget(entrance: Entrance) -> dict[str, Any]:
 
 
 def _outliers(entrance: Entrance) -> dict[str, Any]:
-    """Envoy's passive health checks, as near to ``failure`` as they come. Envoy blames the server alone: requests that
-    kill servers eject up to ``max_ejected`` of them here.
+    """Return Envoy's passive health checks, as similar to ``failure`` as possible. Envoy always blames the server:
+    requests that kill servers eject up to ``max_ejected`` of them here.
     """
     return {
         "interval": "1s",
@@ -236,7 +235,7 @@ def _outliers(entrance: Entrance) -> dict[str, Any]:
         "max_ejection_time": f"{REST_S[-1]:g}s",
         "max_ejection_percent": round(100 * entrance.max_ejected),
         "consecutive_5xx": EJECTING,
-        "split_external_local_origin_errors": True,  # connections and resets apart from statuses
+        "split_external_local_origin_errors": True,  # counts connection failures and resets separately from statuses
         "consecutive_local_origin_failure": EJECTING,
     }
 

@@ -1,6 +1,6 @@
 """Sources of endpoints: the settings, a file, or a DNS name.
 
-An endpoint is a backend whose name is its ``ip:port``: that is how Envoy addresses it.
+An endpoint is a backend whose name is its ``ip:port``, by which Envoy addresses it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TRUTH = {"true": True, "false": False}
 
 class Source(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """The present endpoints; None: they cannot be read now, and the last ones stay."""
+        """Return the current endpoints; None: they cannot be read now, and the last stay."""
         ...
 
 
 def parse_endpoint(text: str) -> str:
-    """``127.0.0.1:8000`` or ``[::1]:8000`` in its canonical form.
+    """Return ``127.0.0.1:8000`` or ``[::1]:8000`` in its canonical form.
 
     Raises:
         InvalidInput: neither, such as a host name (see ``NameSource``).
@@ -48,7 +48,7 @@ def parse_endpoint(text: str) -> str:
 
 
 def endpoint(text: str) -> Backend:
-    """The backend at ``ip:port``, without further settings.
+    """Return the backend at ``ip:port``.
 
     Raises:
         InvalidInput: no ``ip:port``.
@@ -58,10 +58,10 @@ def endpoint(text: str) -> Backend:
 
 
 def as_endpoint(backend: Backend) -> Backend:
-    """A backend of the settings, named by its address.
+    """Name a backend of the settings by its address.
 
     Raises:
-        InvalidInput: it has a host name, a path or TLS, which endpoints for Envoy cannot have.
+        InvalidInput: it is elastic, or has a host name, a path or TLS, which endpoints for Envoy cannot have.
     """
     _check_fixed(backend)
     parts = urlsplit(backend.url)
@@ -79,7 +79,6 @@ def _check_fixed(backend: Backend) -> None:
 
 
 def completed(backend: Backend, settings: PickerSettings) -> Backend:
-    """The backend, with the picker's defaults for what it leaves out."""
     host = backend.name.rpartition(":")[0]
     if not backend.events and settings.events_port:
         replay = f"tcp://{host}:{settings.replay_port}" if settings.replay_port else ""
@@ -90,25 +89,24 @@ def completed(backend: Backend, settings: PickerSettings) -> Backend:
 
 
 class SettingsSource:
-    """Endpoints of the settings; ``set`` when they change."""
-
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.set(backends)
 
     def set(self, backends: Sequence[Backend]) -> None:
-        """
+        """Replace the endpoints.
+
         Raises:
-            InvalidInput: one is not an endpoint for Envoy.
+            InvalidInput: a backend is not an endpoint for Envoy.
         """
-        self._endpoints = tuple({each.name: each for each in map(as_endpoint, backends)}.values())
+        self._endpoints = tuple({backend.name: backend for backend in map(as_endpoint, backends)}.values())
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
         return self._endpoints
 
 
 class FileSource:
-    """A file with an endpoint per line: ``IP:PORT``, then settings of a backend, such as
-    ``events=tcp://10.0.0.7:5557 models=a,b``; comments begin with ``#``. Read again when it changes.
+    """File with an endpoint per line: ``IP:PORT``, then settings of a backend, such as ``events=tcp://10.0.0.7:5557
+    models=a,b``; comments begin with ``#``. It is read again when it changes.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -118,7 +116,7 @@ class FileSource:
         self._endpoints = self._read()
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """The last valid ones while the file is missing or invalid: a half-written file removes no endpoint."""
+        """Return None while the file is missing or invalid: a half-written file removes no endpoint."""
         try:
             status = self._path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size):
@@ -132,20 +130,20 @@ class FileSource:
     def _read(self) -> tuple[Backend, ...]:
         status = self._path.stat()
         self._seen = (status.st_mtime_ns, status.st_size)
-        found: dict[str, Backend] = {}
+        endpoints: dict[str, Backend] = {}
         for number, line in enumerate(read_text(self._path, MAX_TABLE_BYTES).splitlines(), 1):
             if text := line.partition("#")[0].strip():
                 try:
                     backend = _of_line(text)
                 except InvalidInput as error:
                     raise InvalidInput(f"{self._path}, line {number}: {error}") from error
-                found[backend.name] = backend
-        return tuple(found.values())
+                endpoints[backend.name] = backend
+        return tuple(endpoints.values())
 
 
 def _of_line(line: str) -> Backend:
     address, *words = line.split()
-    fields = {key: each for key, each in known_keys(Backend).items() if key not in ("url", "name")}
+    fields = {key: setting for key, setting in known_keys(Backend).items() if key not in ("url", "name")}
     values = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -156,13 +154,13 @@ def _of_line(line: str) -> Backend:
         read = fields[key].metadata["read"]
         raw = value.split(",") if read is texts else _TRUTH.get(value, value) if read is yes_or_no else value
         values[fields[key].name] = read(raw)
-    found = replace(endpoint(address), **values)
-    _check_fixed(found)
-    return found
+    backend = replace(endpoint(address), **values)
+    _check_fixed(backend)
+    return backend
 
 
 class NameSource:
-    """All addresses of a DNS name. In Kubernetes a headless Service (``clusterIP: None``) has one per ready pod."""
+    """All addresses of a DNS name. A headless Service of Kubernetes (``clusterIP: None``) has one per ready pod."""
 
     def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
         self._role = role
@@ -175,28 +173,28 @@ class NameSource:
     async def endpoints(self) -> tuple[Backend, ...] | None:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+            resolved = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             self._warn(
                 f"endpoints not reloaded; the former ones stay: cannot resolve {self._name!r}: {os_reason(error)}"
             )
             return None
-        hosts = sorted({str(address[0]) for *_, address in found})
+        hosts = sorted({str(address[0]) for *_, address in resolved})
         addresses = (f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts)
         return tuple(replace(endpoint(address), role=self._role) for address in addresses)
 
 
 class BothSources:
-    """The endpoints of two sources, while both can be read; of one in both the first counts."""
+    """Endpoints of two sources, while both can be read. The first source takes precedence."""
 
     def __init__(self, first: Source, second: Source) -> None:
         self._sources = first, second
 
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        found: dict[str, Backend] = {}
+        endpoints: dict[str, Backend] = {}
         for source in self._sources:
-            if (its := await source.endpoints()) is None:
+            if (backends := await source.endpoints()) is None:
                 return None
-            for backend in its:
-                found.setdefault(backend.name, backend)
-        return tuple(found.values())
+            for backend in backends:
+                endpoints.setdefault(backend.name, backend)
+        return tuple(endpoints.values())

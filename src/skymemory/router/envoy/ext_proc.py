@@ -1,12 +1,12 @@
-"""The endpoint picker's requests: ``Exchange`` is one HTTP request and its response, as Envoy reports them on one gRPC
-stream (ext_proc), messages in and messages out. All share a ``PickerService``, which reads, picks, limits and counts.
+"""Requests of the endpoint picker. ``Exchange`` is an HTTP request and its response, as Envoy reports them on a gRPC
+stream (ext_proc). All exchanges share a ``PickerService``, which reads, picks, limits and counts.
 
 No I/O: ``ext_proc_server`` moves the messages, tests call ``receive``.
 
 1. The request's headers and body are collected. With full-duplex bodies, the protocol's mode, nothing is answered
-   before the end of the body. With buffered bodies Envoy waits for an answer to each message; where it sends no body
+   before the end of the body. With buffered bodies Envoy waits for an answer to each message. If Envoy sends no body
    before the headers are answered, the request is routed by load alone.
-2. The service picks a server (or queues the request); the answer names its endpoint, and returns the body unchanged.
+2. The service picks a server (or queues the request). The answer names its endpoint, and returns the body unchanged.
 3. The response's messages update the request's account: status, first byte, usage.
 """
 
@@ -51,17 +51,17 @@ except ImportError as error:
 
 COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "ejections_total")
 RETRY_AFTER_S = 1
-"""Sent with refusals that have no better estimate."""
+"""Default for refusals."""
 WITHOUT_PROMPT = without_prompt()
-"""A request routed by load alone: a list of models, an embedding, anything without a known prompt."""
+"""A request routed by load alone, since it has no known prompt, such as an embedding."""
 PIECE_COST_BYTES = 48
-"""Memory of a piece of a body beside its bytes."""
+"""Memory of a piece of a body in addition to its bytes."""
 RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding", "retry-after"))
 
 
 @dataclass(slots=True)
 class PickerService:
-    """What all exchanges share."""
+    """State shared by all exchanges."""
 
     scheduler: Scheduler
     reader: PromptReader
@@ -70,18 +70,17 @@ class PickerService:
     most_body_bytes: int = 16 << 20
     counters: Counters = field(default_factory=Counters)
     thread_bytes: int | None = None
-    """Longer bodies are read in a thread, since a tokenizer takes its time; None: none are."""
+    """Length from which bodies are read in a thread, since tokenizers take time; None: no body is."""
     streams: int = 0
-    """Exchanges in flight."""
     deferred: DeferredWork = field(init=False)
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
     room: WaitingRoom | None = None
-    """Where requests wait until a server has room, while the picker runs; None: they are refused."""
+    """Queue for a server with room; None while the picker does not run: requests are refused."""
     alone: Scheduler | None = None
-    """Where prefill and decode are apart: for requests that one server serves alone. None: every server does both."""
+    """Scheduler of requests that a single server serves; None if prefill and decode are not separate."""
     refuses_unknown_paths: bool = False
     split_from: int = 0
-    """Prompts of which a decode server lacks fewer tokens are served by it alone."""
+    """Number of missing tokens below which a decode server serves a prompt alone."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -92,7 +91,6 @@ class PickerService:
         return self.scheduler.prefill
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run in this event loop from now on."""
         self.deferred.schedule = loop.call_soon
         self.room = WaitingRoom(self.queue, self.has_room, loop, self.deferred.flush)
 
@@ -110,9 +108,10 @@ class PickerService:
             self.counters.forget(name, server)
 
     def read(self, headers: Mapping[str, str], body: bytes) -> Request:
-        """
+        """Parse a request.
+
         Raises:
-            ApiError: its path has prompts, and no engine could read it.
+            ApiError: no engine could read it, or its path is unknown and refused.
         """
         known = _prompt_path(headers)
         if known is None and self.refuses_unknown_paths and not paths.is_known_end(path := _path(headers)):
@@ -120,7 +119,7 @@ class PickerService:
         return WITHOUT_PROMPT if known is None else self.reader.read(known, headers, body)
 
     def unpacked(self, headers: Mapping[str, str], body: bytes) -> bytes:
-        """The body of a prompt without the compression of its client; Envoy passes it on as it came.
+        """Decompress the body of a prompt, which Envoy passes on as received.
 
         Raises:
             ApiError: it cannot be decompressed, or is too long then.
@@ -131,14 +130,14 @@ class PickerService:
         return unpacked(body, coding.encode("latin-1", "replace"), self.most_body_bytes)
 
     def splits(self, headers: Mapping[str, str], body: bytes) -> bool:
-        """Whether one server can prefill it and another one answer it."""
+        """Return True if one server can prefill the request and another answer it."""
         if self.alone is None or (path := _prompt_path(headers)) is None:
             return False
         fields = fields_of(body)
         return fields is not None and not why_whole(path, fields)
 
     def must_wait(self, request: Request, among: frozenset[str] | None, now_s: float) -> WaitingRoom | None:
-        """Where the request has to wait, if others do or no server has room."""
+        """Return the waiting room if other requests wait or no server has room."""
         self.deferred.flush()
         room = self.room
         if room is None or not self.queue.settings.most_requests or not self.settings.max_requests:
@@ -147,26 +146,27 @@ class PickerService:
         return None if room.is_open_to(request, among) else room
 
     def look(self) -> None:
-        """A server may have room again: let waiting requests go, after the deferred work that frees it."""
+        """Let waiting requests go if a server has room again, after the deferred work that frees it."""
         if self.room is not None and len(self.queue):
             self.deferred.run(self.room.look)
 
     def choose(
         self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False, client: str = ""
     ) -> Placement:
-        """
+        """Choose the server or servers of a request.
+
         Args:
-            splits: one server may prefill it and another one answer it. The placement has both then, if a prefill
-                server is up.
-            client: its failures keep it away from servers (``failure``).
+            splits: one server may prefill the request and another answer it; the placement has both if a prefill server
+            is up.
+            client: sender, whose failures keep it away from servers (``failure``).
 
         Raises:
             ApiError: no server may have it (503), or all are full or the admission rule refuses it (429).
         """
         self.backends.policy.on_request(client, now_s)
         avoid = self.backends.avoided(client, now_s)
-        # Four filters: servers of the model, Envoy's subset, those without a doubt, and room. The strategy ranks what
-        # remains.
+        # Four filters: servers of the model, Envoy's subset, servers to avoid after failures, and room. The strategy
+        # ranks what remains.
         serving = self.backends.serving(request)
         if serving is not None:
             among = serving if among is None else [name for name in among if name in serving]
@@ -174,44 +174,41 @@ class PickerService:
             among = self.backends.without(self.backends.known.keys() if among is None else frozenset(among), avoid)
         scheduler, decode_among, why_alone = self.scheduler, None, ""
         if self.alone is not None:
-            few = lacking_few(scheduler, request, among, self.split_from) if splits else ()
-            if few:
-                scheduler, among, why_alone = self.alone, few, "few-tokens"
+            lacking = lacking_few(scheduler, request, among, self.split_from) if splits else ()
+            if lacking:
+                scheduler, among, why_alone = self.alone, lacking, "few-tokens"
             elif splits and self.backends.has_prefill(among):
                 decode_among = among
             else:
-                scheduler, able = self.alone, self.backends.alone(request, ())
-                among = able if among is None else [name for name in among if name in able]
+                scheduler, alone_servers = self.alone, self.backends.alone(request, ())
+                among = alone_servers if among is None else [name for name in among if name in alone_servers]
                 why_alone = "no-prefill-server" if splits else "whole"
         if scheduler is self.scheduler:
             among = self._with_room(among, now_s)
         try:
-            placed = scheduler.place(request, now_s, among, decode_among)
+            placement = scheduler.place(request, now_s, among, decode_among)
         except NoServer as error:
             raise ApiError(503, str(error), retry_after_s=RETRY_AFTER_S) from error
-        if isinstance(placed, Refusal):
-            raise Overloaded(placed)
+        if isinstance(placement, Refusal):
+            raise Overloaded(placement)
         if why_alone:
             self.counters.add("alone_total", label=why_alone)
         elif self.alone is not None:
             self.counters.add("two_steps_total")
-        return placed
+        return placement
 
     def book(self, placement: Placement, now_s: float) -> RequestAccount:
-        """Begin what ``choose`` has placed."""
         if placement.decode is not None:
             return ObservedPair(self.scheduler, placement, now_s)
         return RequestAccount(self.alone or self.scheduler, placement, now_s, self.deferred)
 
     def endpoints(self, decision: Decision) -> str:
-        """``ip:port`` of the chosen server, then of as many fallbacks as are wanted, best first; all of the subset that
-        the request allows.
-        """
+        """Return ``ip:port`` of the chosen server and the fallbacks, best first. All are in the allowed subset."""
         most = self.settings.fallbacks  # the decision sorts its fallbacks only when they are read
         return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
 
     def has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        """Whether a server that could serve it is not full; also true where none is up, which is an error at once."""
+        """Return True if a server for the request is not full, or if none is up, which is an error at once."""
         serving, now_s = self.backends.serving(request), time.monotonic()
         if serving is not None:
             among = serving if among is None else among & serving
@@ -240,18 +237,17 @@ def _path(headers: Mapping[str, str]) -> str:
 
 
 def _prompt_path(headers: Mapping[str, str]) -> str | None:
-    """The path of a request with a prompt; None: it has none."""
-    # A gateway may strip a path's prefix after it has asked, so the end of the path decides.
+    # A gateway may strip the prefix of a path after it has asked, so the end of the path decides.
     path = _path(headers)
-    known = next((known for known in PROMPT_PATHS if path.endswith(known)), None)
-    return known if headers.get(":method") == "POST" else None
+    prompt_path = next((prompt_path for prompt_path in PROMPT_PATHS if path.endswith(prompt_path)), None)
+    return prompt_path if headers.get(":method") == "POST" else None
 
 
 class Exchange:
-    """``receive`` every message of the stream, then call ``closed`` once, however it ended."""
+    """A request and its response. ``receive`` every message of the stream, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
-        """``later``: sends the answers of a request that had to wait for a server."""
+        """Create it. ``later`` sends the answers of a request that had to wait for a server."""
         self._service = service
         self._later = later
         self._turned_away = service.streams >= service.settings.max_streams
@@ -260,28 +256,28 @@ class Exchange:
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._body: list[bytes] = []
-        """In pieces as received: a growing buffer would be copied again and again, and fragment the heap."""
+        """Body in pieces as received: a growing buffer would be copied repeatedly, and fragment the heap."""
         self._body_bytes = 0
         self._whole: bytes | None = None
-        """The joined body, where a thread has read it: joining 16 MB again would block the event loop for some ms."""
+        """Joined body, if a thread has read it: joining 16 MB again would block the event loop for some ms."""
         self._plain: bytes | None = None
-        """The body without compression, where a thread has read it."""
+        """Decompressed body, if a thread has read it."""
         self._has_body = False
         self._answered = False
-        """The request was routed, or refused."""
+        """True if the request was routed or refused."""
         self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        """While it is queued: the request, its body, whether two servers may serve it, whether trailers ended it."""
+        """Arguments of ``_route`` while it is queued: request, body, splits, trailers."""
         self._entry: Entry | None = None
-        """Its place in the queue, if it was in it."""
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")
         self._usage: UsageReader | None = None
 
     def is_read_in_thread(self, message: ProcessingRequest) -> bool:
-        """Whether ``message`` completes an unanswered request that takes long to read: it is compressed (a few bytes
-        may hold many), or has the length from which the service reads in a thread.
+        """Return True if ``message`` completes an unanswered request that takes long to read.
+
+        It is compressed (a few bytes may hold many), or has the length from which the service reads in a thread.
         """
         service, last = self._service, message.request_body
         size = self._body_bytes + len(last.body)
@@ -293,7 +289,7 @@ class Exchange:
         return service.thread_bytes is not None and service.thread_bytes <= size
 
     def read_whole(self, message: ProcessingRequest) -> Request | ApiError:
-        """Read the request that ``message`` completes, in a thread, before ``receive``; an error is a value."""
+        """Read the request that ``message`` completes, in a thread, before ``receive``. Errors are returned."""
         self._whole = b"".join((*self._body, message.request_body.body))
         try:
             self._plain = self._service.unpacked(self._headers, self._whole)
@@ -302,7 +298,6 @@ class Exchange:
             return error
 
     def may_be_longer_than(self, size_bytes: int) -> bool:
-        """Whether reading the body may take this much memory."""
         return self.held_bytes() >= size_bytes or self._is_packed
 
     @property
@@ -312,14 +307,15 @@ class Exchange:
     def receive(
         self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
     ) -> Iterable[bytes]:
-        """The encoded messages to send now, in order: a tuple, empty where further messages must come first. For a long
-        body it is an iterator, which encodes each piece on demand.
+        """Process a message of Envoy. ``read`` is the result of ``read_whole``; None: the request is read here.
 
-        ``read``: the result of ``read_whole``; None: it is read here.
+        Returns:
+            The encoded messages to send now: a tuple, empty if further messages must come first. For a long body it is
+            an iterator, which encodes each piece on demand.
         """
         self._read = read
         if message.HasField("protocol_config"):
-            # Only in a stream's first message, and not from all data planes; the others use full duplex.
+            # Only the first message of a stream has it, and not from all data planes; the others use full duplex.
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         if message.observability_mode:
@@ -343,17 +339,17 @@ class Exchange:
         return ()
 
     def held_bytes(self) -> int:
-        """Memory of the request's body, until it is complete."""
+        """Return the memory of an incomplete body."""
         return self._body_bytes + PIECE_COST_BYTES * len(self._body)
 
     def too_much(self) -> Iterable[bytes]:
-        """Refuse it: the memory for incomplete bodies is full, and this one is among the longest."""
+        """Refuse the request: the memory for incomplete bodies is full, and its body is among the longest."""
         if self._answered:
             return ()
         return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
 
     def closed(self, now_s: float) -> None:
-        """The stream has ended: the exchange is complete, or the client or Envoy disconnected."""
+        """Close the stream: the exchange is complete, or the client or Envoy disconnected."""
         self._service.streams -= 1
         if self._waiting is not None and self._entry is not None and self._service.room is not None:
             self._waiting = None
@@ -380,7 +376,7 @@ class Exchange:
 
     def _request_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
         if self._headers or self._answered:
-            return ()  # one stream is one request: no protocol sends further headers
+            return ()  # a stream is a single request: no protocol sends further headers
         self._began_s = now_s
         self._headers = say.headers_of(headers)
         self._subset = say.subset_of(message)
@@ -396,8 +392,8 @@ class Exchange:
 
     def _request_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._answered:
-            # Some versions of Envoy send a large body's last piece twice (envoy#46237). In all modes but full duplex
-            # Envoy waits for an answer to each piece.
+            # Some versions of Envoy send the last piece of a large body twice (envoy#46237). In all modes but full
+            # duplex Envoy waits for an answer to each piece.
             return () if self._request_mode == say.FULL_DUPLEX else (say.request_body(),)
         self._has_body = True
         most = self._service.most_body_bytes
@@ -410,7 +406,7 @@ class Exchange:
         return self._choose(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
 
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
-        """``blind``: Envoy sends the body only after this is answered."""
+        """Read the request, and route or queue it. ``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
             body, plain = self._whole, self._plain
         else:
@@ -424,7 +420,7 @@ class Exchange:
             request = WITHOUT_PROMPT if blind else self._read or self._service.read(self._headers, plain or b"")
             splits = not blind and self._service.splits(self._headers, plain or b"")
             if self._response_mode == say.NONE:
-                # Only the response's headers are reported, and streamed ones come before the prefill.
+                # Only the response's headers are reported, and streamed responses send them before the prefill.
                 request = replace(request, streams=False)
         except ApiError as error:
             return self._refuse(error)
@@ -490,14 +486,14 @@ class Exchange:
     # The response
 
     def _response_headers(self, message: ProcessingRequest, headers: HttpHeaders, now_s: float) -> Iterable[bytes]:
-        found = say.some_headers(headers, RESPONSE_HEADERS)
+        values = say.some_headers(headers, RESPONSE_HEADERS)
         added = {}
         if self._account is not None:
-            self._response_begins(self._account, found, message, now_s)
+            self._response_begins(self._account, values, message, now_s)
             if self._service.settings.tell_decisions and DECISION_HEADER in self._headers:
                 added[DECISION_HEADER] = json.dumps(self._account.as_json())
         self._usage = UsageReader(
-            found.get("content-type", "").encode("latin-1"), found.get("content-encoding", "").encode("latin-1")
+            values.get("content-type", "").encode("latin-1"), values.get("content-encoding", "").encode("latin-1")
         )
         if headers.end_of_stream:
             self._response_ends(now_s)
@@ -509,12 +505,12 @@ class Exchange:
         backends, status = self._service.backends, headers.get(":status", "")
         chosen, served, by_envoy = account.decision.server, say.served_of(message), say.is_envoys_own(message)
         if served and account.served_by(served, now_s):
-            # Only known names become labels: Envoy may name an address that has left, or that never was an endpoint.
+            # Only known names become labels: Envoy may name an address that has left, or never was an endpoint.
             label = served if backends.server(served) is not None else "other"
             self._service.counters.add("fallbacks_total", label=label)
             backends.on_fault(self._attempts, chosen, Fault.RESET, now_s)
             self._on_sent(account, now_s)
-        # Where Envoy made the response, the server named is the last that it tried, and that did not answer.
+        # If Envoy made the response, the server named is the last that it tried, which did not answer.
         fault, wait_s = self._fault_of(headers, by_envoy, message), 0.0
         if fault is not None:
             wait_s = retry_after_s(headers.get("retry-after", "").encode("latin-1")) or 0.0
@@ -534,7 +530,7 @@ class Exchange:
     def _response_body(self, body: HttpBody, now_s: float) -> Iterable[bytes]:
         if self._usage is not None and body.body:
             self._usage.add(body.body)
-            # A response that is not streamed comes after decoding, and reports at its end what was cached.
+            # A response that is not streamed arrives after decoding, and reports at its end what was cached.
             if self._usage.streams and self._account is not None and self._account.waits:
                 self._first_s = now_s
                 self._service.backends.on_answer(self._attempts, self._account.decision.server, now_s)
@@ -552,15 +548,15 @@ class Exchange:
         if reader is None or account is None:
             return
         if _path(self._headers).endswith(COUNT_TOKENS):
-            account.close(now_s)  # it says nothing of what is cached
+            account.close(now_s)  # it reports nothing about the cache
             self._service.look()
             return
         usage, slo, met = reader.usage(), account.decision.request.slo, None
         if slo is not None and account.is_open:
             ttft_s, took_s = (self._first_s or now_s) - self._began_s, now_s - self._began_s
-            kept = slo_outcome(slo, ttft_s, took_s, None if usage is None else usage.output_tokens)
-            self._service.counters.add("promises_total", label=kept)
-            met = kept == "kept"
+            outcome = slo_outcome(slo, ttft_s, took_s, None if usage is None else usage.output_tokens)
+            self._service.counters.add("promises_total", label=outcome)
+            met = outcome == "kept"
         account.ended(now_s, usage, met)
         if usage is not None:
             if self._entry is not None and (work := usage.work) is not None:
@@ -572,7 +568,6 @@ class Exchange:
 
     @staticmethod
     def _fault_of(headers: Mapping[str, str], by_envoy: bool | None, message: ProcessingRequest) -> Fault | None:
-        """What went wrong; None: the server has answered."""
         if by_envoy:
             return Fault.UNCONNECTED if say.is_unconnected(message) else Fault.RESET
         status = headers.get(":status", "")
@@ -580,5 +575,5 @@ class Exchange:
 
 
 def _client(request: Request, headers: Mapping[str, str]) -> str:
-    """Whose request it is: its tenant's, else that of the address that Envoy saw."""
+    """Return the sender: the tenant, or else the client address that Envoy reports."""
     return request.tenant or headers.get("x-forwarded-for", "").rpartition(",")[2].strip()

@@ -1,4 +1,4 @@
-"""The gRPC server around ``ext_proc``: streams, health, TLS, and a stop that lets requests finish."""
+"""gRPC server around ``ext_proc``: streams, health checks, TLS, and a graceful stop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
-"""Longer bodies are read one at a time: reading takes some five times their length of memory."""
+"""Length from which bodies are read one at a time: reading takes about five times their length of memory."""
 SPARE_STREAMS = 1_000
-"""Calls of a connection beyond ``most_streams``, so that those get a 429, and health checks an answer."""
+"""Calls per connection in addition to ``max_streams``, for 429 responses and health checks."""
 
 
 class PickerServer:
-    """``start``, then ``ready`` once endpoints are known, then ``stop``."""
+    """Server of the picker. Call ``start``, then ``ready`` once endpoints are known, then ``stop``."""
 
     def __init__(
         self,
@@ -56,10 +56,11 @@ class PickerServer:
         certificate: PemCertificate | None = None,
         health_listen: str | None = None,
     ) -> None:
-        """
+        """Create the server.
+
         Args:
-            listen: ``ip:port``; port 0 takes a free one, then in ``port``.
-            health_listen: serves health checks without TLS: Kubernetes' own probes have none.
+            listen: ``ip:port``; port 0 takes a free port, then in ``port``.
+            health_listen: address of health checks without TLS, since Kubernetes' own probes have none.
         """
         self._service = service
         self._listen = listen
@@ -71,7 +72,8 @@ class PickerServer:
         self.port = self.health_port = 0
 
     async def start(self) -> None:
-        """
+        """Listen.
+
         Raises:
             SkyMemoryError: an address cannot be bound, or the certificate is invalid.
         """
@@ -94,7 +96,6 @@ class PickerServer:
             self.health_port = await self._serve(server, self._health_listen, None)
 
     async def ready(self) -> None:
-        """Report readiness: endpoints are known."""
         self._set_ready(True)
 
     async def stop(self, grace_s: float) -> None:
@@ -136,16 +137,16 @@ class PickerServer:
         return int(listener.sockets[0].getsockname()[1])
 
     def _set_ready(self, ready: bool) -> None:
-        """Under the protocol's names, and under the empty one, for probes that send none."""
+        """Set the state under the protocol's names, and the empty name of probes that send none."""
         for name in ("", READINESS, SERVICE):
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
 class _Stream(Call):
-    """An exchange, as a gRPC call."""
+    """An exchange as a gRPC call."""
 
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
-        """``long_bodies``: held while a body of ``LONG_BODY_BYTES`` or more is read."""
+        """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
         self._exchange: Exchange | None = Exchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None
@@ -159,7 +160,7 @@ class _Stream(Call):
         if self._exchange is None or not self._exchange.is_read_in_thread(message):
             self._receive(message, None)
             return
-        # Later messages of this stream wait (`hold`): they must not overtake the answer to this one.
+        # Later messages of this stream wait (`hold`): they must not overtake the answer to this message.
         self._answers.hold()
         self._reading = asyncio.create_task(self._read_in_thread(self._exchange, message))
 
@@ -192,7 +193,6 @@ class _Stream(Call):
             self._answers.send_all(answers)
 
     async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
-        """Read a long prompt while the event loop serves other requests."""
         many = self._long_bodies is not None and exchange.may_be_longer_than(LONG_BODY_BYTES)
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
@@ -211,7 +211,7 @@ class _Stream(Call):
 
 
 class HealthBook:
-    """The state of each service name, and its watchers."""
+    """State of each service name, and its watchers."""
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
@@ -236,7 +236,6 @@ class HealthBook:
         return self._states.get(name)
 
     def close(self) -> None:
-        """End all watches."""
         for watch in list(self._watches):
             watch.end()
 

@@ -1,10 +1,10 @@
-"""Encodes the endpoint picker's messages to Envoy, and reads fields of Envoy's; stateless.
+"""Encoding of the endpoint picker's messages to Envoy, and access to fields of Envoy's messages. Stateless.
 
-The protocol is the Gateway API inference extension's "endpoint picker protocol" (its proposal 004, v1.0.0), on top of
+The protocol is the "endpoint picker protocol" of the Gateway API inference extension (proposal 004, v1.0.0), on top of
 Envoy's external processing service (``envoy.service.ext_proc.v3``).
 
-Most messages are always the same, and are encoded once. The message around a piece of a body is encoded by hand:
-building it of five protobuf objects took as long as picking a server.
+Most messages are constant and encoded once. The message around a piece of a body is encoded by hand: building it of
+five protobuf objects took as long as picking a server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from skymemory.router.prefillers import HEADER, LATER_HEADER
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
-"""Services of the gRPC health protocol, beside ``SERVICE``."""
+"""Services of the gRPC health protocol, in addition to ``SERVICE``."""
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
@@ -45,7 +45,7 @@ ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
 UPSTREAM_ADDRESS, CODE_DETAILS = "upstream.address", "response.code_details"
 FROM_UPSTREAM = "via_upstream"
 PIECE_BYTES = 62_000
-"""Of a body in one message: Envoy recommends at most 64 KiB, with the message around it."""
+"""Bytes of a body per message. Envoy recommends at most 64 KiB, including the message around it."""
 
 OVERWRITE = HeaderValueOption.HeaderAppendAction.Value("OVERWRITE_IF_EXISTS_OR_ADD")
 BODY_MODE = ProcessingMode.BodySendMode
@@ -54,16 +54,16 @@ BUFFERED = BODY_MODE.Value("BUFFERED")
 
 
 def headers_of(headers: HttpHeaders) -> dict[str, str]:
-    """Headers by lower-case names, as Envoy sends them; values of a repeated one are joined by commas."""
-    found: dict[str, str] = {}
+    """Return headers by lower-case names; values of a repeated header are joined by commas."""
+    values: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
-        found[header.key] = f"{found[header.key]},{value}" if header.key in found else value
-    return found
+        values[header.key] = f"{values[header.key]},{value}" if header.key in values else value
+    return values
 
 
 def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]:
-    """Only the named headers, which must not be repeated."""
+    """Return only the named headers, which must not be repeated."""
     return {
         key: header.raw_value.decode("latin-1") or header.value
         for header in headers.headers.headers
@@ -72,7 +72,7 @@ def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints that may be picked; None: all. An empty subset allows none.
+    """Return the endpoints that may be picked; None: all. An empty subset allows none.
 
     The protocol has a list; some data planes send a string with commas.
     """
@@ -85,7 +85,7 @@ def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
 
 
 def served_of(message: ProcessingRequest) -> str:
-    """The endpoint that served the request, by the protocol's metadata, else by Envoy's attribute; empty: unknown."""
+    """Return the endpoint that served the request, by the protocol's metadata or Envoy's attribute; empty: unknown."""
     metadata = message.metadata_context.filter_metadata
     if METADATA_NAMESPACE in metadata and SERVED in metadata[METADATA_NAMESPACE].fields:
         return str(metadata[METADATA_NAMESPACE].fields[SERVED].string_value)
@@ -93,7 +93,7 @@ def served_of(message: ProcessingRequest) -> str:
 
 
 def is_envoys_own(message: ProcessingRequest) -> bool | None:
-    """Whether Envoy itself made the response, since no server answered; None: unknown."""
+    """Return True if Envoy itself made the response, since no server answered; None: unknown."""
     details = _attribute(message, CODE_DETAILS)
     return details != FROM_UPSTREAM if details else None
 
@@ -106,7 +106,7 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
 
 
 def is_unconnected(message: ProcessingRequest) -> bool:
-    """Whether Envoy made the response because it got no connection: no server has read the request."""
+    """Return True if Envoy got no connection, so that no server has read the request."""
     details = _attribute(message, CODE_DETAILS)
     return any(word in details for word in ("connection_failure", "connection_timeout", "no_healthy_upstream"))
 
@@ -127,7 +127,6 @@ def streamed_response(body: bytes, end: bool) -> Iterator[bytes]:
 
 
 def immediate(status: int, body: bytes, retry_after_s: int | None = None) -> bytes:
-    """An error, which Envoy sends to the client at once."""
     headers = {"content-type": "application/json"}
     if retry_after_s is not None:
         headers["retry-after"] = str(retry_after_s)
@@ -152,7 +151,6 @@ def _headers(mutation: HeaderMutation | None) -> HeadersResponse:
 
 
 def _header(name: str, value: str) -> HeaderValueOption:
-    """Replaces a header of that name."""
     return HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=OVERWRITE)
 
 
@@ -164,16 +162,18 @@ def _destination(endpoints: str, prefiller: str | None) -> tuple[HeaderMutation 
     headers = [_header(DESTINATION, endpoints)]
     if prefiller:
         headers.append(_header(HEADER, prefiller))
-    # A client's own would send the sidecar wherever the client likes.
-    others = [LATER_HEADER] if prefiller else [HEADER, LATER_HEADER]
-    return HeaderMutation(set_headers=headers, remove_headers=others if prefiller is not None else ()), metadata
+    # A client's own header would direct the sidecar to any server of the client's choice.
+    removed = [LATER_HEADER] if prefiller else [HEADER, LATER_HEADER]
+    return HeaderMutation(set_headers=headers, remove_headers=removed if prefiller is not None else ()), metadata
 
 
 @lru_cache(maxsize=4096)
 def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
-    """``endpoints``: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read the one or the other.
+    """Return the answer to a request's headers.
 
-    ``prefiller``: the server that the sidecar there asks for the prefill; empty: none; None: there are no sidecars.
+    Args:
+        endpoints: ``ip:port[,ip:port]``, sent as a header and as metadata: data planes read either.
+        prefiller: server that the sidecar asks for the prefill; empty: none; None: there are no sidecars.
     """
     mutation, metadata = _destination(endpoints, prefiller)
     return _encoded(ProcessingResponse(request_headers=_headers(mutation), dynamic_metadata=metadata))
@@ -181,7 +181,7 @@ def request_headers(endpoints: str = "", prefiller: str | None = None) -> bytes:
 
 @lru_cache(maxsize=4096)
 def request_body(endpoints: str = "", prefiller: str | None = None) -> bytes:
-    """The answer where Envoy buffers the body: it is passed on unchanged. Arguments as in ``request_headers``."""
+    """Return the answer to a buffered body, which is passed on unchanged. Arguments as in ``request_headers``."""
     mutation, metadata = _destination(endpoints, prefiller)
     body = BodyResponse(response=CommonResponse(header_mutation=mutation))
     return _encoded(ProcessingResponse(request_body=body, dynamic_metadata=metadata))
@@ -194,7 +194,7 @@ RESPONSE_TRAILERS = _encoded(ProcessingResponse(response_trailers=TrailersRespon
 
 
 def _tag(message: Any, name: str, wire_type: int = 2) -> bytes:
-    """A field's number and wire type (2: length-delimited)."""
+    """Encode a field's number and wire type (2: length-delimited)."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | wire_type)
 
 
@@ -208,7 +208,6 @@ def _varint(number: int) -> bytes:
 
 
 def _piece_tags(kind: str) -> tuple[bytes, ...]:
-    """Tags of the messages around a piece of a body, innermost first."""
     return (
         _tag(StreamedBodyResponse, "body"),
         _tag(BodyMutation, "streamed_response"),
@@ -224,16 +223,16 @@ _LAST_PIECE = _tag(StreamedBodyResponse, "end_of_stream", 0) + b"\x01"
 
 @lru_cache(maxsize=4096)
 def _before(tags: tuple[bytes, ...], size: int, behind: int) -> bytes:
-    """The encoded message up to a piece of ``size`` bytes, after which ``behind`` bytes follow."""
+    """Return the encoded message up to a piece of ``size`` bytes, after which ``behind`` bytes follow."""
     innermost, *outer = tags
-    before = innermost + _varint(size) if size else b""  # protobuf leaves out empty fields
+    prefix = innermost + _varint(size) if size else b""  # protobuf omits empty fields
     for tag in outer:
-        before = tag + _varint(len(before) + size + behind) + before
-    return before
+        prefix = tag + _varint(len(prefix) + size + behind) + prefix
+    return prefix
 
 
 def _pieces(tags: tuple[bytes, ...], body: bytes, end: bool) -> Iterator[bytes]:
     for start in range(0, max(1, len(body)), PIECE_BYTES):
         piece = body if len(body) <= PIECE_BYTES else body[start : start + PIECE_BYTES]
-        behind = _LAST_PIECE if end and start + PIECE_BYTES >= len(body) else b""
-        yield _before(tags, len(piece), len(behind)) + piece + behind
+        suffix = _LAST_PIECE if end and start + PIECE_BYTES >= len(body) else b""
+        yield _before(tags, len(piece), len(suffix)) + piece + suffix

@@ -1,4 +1,4 @@
-"""The endpoint picker's Prometheus metrics: counters of its service, and gauges of the servers."""
+"""Prometheus metrics of the endpoint picker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COUNTERS = {
 
 
 class PickerCollector(Collector):
-    """Reads the service's counters and the servers' state on a scrape."""
+    """Collector of the service's counters and the servers' state, read on a scrape."""
 
     def __init__(self, service: PickerService) -> None:
         self._service = service
@@ -56,8 +56,8 @@ class PickerCollector(Collector):
         for name, values in read.items():
             label, text = COUNTERS.get(name, ("", name))
             family = CounterMetricFamily(PREFIX + name.removesuffix("_total"), text, labels=[label] if label else None)
-            for of, value in (values or ({} if label else {"": 0})).items():
-                family.add_metric([of] if label else [], value)
+            for label_value, value in (values or ({} if label else {"": 0})).items():
+                family.add_metric([label_value] if label else [], value)
             yield family
         yield GaugeMetricFamily(PREFIX + "streams", "Requests in flight in this picker.", self._service.streams)
         gauges = {
@@ -79,16 +79,16 @@ class MetricsPage:
     """``GET /metrics`` on its own address."""
 
     def __init__(self, service: PickerService, listen: str, collectors: Iterable[Collector] = ()) -> None:
-        """``collectors``: further metrics on the page."""
         self._registry = CollectorRegistry()
-        for each in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):
-            self._registry.register(each)
+        for collector in (PickerCollector(service), QueueFigures(service.queue, "skymemory_epp"), *collectors):
+            self._registry.register(collector)
         self._listen = listen
         self._runner: web.AppRunner | None = None
         self.port = 0
 
     async def start(self) -> None:
-        """
+        """Listen.
+
         Raises:
             SkyMemoryError: the address cannot be bound.
         """

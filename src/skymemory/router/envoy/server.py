@@ -1,8 +1,8 @@
-"""The endpoint picker as a process: builds it, follows its endpoints, reloads settings, and drains before it stops.
+"""Endpoint picker as a process: it follows its endpoints, reloads settings, and drains before it stops.
 
 1. ``serve`` reads the settings and builds an ``EndpointPicker`` (``endpoint_picker``).
-2. ``run`` listens, and then refreshes the endpoints for as long as it runs. The picker reports readiness as soon as it
-   knows endpoints, and what the last process had learned about them.
+2. ``run`` listens, and refreshes the endpoints until it stops. The picker is ready as soon as it knows endpoints and
+   has loaded what the last process had learned about them.
 3. SIGHUP or a changed file reloads what can change without a restart; SIGTERM drains.
 """
 
@@ -49,9 +49,9 @@ from skymemory.router.tls import PemCertificate, from_files, self_signed
 log = logging.getLogger("skymemory.router")
 
 TOKENIZED_IN_THREAD_BYTES = 16 << 10
-"""About 5 ms of a tokenizer's time: a thread costs a twentieth of that."""
+"""Length of about 5 ms of tokenizing, twenty times the cost of a thread."""
 IN_THREAD_BYTES = 256 << 10
-"""About 0.7 ms without a tokenizer; the longest bodies keep a thread for 50 ms."""
+"""Length of about 0.7 ms of reading without a tokenizer. The longest bodies occupy a thread for 50 ms."""
 _RELOADED = {
     "refresh_s",
     "events_port",
@@ -65,7 +65,7 @@ _RELOADED = {
 
 
 class EndpointPicker:
-    """Runs until an event is set. ``say`` prints a line for the operator."""
+    """Endpoint picker that runs until an event is set. ``say`` prints a line for the operator."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EndpointPicker:
         prefix_state: PrefixState | None = None,
         certificate: PemCertificate | None = None,
     ) -> None:
-        """``prefix_state``: loads, saves and shares the strategy's index; None: it starts empty."""
+        """Create it. ``prefix_state`` loads, saves and shares the strategy's index; None: it starts empty."""
         picker = settings.picker
         self.settings = self.at_start = settings
         self.service = service
@@ -94,7 +94,8 @@ class EndpointPicker:
         self.metrics = MetricsPage(service, picker.metrics_listen, collectors) if picker.metrics_listen else None
 
     async def run(self, stop: asyncio.Event, started: Callable[[], None] | None = None) -> None:
-        """
+        """Run until ``stop`` is set.
+
         Raises:
             SkyMemoryError: an address cannot be bound.
         """
@@ -114,7 +115,8 @@ class EndpointPicker:
                     started()
                 refreshing = asyncio.create_task(self._keep_refreshing())
                 stopping = asyncio.create_task(stop.wait())
-                # An unexpected exception there ends the picker: better than one with outdated endpoints.
+                # An unexpected exception of refreshing ends the picker, which is better than a picker with outdated
+                # endpoints.
                 done, _ = await asyncio.wait({refreshing, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
                 if refreshing in done:
@@ -133,7 +135,7 @@ class EndpointPicker:
         """Apply changed settings, as far as possible without a restart.
 
         Raises:
-            InvalidInput: a backend that is not an endpoint for Envoy; nothing has changed.
+            InvalidInput: a backend is not an endpoint for Envoy; nothing has changed.
         """
         if isinstance(self._source, SettingsSource):
             self._source.set(settings.backends)
@@ -152,18 +154,18 @@ class EndpointPicker:
         while True:
             self._refresh.clear()
             self._endpoints.remove_drained()
-            found = await self._source.endpoints()
-            if found is not None:
-                endpoints = [completed(backend, self.settings.picker) for backend in found]
-                came, left = self._endpoints.set(endpoints)
-                for name in left:
+            current = await self._source.endpoints()
+            if current is not None:
+                endpoints = [completed(backend, self.settings.picker) for backend in current]
+                added, removed = self._endpoints.set(endpoints)
+                for name in removed:
                     self._watch.unfollow(name)
-                for name in came:
+                for name in added:
                     self._watch_load(name)
                 if known:
                     self._events.follow()
-                if came or left or not known:
-                    self._say(f"{len(endpoints)} endpoints: {len(came)} added, {len(left)} removed")
+                if added or removed or not known:
+                    self._say(f"{len(endpoints)} endpoints: {len(added)} added, {len(removed)} removed")
                 if not known:
                     known = True
                     await self._begin()
@@ -174,7 +176,6 @@ class EndpointPicker:
                 pass
 
     async def _begin(self) -> None:
-        """The first endpoints are known: load what the last process had learned, and report readiness."""
         if self._prefix_state is not None:
             await self._prefix_state.start()
         self._begun = True
@@ -190,7 +191,7 @@ class EndpointPicker:
 
 
 def endpoint_picker(settings: Settings, say: Callable[[str], None], keys: KeyRing | None = None) -> EndpointPicker:
-    """The picker that these settings describe.
+    """Create a picker.
 
     Raises:
         InvalidInput: contradictory settings, or an unreadable file.
@@ -221,7 +222,7 @@ def configure_queue(service: PickerService, settings: Settings) -> None:
 
 
 def needs_restart(now: Settings, then: Settings) -> list[str]:
-    """Changed settings that a running picker cannot apply."""
+    """Return the changed settings that a running picker cannot apply."""
     parts = ("strategy", "options", "prompts", "seed", "state", "cost", "replicas", "admission")
     fixed = [name for name in parts if getattr(now, name) != getattr(then, name)]
     if now.splits != then.splits:
@@ -229,9 +230,9 @@ def needs_restart(now: Settings, then: Settings) -> list[str]:
     if now.limits.max_body_bytes > then.limits.max_body_bytes:
         fixed.append("limits: max_body, above its value at the start")
     return fixed + [
-        f"picker: {each.metadata['key']}"
-        for each in fields(PickerSettings)
-        if each.name not in _RELOADED and getattr(now.picker, each.name) != getattr(then.picker, each.name)
+        f"picker: {setting.metadata['key']}"
+        for setting in fields(PickerSettings)
+        if setting.name not in _RELOADED and getattr(now.picker, setting.name) != getattr(then.picker, setting.name)
     ]
 
 
@@ -280,7 +281,7 @@ def _certificate(picker: PickerSettings) -> PemCertificate | None:
 
 
 def reload(picker: EndpointPicker, read: Callable[[], Settings]) -> None:
-    """Read and apply the settings; invalid ones change nothing."""
+    """Read and apply the settings; invalid settings change nothing."""
     try:
         settings = read()
         fixed = needs_restart(settings, picker.at_start)
@@ -303,7 +304,7 @@ async def serve(
     read_keys: Callable[[Path], KeyRing],
     started: Callable[[EndpointPicker], None],
 ) -> None:
-    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads.
+    """Run until SIGTERM or SIGINT. SIGHUP, or a change of ``file``, reloads the settings.
 
     Raises:
         SkyMemoryError: an address cannot be bound, or settings are invalid.

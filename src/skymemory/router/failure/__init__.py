@@ -1,1 +1,1 @@
-"""Whose fault a failure is, what is sent again, which servers get no requests. Pure: ``now_s`` in, decisions out."""
+"""Blame for failures, retries, and servers that get no requests. Pure: ``now_s`` is an argument."""

@@ -1,7 +1,7 @@
-"""How often bytes are sent: the sends of one request, and the share of retries among all requests.
+"""Limits of retries: the sends of a request, and the share of retries among all requests.
 
-A request has ``Sends``: each time its bytes leave counts, a replay on a fresh connection like an attempt at another
-server. All requests together have a ``RetryBudget``, so that a fleet that is down gets little more than its load.
+``Sends`` counts each time a request's bytes are sent: a replay on a new connection as well as an attempt at another
+server. The ``RetryBudget`` of all requests ensures that a failed fleet gets little more than its usual load.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from collections import deque
 from typing import Protocol
 
 WINDOW_S = 10
-"""Over which requests and their retries are compared. Finagle's budget, too, counts over ten seconds."""
+"""Window of the comparison, as in Finagle's budget."""
 FIRST_S, MOST_S = 0.025, 0.25
-"""Back-off before the first retry and at most; Envoy's ``base_interval`` and ``max_interval``."""
+"""First and maximum back-off; Envoy's ``base_interval`` and ``max_interval``."""
 
 
 class RandomNumbers(Protocol):
-    """A seeded ``random.Random``."""
-
     def random(self) -> float: ...
 
 
 class Sends:
-    """The sends of one request's bytes."""
-
     __slots__ = ("count", "most")
 
     def __init__(self, most: int) -> None:
@@ -36,7 +32,7 @@ class Sends:
         return self.most - self.count
 
     def take(self) -> bool:
-        """Count a send that is about to leave; False: it may not."""
+        """Count a send. Return False if it is not allowed."""
         if self.count >= self.most:
             return False
         self.count += 1
@@ -48,19 +44,18 @@ class Sends:
 
 
 class RetryBudget:
-    """Retries of all requests: at most ``share`` of the requests of the last ten seconds or under way, whichever are
-    more, and always ``floor``.
+    """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
+    ``floor``.
 
-    Envoy compares with the requests under way alone: where a server answers an error at once few are, and its floor of
-    three concurrent retries lets each of them be sent three times.
+    Envoy compares with the requests in flight alone: if a server answers errors at once, few are in flight, and its
+    floor of three concurrent retries lets each request be sent three times.
     """
 
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
         self.share, self.floor = share, floor
         self._seconds: deque[list[int]] = deque()
-        """Of each second: its number, requests that had begun before, retries."""
+        """Per second: number, requests begun before, retries."""
         self._next_s = -math.inf
-        """When the last of these has ended."""
         self._begun = self._ended = self._retries = 0
 
     def on_request(self, now_s: float) -> None:
@@ -72,9 +67,9 @@ class RetryBudget:
         self._ended += 1
 
     def take(self, now_s: float, *, is_free: bool = False) -> bool:
-        """Count a retry; False: there are too many already. ``is_free``: it is counted, and allowed even so."""
+        """Count a retry. Return False if it is not allowed. ``is_free``: allow it anyway."""
         second = self._second(now_s)
-        requests = self._begun - min(self._seconds[0][1], self._ended)  # begun lately, or under way
+        requests = self._begun - min(self._seconds[0][1], self._ended)  # begun in the window, or in flight
         if not is_free and self._retries + 1 > max(self.floor, self.share * requests + 1e-9):
             return False
         self._retries += 1
@@ -93,8 +88,8 @@ class RetryBudget:
 
 
 def backoff_s(number: int, random: RandomNumbers) -> float:
-    """Seconds before a request's retry ``number`` (from 1): doubling, of which a random half is left out, so that the
-    retries of requests that failed together do not arrive together.
+    """Return the back-off before retry ``number`` (from 1). It doubles; a random half is left out, so that requests
+    that failed together are not retried together.
     """
     bound_s: float = min(MOST_S, FIRST_S * 2.0 ** min(number - 1, 16))
     return bound_s * (0.5 + 0.5 * random.random())

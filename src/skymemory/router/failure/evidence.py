@@ -1,9 +1,9 @@
-"""Who is to blame: a failure counts against the pair of request and server until more is known.
+"""Blame for failures: a failure counts against the pair of request and server until more is known.
 
-1. A request that failed at one server, and was answered by another, proves the first one's fault.
-2. A request that failed at two servers is suspect: its failures are taken back from both, until a third one answers it.
-3. A client's failures keep its own requests away from a server. All requests stay away where two clients have failed
-   there, or where one client sends all.
+1. A request that failed at a server and was answered by another server proves the first server's fault.
+2. A request that failed at two servers is suspect: its failures are taken back from both, until a third server answers.
+3. A client's failures keep its own requests away from a server. All requests stay away if two clients have failed
+   there, or if one client sends all requests.
 """
 
 from __future__ import annotations
@@ -15,36 +15,32 @@ from types import MappingProxyType
 from skymemory.router.failure.faults import RULES, Fault
 
 REST_S = (1.0, 3.0, 9.0, 27.0, 60.0)
-"""How long a server is left alone after its first, second, … failure without a good answer in between; then one request
-tries it. Envoy's outlier detection begins with five failures and 30 s.
+"""Rest after the first, second, … failure without a good answer in between, before a request probes the server. Envoy's
+outlier detection begins with five failures and 30 s.
 """
 MOST_FAILURES = 32
-"""That are kept of one server."""
 EJECTING = 3
-"""Requests whose failures eject a server."""
+"""Failed requests that eject a server."""
 EJECTING_SILENT = 2
-"""Requests without an answer that do."""
+"""Unanswered requests that eject a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt that failed at a server."""
-
     client: str
     fault: Fault
     at_s: float
     wait_s: float = 0.0
-    """The server's own ``Retry-After``."""
     is_proven: bool = False
-    """Another server has answered the request."""
+    """True if another server answered the request."""
     is_lost: bool = False
-    """Of silence: it has lasted twice as long as it takes to be noticed."""
+    """True if a silence was twice as long as needed to count."""
     is_final: bool = False
-    """The request ended with it: no other server was asked."""
+    """True if the request ended with it."""
 
     @property
     def accuses(self) -> bool:
-        """It speaks of a fault, not of a full server."""
+        """False for a full server."""
         return not RULES[self.fault].is_back_pressure
 
     @property
@@ -57,22 +53,20 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 
 
 class Attempts:
-    """The attempts of one request, for the policy. Who sends it is a subclass."""
+    """Attempts of a request; the sender is a subclass."""
 
-    # Of the class, until a request needs its own: nearly none fails.
+    # Class attributes as defaults: hardly any request fails.
     heard_s: float = float("-inf")
-    """When the last piece of its answer came; who receives it keeps it."""
+    """Time of the answer's last piece, set by the receiver."""
     failed: Mapping[str, Failure] = NO_FAILURES
-    """By server, the last failure."""
     retries: Mapping[Fault, int] = NO_RETRIES
-    """Attempts elsewhere that each fault has caused."""
 
     def __init__(self, client: str) -> None:
         self.client = client
         """Tenant or address."""
 
     def move_on(self, server: str, why: str) -> None:
-        """The server is ejected: send the request to another one, if nothing of its answer has come."""
+        """Leave an ejected server, if nothing of its answer has arrived."""
 
     def add_failure(self, server: str, failure: Failure) -> None:
         self.failed = {**self.failed, server: failure}
@@ -85,7 +79,7 @@ class Attempts:
 
     @property
     def accused(self) -> list[str]:
-        """Servers where it failed so that either may be the cause."""
+        """Servers at which it failed, if the request may be the cause."""
         return [name for name, failure in self.failed.items() if failure.accuses and RULES[failure.fault].is_of_pair]
 
     @property
@@ -94,7 +88,7 @@ class Attempts:
 
 
 class Evidence:
-    """Failures at one server since it last answered well."""
+    """Failures at a server since its last good answer."""
 
     __slots__ = ("cleared_s", "failures", "last_s")
 
@@ -120,8 +114,8 @@ class Evidence:
         self.cleared_s = now_s
 
     def acquit(self, since_s: float) -> None:
-        """A check that began at ``since_s`` found the server well: connections that broke before prove nothing, unless
-        another server has answered those requests.
+        """Drop broken connections before a good check that started at ``since_s``, unless another server answered the
+        request.
         """
         for attempts, failure in list(self.failures.items()):
             if failure.fault in (Fault.RESET, Fault.UNCONNECTED) and not failure.is_proven and failure.at_s <= since_s:
@@ -140,7 +134,7 @@ class Evidence:
         return any(failure.is_proven and failure.accuses for failure in self.failures.values())
 
     def binding(self, client: str | None, clients: int) -> list[Failure]:
-        """Failures that count for a client's requests (None: for all), where as many ``clients`` have to agree."""
+        """Return the failures that count for a client (None: for all); ``clients`` have to agree."""
         failures = list(self.failures.values())
         certain = [failure for failure in failures if not RULES[failure.fault].is_of_pair]
         if certain or len({failure.client for failure in failures}) >= clients:
@@ -148,7 +142,7 @@ class Evidence:
         return [failure for failure in failures if failure.client == client]
 
     def rests_until_s(self, client: str | None, clients: int) -> float:
-        """When a client's requests may try the server again; minus infinity: nothing speaks against it."""
+        """Return the end of the rest for a client's requests; minus infinity: no rest."""
         failures = self.binding(client, clients)
         if not failures:
             return float("-inf")
@@ -156,9 +150,9 @@ class Evidence:
         return max(failure.at_s + max(rest_s, failure.wait_s) for failure in failures)
 
     def ejects(self, clients: int) -> str:
-        """Why these failures eject the server; empty: they do not."""
-        # While a request is being tried elsewhere it may yet prove to be the cause.
-        settled = (each for each in self.binding(None, clients) if each.is_settled)
+        """Return the reason to eject the server; empty: none."""
+        # A request that is still being retried elsewhere may prove to be the cause.
+        settled = (failure for failure in self.binding(None, clients) if failure.is_settled)
         accusing = [failure for failure in settled if failure.accuses]
         silent = sum(failure.fault is Fault.SILENT for failure in accusing)
         if len(accusing) >= EJECTING or silent >= EJECTING_SILENT or any(failure.is_lost for failure in accusing):

@@ -1,6 +1,6 @@
-"""What can go wrong with an attempt, and one rule for each: whether it is sent elsewhere, and whom it counts against.
+"""Faults of an attempt, with a rule for each: its retries at other servers, and its blame.
 
-``RULES`` is the whole table; docs/reference/router.md is generated from it.
+``RULES`` is the complete table; docs/reference/router.md is generated from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class Fault(StrEnum):
-    """Why an attempt gave no answer, or none of use."""
+    """Reason why an attempt gave no usable answer."""
 
     REFUSED = "refused"
     UNCONNECTED = "unconnected"
@@ -27,17 +27,16 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``says``: what happened, for the reference."""
+    """``says``: description in the reference."""
 
     says: str
     retries: int | None = None
-    """Attempts at other servers that this fault may cause; None: as many as the request's budget allows."""
+    """Maximum attempts at other servers; None: the request's limit."""
     is_of_pair: bool = True
-    """The request may be the cause: it counts against the pair, and is taken back where another server fails too."""
+    """True if the request may be the cause: failures are taken back if another server fails, too."""
     is_back_pressure: bool = False
-    """The server is full, not faulty: it is left alone for a while, and never ejected for it."""
+    """True if the server is full: it rests, but is never ejected."""
     backs_off: bool = True
-    """The next attempt waits (``backoff_s``)."""
 
 
 RULES: Mapping[Fault, Rule] = MappingProxyType(
@@ -56,7 +55,7 @@ RULES: Mapping[Fault, Rule] = MappingProxyType(
 
 
 def fault_of(status: int, retry_after: bool = False) -> Fault | None:
-    """The fault that a response's status is; None: none, it is the answer."""
+    """Return the fault of a response's status; None: no fault."""
     if status == 429 or (status == 503 and retry_after):
         return Fault.BUSY
     if status == 503:
@@ -67,10 +66,10 @@ def fault_of(status: int, retry_after: bool = False) -> Fault | None:
 
 
 MOST_RETRY_AFTER_S = 60.0
-"""Beyond, a server's ``Retry-After`` is not believed: it is tried again, one request at a time."""
+"""Maximum of a server's ``Retry-After``."""
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Seconds of a ``Retry-After`` header; None: absent, a date, or no number of at most nine digits."""
+    """Return the seconds of ``Retry-After``; None: absent, a date, or no number of at most nine digits."""
     digits = value.strip()
     return min(float(digits), MOST_RETRY_AFTER_S) if digits.isdigit() and len(digits) <= 9 else None

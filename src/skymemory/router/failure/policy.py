@@ -1,20 +1,19 @@
-"""Which servers get no requests, decided from checks and from what becomes of requests.
+"""Selection of servers that get no requests, from health checks and the results of requests.
 
 1. ``on_sent``, ``on_answer``, ``on_fault``, ``on_dropped`` report each attempt; ``on_check`` each health check.
-2. ``avoided`` names servers that a client's next request should not go to: those that rest after failures
-   (``evidence``), those that say nothing (``silence``) or take ten times as long as the others, and those that refuse
-   connections.
-3. ``take_decisions`` gives what has changed since: servers that are ejected or return, checks that are wanted at once,
-   requests that move on.
+2. ``avoided`` names servers that a client's next request should not use: those that rest after failures (``evidence``),
+   those that are silent (``silence``) or ten times slower than the others, and those that refuse connections.
+3. ``take_decisions`` returns the changes since: servers that are ejected or return, checks that are wanted at once,
+   requests that move to another server.
 
-A failed request only asks for a check. A server is ejected by ``failures`` failed checks in a row; by one check if
-requests have failed there, too; or by failures of several requests and clients. It returns after ``successes`` good
-checks, and what was ejected by requests alone, after its rest. Then one request at a time tries it until it has
-answered.
+A failed request only requests a check. A server is ejected by ``failures`` failed checks in a row; by a single failed
+check if requests have failed there, too; or by failures of several requests and clients. It returns after ``successes``
+good checks; a server ejected by requests alone returns after its rest. Then one request at a time probes it until it
+answers.
 
-At most ``max_ejected`` of a fleet's servers are out. Beyond, all are used (Envoy's panic threshold), but for those that
-no check can connect to. Where there is no other, those are used that refuse connections: an attempt costs nothing, and
-they may have started again.
+At most ``max_ejected`` of a fleet's servers are out. Beyond that, all are used (Envoy's panic threshold), except those
+that no check can connect to. If no other server is left, servers that refuse connections are used: an attempt costs
+nothing, and they may have restarted.
 """
 
 from __future__ import annotations
@@ -42,39 +41,36 @@ from skymemory.router.failure.silence import (
 )
 
 REFUSED_S = 1.0
-"""How long a server that refused a connection is passed over."""
+"""Time to skip a server that refused a connection."""
 CLIENTS_S = 60.0
-"""Two clients within this time: then two of them have to fail at a server before others stay away from it."""
+"""If two clients were active within this time, two have to fail at a server before others avoid it."""
 SWEEP_S = 0.02
-"""Servers are looked at for silence at most this often."""
+"""Minimum time between sweeps."""
 NEW_S = 5.0
-"""A server that has answered nothing since it joined or returned gets one request at a time, for this long."""
+"""Time in which a server without any answer gets one request at a time."""
 CHECK_S = 0.1
-"""Least time between two checks that requests ask for."""
+"""Minimum time between requested checks."""
 QUIET_CHECK_S = 1.0
-"""Time between two checks of a server that stays quiet."""
+"""Period of checks of a quiet server."""
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
-"""A server is slow that takes ten times the median of three servers or more, over eight answers of each at least."""
+"""Slow servers: factor over the median; minimum answers and servers; period."""
 LEAST_USUAL_S = 0.001
-"""Differences between shorter waits say nothing of a server."""
+"""Minimum expected wait: smaller differences are noise."""
 BEGIN_S = 0.001
-"""Pieces that come within this time are the beginning of an answer."""
+"""Pieces within this time are the beginning of an answer."""
 MOST_AGE_S = 120.0
-"""Older failures are forgotten."""
 NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of the policy."""
-
     failures: int = 3
     successes: int = 2
     max_ejected: float = 0.5
 
 
 class Decision(NamedTuple):
-    """``kind``: "eject", "return", "use" or "leave" (whether it gets requests), "check" (now) or "move"."""
+    """``kind``: "eject", "return", "use" or "leave" (it gets requests or not), "check" (now) or "move"."""
 
     kind: str
     server: str
@@ -83,8 +79,6 @@ class Decision(NamedTuple):
 
 
 class _Record:
-    """What is known of one server."""
-
     __slots__ = (
         "alive_s",
         "answers",
@@ -121,27 +115,27 @@ class _Record:
         self.name, self.group = name, group
         self.evidence = Evidence()
         self.unanswered: dict[Attempts, Sent] = {}
-        """The oldest first."""
+        """Oldest first."""
         self.streams: dict[Attempts, tuple[float, float]] = {}
-        """Answers that have begun and not ended: when each request was sent, and when its answer began."""
+        """Unfinished answers: time of sending and of the first byte."""
         self.flowing_s = -math.inf
-        """When such an answer last ended well."""
+        """Time when a stream last ended well."""
         self.alive_s = self.checked_s = -math.inf
-        """When it last answered; when a check that found it well began."""
+        """Time of the last answer; start of the last good check."""
         self.has_metrics, self.working_s = False, -math.inf
-        """Whether its metrics are read, and when they last showed that it works."""
+        """True if metrics are read; time when they last showed work."""
         self.is_new = self.is_last_resort = True
         self.is_quiet = False
         self.probe: Attempts | None = None
-        """The one request that tries it after a rest."""
+        """Request that probes it after a rest."""
         self.refused_until_s = self.slow_until_s = self.asked_s = -math.inf
         self.answers, self.slowness = 0, 0.0
-        """Answers since it was last compared with others, and the sum of their waits in expected ones."""
+        """Answers since the last comparison; sum of waits over expected waits."""
         self.is_check_due = False
-        """A check is wanted, but the last one was too short ago."""
+        """True if a check is wanted, but the last was too recent."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
-        """By the checks: it is ill, refused a connection since; gave none at the last, and refused it. By all: it is
+        """By checks: unhealthy; refused a connection since; not connected or refused at the last check. By all:
         ejected.
         """
         self.is_used = True
@@ -149,33 +143,32 @@ class _Record:
 
 
 class FailurePolicy:
-    """See the module. Not thread-safe; ``now_s`` must not go back."""
+    """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
-        """``are_checked``: ``on_check`` is called. Else failures alone eject, and rests end by themselves."""
+        """``are_checked``: ``on_check`` is called. Otherwise rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _Record] = {}
         self.doubted: dict[str, _Record] = {}
-        """Servers that ``avoided`` has to look at; it has nothing to do without them before ``sweep_s``."""
+        """Servers that ``avoided`` examines; if there are none, it only sweeps."""
         self._waits = tuple(UsualWait() for _ in KINDS)
         self._gaps = UsualWait()
-        """Between pieces of a stream."""
         self._usual_s = [LEAST_USUAL_S for _ in KINDS]
-        """As of the last look for slow servers."""
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self.sweep_s = 0.0
         self.decisions: list[Decision] = []
-        """Since they were last taken."""
 
     # -- membership
 
     def add(self, name: str, group: object = None, *, is_last_resort: bool = True) -> None:
-        """
+        """Add or update a server.
+
         Args:
-            group: servers of one fleet, of which a share may be ejected.
-            is_last_resort: where all refuse connections it is tried; False: an attempt at it costs another's work.
+            group: fleet, of which a share may be ejected.
+            is_last_resort: try it if all servers refuse connections. False: an attempt would cost another server's
+                work.
         """
         record = self._records.get(name)
         if record is None:
@@ -191,14 +184,13 @@ class FailurePolicy:
         return record is not None and record.is_ejected
 
     def is_refusing(self, name: str) -> bool:
-        """Whether it is ejected, and refused the last check a connection."""
+        """Return True if it is ejected, and refused the last check."""
         record = self._records.get(name)
         return record is not None and record.is_ejected and record.is_refusing
 
     # -- from requests
 
     def on_request(self, client: str, now_s: float) -> None:
-        """A client's request begins."""
         if client != self._client:
             self._other_s, self._client = self._client_s, client
         self._client_s = now_s
@@ -216,11 +208,11 @@ class FailurePolicy:
     def on_answer(
         self, attempts: Attempts, server: str, now_s: float, is_good: bool = True, is_whole: bool = True
     ) -> None:
-        """Its first byte came.
+        """Record the first byte of an answer.
 
         Args:
-            is_good: it is not an error of the client's either, whose time says nothing.
-            is_whole: it has ended; False: more follows, and ``on_complete`` or ``on_fault`` at its end.
+            is_good: no error, not even a client error, whose time is no evidence.
+            is_whole: complete; False: ``on_complete`` or ``on_fault`` follows.
         """
         record = self._records.get(server)
         if record is None:
@@ -237,7 +229,7 @@ class FailurePolicy:
                 record.slowness += wait_s / (estimate_s if estimate_s > usual_s else usual_s)
         is_doubted = server in self.doubted
         if is_doubted:
-            record.evidence.take_back(attempts)  # late, but not without an answer
+            record.evidence.take_back(attempts)  # late, but answered
             attempts.remove_failure(server)
             record.refused_until_s = -math.inf
             self._review(record, now_s)
@@ -248,7 +240,6 @@ class FailurePolicy:
             self._end_well(record, attempts, sent_s, now_s, is_good)
 
     def on_complete(self, attempts: Attempts, server: str, now_s: float, pieces: int = 0, is_good: bool = True) -> None:
-        """An answer that had begun has ended as it should, in so many ``pieces``."""
         record = self._records.get(server)
         if record is None or (times := record.streams.pop(attempts, None)) is None:
             return
@@ -268,7 +259,7 @@ class FailurePolicy:
             self._prove(attempts, now_s)
 
     def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
-        """Its metrics were read. ``is_working``: they have changed, so what it leaves unanswered is long, not lost."""
+        """Record metrics. ``is_working``: they changed, so unanswered requests are long, not lost."""
         record = self._records.get(server)
         if record is None:
             return
@@ -276,7 +267,9 @@ class FailurePolicy:
         if not is_working:
             return
         record.working_s, record.is_quiet = max(record.working_s, now_s), False
-        silent = [each for each in (*record.unanswered, *record.streams) if each in record.evidence.failures]
+        silent = [
+            attempts for attempts in (*record.unanswered, *record.streams) if attempts in record.evidence.failures
+        ]
         for attempts in silent:
             record.evidence.take_back(attempts)
             attempts.remove_failure(server)
@@ -284,7 +277,7 @@ class FailurePolicy:
             self._review(record, now_s)
 
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """It failed there. ``wait_s``: the server's ``Retry-After``."""
+        """Record a failed attempt. ``wait_s``: the server's ``Retry-After``."""
         record = self._records.get(server)
         if record is None:
             return
@@ -303,7 +296,7 @@ class FailurePolicy:
         self._review(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
-        """It is no longer waited for: its client has left, say."""
+        """Record that an attempt is no longer awaited."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:
@@ -316,7 +309,6 @@ class FailurePolicy:
             self._forget(record, attempts)
 
     def on_end(self, attempts: Attempts, now_s: float) -> None:
-        """The request has ended with its last failure."""
         for name, failure in attempts.failed.items():
             record = self._records.get(name)
             if record is not None and attempts in record.evidence.failures and not failure.is_final:
@@ -347,12 +339,12 @@ class FailurePolicy:
     def on_check(
         self, server: str, why: str, began_s: float, now_s: float, *, is_refused: bool = False, is_reached: bool = True
     ) -> None:
-        """A health check has ended.
+        """Record a health check.
 
         Args:
-            why: it failed; empty: the server is well.
-            is_refused: its address refused the connection: the process is gone, and its cache with it.
-            is_reached: there was a connection. A server without one is not used in a panic either.
+            why: reason of a failure; empty: healthy.
+            is_refused: the connection was refused: the process and its cache are gone.
+            is_reached: a connection was established. Otherwise the server is not used even in a panic.
         """
         record = self._records.get(server)
         if record is None:
@@ -381,16 +373,14 @@ class FailurePolicy:
     # -- decisions
 
     def avoided(self, client: str, now_s: float, *, is_retry: bool = False) -> frozenset[str] | set[str]:
-        """Servers that a request of ``client`` should not go to, if there are others. ``is_retry``: it failed already,
-        and rather goes to one without any doubt.
-        """
+        """Return the servers to avoid if others remain. ``is_retry``: avoid doubtful servers, too."""
         if now_s >= self.sweep_s:
             self.sweep(now_s)
         if not self.doubted:
             return NONE
         clients = self._clients(now_s)
         if not is_retry and (probed := self._to_probe(client, clients, now_s)) is not None:
-            return {each.name for each in self._of(probed.group) if each is not probed}
+            return {record.name for record in self._of(probed.group) if record is not probed}
         resting: dict[str, _Record] = {}
         refused, mild = set(), set()
         for name, record in self.doubted.items():
@@ -408,13 +398,13 @@ class FailurePolicy:
                 resting[name] = record
         if resting and not is_retry:
             for group in {record.group for record in resting.values()}:
-                here = [name for name, record in resting.items() if record.group == group]
+                names = [name for name, record in resting.items() if record.group == group]
                 out = sum(record.is_ejected and record.name not in resting for record in self._of(group))
-                if len(here) + out > self._most_out(group):
-                    for name in here:
+                if len(names) + out > self._most_out(group):
+                    for name in names:
                         del resting[name]
         avoided = refused.union(resting)
-        # A new or a quiet server is better than one that has just failed.
+        # Prefer a new or a quiet server over a server that has just failed.
         for group in {self._records[name].group for name in mild}:
             if any(record.is_used and record.name not in avoided | mild for record in self._of(group)):
                 avoided |= {name for name in mild if self._records[name].group == group}
@@ -422,7 +412,7 @@ class FailurePolicy:
 
     @staticmethod
     def _is_doubtful(record: _Record, now_s: float) -> bool:
-        """It is new, silent or slow, but has not failed: it still gets requests where all others are no better."""
+        """Return True for a new, silent or slow server without failures, used if no other is better."""
         if now_s < record.slow_until_s:
             return True
         if record.is_quiet and not record.evidence and (record.unanswered or record.streams):
@@ -430,9 +420,7 @@ class FailurePolicy:
         return record.is_new and bool(record.unanswered)
 
     def _to_probe(self, client: str, clients: int, now_s: float) -> _Record | None:
-        """A server that leaves a request unanswered. Strategies may send it no other, as its load never ends; but one
-        that is answered shows that it works, and a second without an answer that it does not.
-        """
+        """Return a silent server to probe: strategies may send it no request, as its load never ends."""
         for record in self.doubted.values():
             if record.is_quiet and record.is_used and record.unanswered and record.probe is None:
                 evidence = record.evidence
@@ -442,9 +430,7 @@ class FailurePolicy:
         return None
 
     def is_free_retry(self, server: str) -> bool:
-        """Whether a retry of what failed there is allowed beyond the retry budget: the server is known to be at fault,
-        or is full while another one answers. The fleet is not overloaded then.
-        """
+        """Return True if a retry is exempt from the budget: this server is faulty or full, not the whole fleet."""
         record = self._records.get(server)
         if record is None:
             return False
@@ -456,7 +442,7 @@ class FailurePolicy:
         )
 
     def is_busy(self, server: str, now_s: float) -> bool:
-        """Whether the server itself has said that it is full, and is left alone for that."""
+        """Return True if the server rests because it reported that it is full."""
         record = self.doubted.get(server)
         if record is None or not record.evidence:
             return False
@@ -468,7 +454,7 @@ class FailurePolicy:
         return decisions
 
     def sweep(self, now_s: float) -> None:
-        """Look for silent servers and rests that have ended; ``avoided`` does it, too."""
+        """Find silent servers and finished rests; ``avoided`` calls it, too."""
         self.sweep_s = now_s + SWEEP_S
         if now_s >= self._slow_s:
             self._slow_s = now_s + SLOW_EVERY_S
@@ -487,9 +473,7 @@ class FailurePolicy:
                 self._review(record, now_s)
 
     def _find_slow(self, now_s: float) -> None:
-        """Leave servers alone for a while whose answers took ``SLOW`` times as long as the median server's, in terms of
-        what was expected of each request.
-        """
+        """Rest servers whose waits, relative to the expected waits, are ``SLOW`` times the median."""
         self._usual_s = [max(waits.seconds or 0.0, LEAST_USUAL_S) for waits in self._waits]
         for group in {record.group for record in self._records.values()}:
             judged = [record for record in self._of(group) if record.answers >= SLOW_ANSWERS]
@@ -502,9 +486,9 @@ class FailurePolicy:
                     record.answers, record.slowness = 0, 0.0
 
     def _listen(self, record: _Record, now_s: float) -> None:
-        sent = next(iter(record.unanswered.values()))
-        since_s = max(sent.sent_s, record.alive_s, record.working_s)
-        expected, silent_s = self._expected_s(sent), now_s - since_s
+        oldest = next(iter(record.unanswered.values()))
+        since_s = max(oldest.sent_s, record.alive_s, record.working_s)
+        expected, silent_s = self._expected_s(oldest), now_s - since_s
         if silent_s <= quiet_after_s(expected, len(record.unanswered)):
             if record.is_new:
                 record.is_new = silent_s <= NEW_S
@@ -512,9 +496,9 @@ class FailurePolicy:
         self._on_quiet(record, now_s)
         if not self._others_live(record, since_s, now_s):
             return
-        for attempts, each in record.unanswered.items():
-            waited_s = now_s - max(each.sent_s, record.alive_s, record.working_s)
-            self._judge(record, attempts, waited_s, self._silent_after_s(each, record), now_s)
+        for attempts, attempt in record.unanswered.items():
+            waited_s = now_s - max(attempt.sent_s, record.alive_s, record.working_s)
+            self._judge(record, attempts, waited_s, self._silent_after_s(attempt, record), now_s)
 
     def _listen_to_streams(self, record: _Record, now_s: float) -> None:
         gap_s = self._gaps.seconds
@@ -524,8 +508,12 @@ class FailurePolicy:
             for attempts in record.streams
             if (silent_s := now_s - max(attempts.heard_s, record.working_s)) > stalled_s
         }
-        # Those that have just begun say nothing of the rest.
-        going_on = (each.heard_s for each, (_, began_s) in record.streams.items() if each.heard_s > began_s + BEGIN_S)
+        # Streams that have just begun say nothing about the others.
+        going_on = (
+            attempts.heard_s
+            for attempts, (_, started_s) in record.streams.items()
+            if attempts.heard_s > started_s + BEGIN_S
+        )
         flows = now_s - max(record.flowing_s, record.working_s, *going_on) <= stalled_s
         if not stalled or (flows and 2 * len(stalled) < len(record.streams)):
             record.is_quiet = record.is_quiet and bool(record.unanswered)
@@ -543,11 +531,10 @@ class FailurePolicy:
         self.doubted[record.name] = record
 
     def _judge(self, record: _Record, attempts: Attempts, silent_s: float, most_s: float, now_s: float) -> None:
-        """A request that has been left alone for longer than ``most_s`` is a failure of its server."""
         if silent_s <= most_s:
             return
-        known, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
-        if known is None or (is_lost and not known.is_lost):
+        former, is_lost = record.evidence.failures.get(attempts), silent_s > 2.0 * most_s
+        if former is None or (is_lost and not former.is_lost):
             failure = Failure(attempts.client, Fault.SILENT, now_s, is_lost=is_lost)
             attempts.add_failure(record.name, failure)
             record.evidence.add(attempts, failure)
@@ -555,8 +542,8 @@ class FailurePolicy:
                 record.probe = None
 
     def _others_live(self, record: _Record, since_s: float, now_s: float) -> bool:
-        """Whether another server of the fleet has answered in the later half of a silence, or, where it has nothing to
-        answer, was found well: else all stand still.
+        """Return True if another server has answered, or was found healthy while idle, in the later half of a silence.
+        Otherwise all stand still.
         """
         half_s = 0.5 * (since_s + now_s)
         return any(
@@ -573,7 +560,7 @@ class FailurePolicy:
         return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
     def _clients(self, now_s: float) -> int:
-        """How many clients have to fail at a server before it counts for all."""
+        """Return the number of clients that must fail at a server before it counts for all."""
         return 2 if now_s - self._other_s <= CLIENTS_S else 1
 
     def _ask(self, record: _Record, now_s: float) -> None:
@@ -591,7 +578,6 @@ class FailurePolicy:
         return 0 if servers < 2 or not share else min(servers - 1, max(1, int(share * servers + 1e-9)))
 
     def _review(self, record: _Record, now_s: float) -> None:
-        """Bring a server's standing up to date, and its fleet's."""
         evidence = record.evidence
         clients = self._clients(now_s)
         why = evidence.ejects(clients) if evidence else ""
@@ -617,7 +603,6 @@ class FailurePolicy:
             self.doubted.pop(record.name, None)
 
     def _use(self, group: object) -> None:
-        """Say which servers of a fleet get requests: all that are not ejected; all where too many are."""
         records = list(self._of(group))
         is_panic = sum(record.is_ejected for record in records) > self._most_out(group)
         used = {record for record in records if not record.is_ejected or (is_panic and not record.is_unreachable)}

@@ -1,7 +1,6 @@
-"""How long answers take to begin, and when a server that says nothing counts as silent.
+"""Response times, and the silence from which a server is suspected.
 
-What was sent and not answered is load that grows: the more requests wait at a server that gives no sign of life, the
-sooner it is left alone, whatever a strategy's estimates say.
+The more requests wait at a server without a sign of life, the sooner it is left alone, whatever a strategy estimates.
 """
 
 from __future__ import annotations
@@ -10,57 +9,55 @@ from collections import deque
 from typing import NamedTuple
 
 KEPT = 64
-"""Waits that are kept."""
+"""Number of recent waits that are evaluated."""
 UNREAD = 16_384
-"""And before they are read."""
+"""Maximum unread waits."""
 SHARE = 0.9
-"""The usual wait is what this share of answers stays within."""
+"""Quantile that is the usual wait."""
 QUIET = 3.0
-"""One request that waits for so many usual waits, or three for one each, make a server quiet."""
+"""Expected waits, divided by the unanswered requests, after which a server is quiet; at least one."""
 LEAST_QUIET_S = 0.05
 UNKNOWN_S = 5.0
-"""Assumed as the usual wait until the first answer."""
+"""Usual wait before the first answer."""
 SILENT = 5.0
-"""After so many usual waits without a sign of life a request counts as unanswered, a failure of its server."""
+"""Expected waits without a sign of life after which a request counts as unanswered, a failure."""
 LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
-"""The second for whole answers of servers without metrics, which show no work before the end."""
+"""Minimum of that time; the second for unstreamed answers of servers without metrics, which show no progress."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
-"""After so many usual gaps between its pieces a stream stalls. A server of which half of the streams do is quiet."""
+"""Usual gaps after which a stream stalls. A server is quiet if half of its streams stall."""
 LOST, LEAST_LOST_S = 100.0, 10.0
-"""After so many a stream counts as unanswered."""
+"""Usual gaps after which a stream counts as unanswered."""
 UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
-"""Or, if that is later, after so many times the longest wait: whole answers of one fleet take from one second to
-minutes, and a long one is no sign of a fault.
-"""
+"""Factor of the longest wait, also required for silence: unstreamed answers take from a second to minutes."""
 FORGOTTEN = 0.9999
-"""What an answer leaves of the longest wait before it."""
+"""Decay of the longest wait per answer."""
 
 
 WHOLE, FIRST_TOKEN, NO_PROMPT, DECODED = KINDS = range(4)
-"""What a first byte marks, so that waits are compared with their like: the end of an answer that is not streamed; the
-end of a prefill; the answer to a request without a prompt; the first token of a server that did not prefill.
+"""Meanings of a first byte; only waits of the same kind are compared.
+
+The end of an unstreamed answer; the end of a prefill; the answer to a request without a prompt; the first token of a
+server that did not prefill.
 """
 
 
 class Sent(NamedTuple):
-    """A request that a server has not answered."""
-
     sent_s: float
     estimate_s: float
-    """Of the time to its first token, by the strategy; 0: none."""
+    """Estimated time to first token; 0: none."""
     kind: int
-    """One of ``KINDS``."""
+    """An element of ``KINDS``."""
 
 
 class UsualWait:
-    """Time from sending to the first byte, of recent answers of all servers."""
+    """Time to the first byte of recent answers."""
 
     __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
 
     def __init__(self) -> None:
         self._new: deque[float] = deque(maxlen=UNREAD)
-        """Added since it was last read, which is a few times a second; every request adds one."""
+        """Unread waits: every request adds a wait, but reads are rare."""
         self.add = self._new.append
         self._waits: deque[float] = deque(maxlen=KEPT)
         self._seconds: float | None = None
@@ -68,7 +65,6 @@ class UsualWait:
 
     @property
     def seconds(self) -> float | None:
-        """What ``SHARE`` of them stay within; None before the first answer."""
         self._read()
         return self._seconds
 
@@ -88,17 +84,17 @@ class UsualWait:
 
 
 def expected_s(sent: Sent, usual_s: float | None) -> float:
-    """The wait for an answer's first byte: by its estimate, or the usual one, whichever is longer."""
+    """Return the longer of the request's estimate and the usual wait."""
     return max(sent.estimate_s, UNKNOWN_S if usual_s is None else usual_s)
 
 
 def quiet_after_s(expected: float, unanswered: int) -> float:
-    """Seconds without a sign of life after which a server with this many unanswered requests gets no more."""
+    """Return the silence after which a server with so many unanswered requests gets no more."""
     return max(LEAST_QUIET_S, expected * max(1.0, QUIET / unanswered))
 
 
 def silent_after_s(expected: float, longest_s: float, least_s: float = LEAST_SILENT_S) -> float:
-    """Seconds without a sign of life after which a request counts as unanswered."""
+    """Return the silence after which a request counts as unanswered."""
     return max(least_s, SILENT * expected, LONGEST * longest_s)
 
 

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's API in front of several engines."""
+"""HTTP front end: OpenAI's API for several engines."""

@@ -1,9 +1,9 @@
 """Access control of the HTTP proxy: CORS for browsers, API keys and quotas for clients.
 
-CORS names the web pages whose scripts may use the router, by the Fetch standard. A browser lets a page of another
-origin read a response only where its headers allow it. Most requests to this API (JSON, ``Authorization``) need a
-preflight before: OPTIONS with ``Access-Control-Request-Method``, without key or cookie. So preflights are answered
-before keys are checked. CORS restricts browsers only, no other client.
+CORS (Fetch standard) names the web pages whose scripts may use the router; it restricts browsers only. A browser lets a
+page of another origin read a response only if the response headers allow it. Most requests to this API (JSON,
+``Authorization``) need a preflight: OPTIONS with ``Access-Control-Request-Method``, without key or cookie. So
+preflights are answered before keys are checked.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from skymemory.router.settings import ANY_ORIGIN, HEADER_NAME, CorsSettings, Set
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 _QUOTAS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 EXPOSED = ("retry-after", "x-request-id", "x-skymemory-decision", *_QUOTAS)
-"""Response headers that pages may read."""
+"""Response headers readable by pages."""
 _MAX_HEADERS = 64
 _PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-"""Need no key: probes and Prometheus ask for them."""
+"""Paths that need no key: probes and Prometheus request them."""
 
 
 class AccessControl:
     def __init__(self) -> None:
         self.keys: ApiKeys | None = None
-        """None: requests need no key."""
         self.is_open = True
-        """There is nothing to check: neither keys nor CORS are configured, and no browser is near."""
+        """True if nothing is checked."""
         self._listen = ""
-        """Where it has listened since its start."""
         self._strangers: Strangers | None = None
-        """Where the router listens on loopback without keys and TLS."""
+        """Set if the router listens on loopback without keys and TLS."""
 
     @staticmethod
     def read(settings: Settings) -> KeyFile | None:
-        """The settings' file of keys, for ``configure``.
+        """Read the file of keys, for ``configure``.
 
         Raises:
             InvalidInput: it cannot be read.
@@ -69,11 +67,10 @@ class AccessControl:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of tenants, by the file of keys."""
         return {} if self.keys is None else self.keys.weights
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Called when the head has come: the body of an unauthorised request is not read."""
+        """Check a request's head, before its body is read."""
         if self._strangers is not None:
             first = request.headers.first
             why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
@@ -93,7 +90,7 @@ class AccessControl:
         return None
 
     def acquire(self, incoming: Incoming, request: Request, now_s: float) -> tuple[Request, QuotaLease | None]:
-        """The request with its tenant and priority, and the lease on its quota, to be ``release``d at its end.
+        """Return the request with tenant and priority, and a lease on its quota, which must be ``release``d.
 
         Raises:
             QuotaExceeded: 429.
@@ -104,13 +101,13 @@ class AccessControl:
         lease = self.keys.acquire(tenant, work_of(request), now_s)
         if lease.headers:
             incoming.response_headers += header_lines(tuple(lease.headers.items()))
-        # A client may lower its priority, and never raise it above its tenant's, which the operator sets.
+        # A client may lower its priority, but not raise it above its tenant's, which the operator sets.
         clients, headers = self._clients, incoming.headers
-        asked = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
-        return replace(request, tenant=tenant.name, priority=min(asked, tenant.priority)), lease
+        requested = clients.priority(headers, b"") if clients.has_priority(headers) else tenant.priority
+        return replace(request, tenant=tenant.name, priority=min(requested, tenant.priority)), lease
 
     def release(self, lease: QuotaLease, usage: Usage | None, streamed_tokens: int | None, now_s: float) -> None:
-        """``streamed_tokens``: at least so many without a ``usage``; None: there was no answer, which costs nothing."""
+        """Release a lease. ``streamed_tokens``: lower bound without ``usage``; None: no answer, nothing is charged."""
         if self.keys is not None:
             tokens = 0.0 if streamed_tokens is None else max(lease.tokens, streamed_tokens)
             if usage is not None:
@@ -121,16 +118,15 @@ class AccessControl:
 @dataclass(frozen=True, slots=True)
 class CorsAnswer:
     headers: tuple[tuple[str, str], ...] = ()
-    """Of the response, also of an error: without them a page cannot read it."""
+    """Response headers, even of errors: without them a page cannot read the error."""
     preflight: bool = False
-    """The response is 204 with these headers."""
 
 
 _NO_CORS = CorsAnswer()
 
 
 def _authorization(headers: Mapping[str, str]) -> str | None:
-    """The key, which Anthropic's clients send in a header of its own."""
+    """Return the key. Anthropic's clients send it in a different header."""
     if (value := headers.get("authorization")) is not None:
         return value
     key = headers.get("x-api-key")
@@ -138,7 +134,7 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
-    """The answer to a request. ``headers``: by lower-case names."""
+    """Answer a CORS request. ``headers``: by lower-case names."""
     if not settings.origins:
         return _NO_CORS
     origin = headers.get("origin")
@@ -166,6 +162,6 @@ def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> Cor
 
 
 def _requested(names_list: str) -> tuple[str, ...]:
-    """The valid names in a list of headers: they are repeated in the response."""
+    """Return the valid header names."""
     names = [name.strip() for name in names_list.split(",", _MAX_HEADERS)[:_MAX_HEADERS]]
     return tuple(name for name in names if HEADER_NAME.fullmatch(name))

@@ -1,4 +1,4 @@
-"""``skymemory route --check``: asks every server for its health, metrics, models and KV events; reports problems."""
+"""``skymemory route --check``: tests every server's health, metrics, models and KV events; reports problems."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from skymemory.router.settings import PREFILL, Backend, Settings
 from skymemory.router.tls import Access, Authorities
 
 EVENTS_S = 3.0
-"""For an engine's KV events."""
 
 
 @dataclass(slots=True)
 class Found:
-    """Result for one server, which is usable if ``problems`` is empty."""
+    """Result for a server, which is usable if ``problems`` is empty."""
 
     name: str
     url: str
@@ -40,29 +39,28 @@ class Found:
     problems: list[str] = field(default_factory=list)
     """Reasons why it gets no requests, or its cache stays unknown."""
     notes: list[str] = field(default_factory=list)
-    """Missing or different, but not required."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 async def check(settings: Settings, keys: KeyRing | None = None) -> list[Found]:
-    """Check all backends, concurrently.
+    """Check all backends concurrently.
 
     Raises:
-        InvalidInput: contradictory settings, or a file that they name cannot be read: what a start would refuse.
+        InvalidInput: contradictory settings, or an unreadable file.
     """
     server = ProxyServer(settings, keys)
     server.check_files()
     by_events = event_index(server.prefix_state.scorer) is not None
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
-        return list(await asyncio.gather(*(_check(session, settings, each, by_events) for each in settings.backends)))
+        return list(
+            await asyncio.gather(*(_check(session, settings, backend, by_events) for backend in settings.backends))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A server, and how requests to it are secured."""
-
     session: aiohttp.ClientSession
     url: str
     access: Access
@@ -75,27 +73,27 @@ class _Target:
 
 
 async def _check(session: aiohttp.ClientSession, settings: Settings, backend: Backend, by_events: bool) -> Found:
-    found = Found(backend.name, backend.url)
+    result = Found(backend.name, backend.url)
     try:
         access = Authorities().access(backend.url, backend.ca, backend.api_key_file)
         target = _Target(session, backend.url, access, settings.health.timeout_s)
         await target.get(settings.health.path)
-        found.health = "answers"
+        result.health = "answers"
     except InvalidInput as error:
-        found.health = "is not asked"
-        found.problems.append(str(error))
-        return found
+        result.health = "is not asked"
+        result.problems.append(str(error))
+        return result
     except NoAnswer as error:
-        found.health = "does not answer"
-        found.problems.append(f"{settings.health.path}: {error}")
-        return found
-    await _check_metrics(target, settings, by_events, found)
-    await _check_models(target, backend, found)
+        result.health = "does not answer"
+        result.problems.append(f"{settings.health.path}: {error}")
+        return result
+    await _check_metrics(target, settings, by_events, result)
+    await _check_models(target, backend, result)
     if by_events and (backend.role == PREFILL or not settings.splits):
-        await _check_events(target, settings, backend, found)
+        await _check_events(target, settings, backend, result)
     elif backend.events:
-        found.notes.append("its KV events are ignored: the strategy does not use them")
-    return found
+        result.notes.append("its KV events are ignored: the strategy does not use them")
+    return result
 
 
 async def _check_metrics(target: _Target, settings: Settings, by_events: bool, found: Found) -> None:
@@ -122,7 +120,7 @@ async def _check_metrics(target: _Target, settings: Settings, by_events: bool, f
 async def _check_models(target: _Target, backend: Backend, found: Found) -> None:
     try:
         listed = json.loads(await target.get("/v1/models"))["data"]
-        found.models = [str(each["id"]) for each in listed]
+        found.models = [str(model["id"]) for model in listed]
     except (NoAnswer, ValueError, KeyError, TypeError) as error:
         found.notes.append(f"/v1/models: {error}")
         return
@@ -163,7 +161,7 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
 
 
 async def _settled(feed: Feed) -> None:
-    """Wait until messages have come and no more follow, or for ``EVENTS_S``."""
+    """Wait until messages have arrived and no more follow."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:
@@ -174,10 +172,10 @@ async def _settled(feed: Feed) -> None:
 
 
 async def _event_sources(target: _Target) -> str:
-    """The endpoints that vLLM (0.32 and later) says it publishes at, one per rank."""
+    """Return the endpoints at which vLLM (0.32 and later) publishes, one per rank."""
     try:
         sources = json.loads(await target.get("/kv_event_sources"))
-        endpoints: Sequence[str] = [str(each["endpoint"]) for each in sources]
+        endpoints: Sequence[str] = [str(source["endpoint"]) for source in sources]
     except (NoAnswer, ValueError, KeyError, TypeError):
         return ""
     return f"; it publishes at {', '.join(endpoints)}" if endpoints else ""

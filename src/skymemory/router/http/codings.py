@@ -1,4 +1,4 @@
-"""The list of a message's transfer codings, as RFC 9112 writes it."""
+"""The list of a message's transfer codings (RFC 9112)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _ELEMENTS = re.compile(rb'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')
 
 
 def transfer_codings(lines: Sequence[bytes]) -> list[bytes]:
-    """The transfer codings in the order in which they were applied, in lower case, each with its parameters.
+    """Return the transfer codings in the order of their application, in lower case, with parameters.
 
-    They are a comma-separated list, which may go on in further header lines, may have empty elements, and may have
+    They are a comma-separated list, which may continue in further header lines, may have empty elements, and may have
     commas in quoted parameters (RFC 9110, section 5.6.1; RFC 9112, section 6.1).
 
     Args:
-        lines: the values of the Transfer-Encoding headers.
+        lines: values of the Transfer-Encoding headers.
     """
     if not lines:
         return []

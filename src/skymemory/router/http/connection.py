@@ -1,14 +1,14 @@
 """A client's HTTP/1.1 connection: requests in (parsed by llhttp, through httptools), responses out, in order.
 
 1. ``data_received`` feeds the parser; its callbacks build an ``Incoming``. The head is checked before any body is read.
-2. A whole request goes to the application (``handle``). Pipelined requests wait, and reading pauses meanwhile.
-3. The application answers with ``respond``, or with ``write`` and ``end``; then the next request has its turn.
+2. A complete request goes to the application (``handle``). Pipelined requests wait, and reading pauses meanwhile.
+3. The application answers with ``respond``, or with ``write`` and ``end``; then the next request follows.
 
-The parser is strict: what two readers could understand in two ways (request smuggling) is refused. ``_check_head``
-refuses what the parser lets pass.
+The parser is strict: a message that two readers could understand in two ways (request smuggling) is refused.
+``_check_head`` refuses more.
 
-What clients share has limits (``limits``): a connection has a seat in the table of connections, an incomplete head or
-body and an unread response hold memory. Where one is short, ``evict`` or ``turn_away`` closes the connection that pays.
+Clients share limited resources (``limits``): a connection takes a seat in the connection table; an incomplete head or
+body and an unread response take memory. If a resource is short, ``evict`` or ``turn_away`` closes a connection.
 """
 
 from __future__ import annotations
@@ -43,38 +43,34 @@ from skymemory.router.limits.shares import holder_of
 log = logging.getLogger("skymemory.router")
 
 MAX_HEAD_BYTES = 32_768
-"""Limit of the request line and the headers together."""
+"""Limit of request line and headers together."""
 MAX_HEADERS = 256
-"""Header lines of a request."""
 YIELD_BYTES = 250_000
-"""After a read of this size, which fills the event loop's buffer, another connection has its turn."""
+"""Size of a full read, after which other connections are served."""
 LINGER_S = 2.0
-"""How long the rest of a refused body is read and dropped, so that its sender sees the response and no reset."""
+"""Time to read and drop the rest of a refused body, so that its sender sees the response, not a reset."""
 CUT_S = 5.0
-"""For a client to read the last bytes of a response; then its connection is aborted."""
+"""Time for a client to read the end of a response."""
 UNREAD_S = 0.05
-"""For the event loop to deliver bytes that arrived while it was busy."""
+"""Time for the event loop to deliver bytes that arrived while it was busy."""
 _LENGTH_DIGITS = 20
-"""Of a Content-Length: 64 bits."""
 LONG_BODY_BYTES = 1 << 20
-"""Pieces of longer bodies are joined by a thread: new memory for 16 MB may take the event loop's time for 50 ms."""
+"""Bodies of this size are joined in a thread: allocating 16 MB may take 50 ms."""
 MAX_PIPELINED = 64
-"""Requests that may wait on one connection."""
 SLICE_BYTES = 16_384
-"""Of a read of ``SLICED_BYTES`` and more, heads, and bodies in chunks, are parsed in slices of this size."""
+"""Slice size for heads and chunked bodies in large reads."""
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
-"""A slice with more chunks, or with several requests, takes long to parse: the next one waits for the next turn."""
+"""Chunks of a slice after which parsing pauses for a turn."""
 CHUNK_FRAMING_BYTES = 12
-"""Of a chunk: eight digits of its size, and two line ends."""
+"""Eight size digits and two line ends."""
 MAX_FRAMING_BYTES = 16_384
-"""Of a chunked body, beside ``CHUNK_FRAMING_BYTES`` of each chunk: extensions and trailers, in all."""
+"""Limit of chunk extensions and trailers of a body."""
 
 
 class Headers(Mapping[str, str]):
-    """Headers by lower-case names. Of a repeated one, the first; ``all_of`` gives all.
-
-    ``raw``: as they came. The parser has refused line ends and other control characters in them.
+    """Headers by lower-case names; of a repeated header the first value. ``raw``: lines as received, without control
+    characters.
     """
 
     __slots__ = ("first", "raw")
@@ -82,7 +78,6 @@ class Headers(Mapping[str, str]):
     def __init__(self, raw: RawHeaders) -> None:
         self.raw = raw
         self.first = native.first_values(raw)
-        """As bytes."""
 
     def __getitem__(self, name: str) -> str:
         return self.first[name.encode()].decode("utf-8", "surrogateescape")
@@ -105,99 +100,87 @@ class Headers(Mapping[str, str]):
         if name not in first:
             return []
         if len(first) == len(self.raw):
-            return [first[name]]  # none is repeated
-        return [value for each, value in self.raw if each.lower() == name]
+            return [first[name]]  # no header is repeated
+        return [value for key, value in self.raw if key.lower() == name]
 
     def words_of(self, name: bytes) -> list[bytes]:
-        """The lower-case words of a comma-separated list, from all its lines."""
+        """Return the lower-case words of a comma-separated list."""
         return [word.strip().lower() for value in self.all_of(name) for word in value.split(b",")]
 
 
 class Listener(Protocol):
-    """The handler of a request, from ``handle`` to its response's end."""
+    """Handler of a request, until its response ends."""
 
     def client_gone(self) -> None: ...
 
     def client_full(self) -> None:
-        """Backpressure: write nothing until ``client_ready``."""
+        """Stop writing until ``client_ready``."""
         ...
 
     def client_ready(self) -> None: ...
 
-    def stop(self) -> None:
-        """The router stops before the request has ended."""
-        ...
+    def stop(self) -> None: ...
 
 
 class Application(Protocol):
-    """Handles the requests of all connections."""
-
     max_body_bytes: int
     client_s: float
     head_s: float
-    """For a head, from its first byte."""
+    """Timeout from the first byte of a head."""
     least_rate: int
-    """Bytes per second of a body, else it is refused."""
+    """Minimum bytes per second of a body."""
     keep_alive_s: float
     draining: bool
     table: ConnectionTable[Connection]
     arriving: HeldBytes[Incoming | Connection]
-    """Request bodies in memory, complete or not, and incomplete heads."""
+    """Memory of request bodies and incomplete heads."""
     unread: HeldBytes[Connection]
-    """Responses that clients do not read."""
+    """Memory of unread responses."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Called when the head has come, before any of the body is read."""
+        """Refuse a request by its head."""
         ...
 
-    def handle(self, request: Incoming) -> None:
-        """The request is complete. Answer with its connection's ``respond``, or with ``write`` and ``end``."""
-        ...
+    def handle(self, request: Incoming) -> None: ...
 
     def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
     def opened(self, connection: Connection) -> None: ...
 
     def evicted(self, limit: str) -> None:
-        """A connection was closed, or its request refused, since a limit was reached: ``arriving``, ``unread``."""
+        """Count an eviction. ``limit``: the exhausted resource."""
         ...
 
     def closed(self, connection: Connection) -> None: ...
 
     def fault(self, what: str, error: BaseException | None) -> None:
-        """Log and count an exception of the router's own."""
+        """Log and count an unexpected exception."""
         ...
 
 
 class Incoming:
     """A client's request."""
 
-    # Of the class, until a request needs its own.
+    # Class attributes as defaults: most requests never set them.
     body: bytes = b""
     body_bytes: int = 0
     expects: bool = False
-    """The client sends its body after "100 Continue"."""
+    """True while the client waits for "100 Continue"."""
     is_chunked: bool = False
     chunks: int = 0
     framing_bytes: int = 0
-    """Of its chunks: their sizes, extensions and trailers, as far as they came after the read that had its head."""
+    """Bytes of chunk sizes, extensions and trailers, after the read with the head."""
     has_come: bool = False
     response_headers: bytes = b""
-    """Further header lines of its response, whatever that is."""
     is_preflight: bool = False
-    """It is a CORS preflight."""
     has_cors: bool = False
-    """The router answers CORS; servers' CORS headers are dropped."""
+    """True if the router answers CORS, instead of the server."""
     tenant: Tenant | None = None
-    """The tenant of its API key."""
     refusal: ApiError | None = None
-    """Set where it is refused before it is complete."""
     listener: Listener | None = None
     rate: LeastRate | None = None
-    """Of a body that comes in several reads."""
     rated_bytes: int = 0
     tracked: bool = False
-    """It is among the incomplete ones of ``Application.arriving``."""
     _pieces: list[bytes] | None = None
 
     def __init__(
@@ -208,14 +191,12 @@ class Incoming:
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
         self.remote = connection.remote
-        """The client's IP address."""
         self.holder = connection.holder
-        """Whose share of the limits it counts to: its tenant, or its client's address."""
+        """Tenant or client address, whose share of the limits it uses."""
         self.began_s = time.monotonic()
-        """When its head was complete."""
+        """Time of its complete head."""
 
     def turn_away(self, is_slow: bool) -> None:
-        """Refuse it, incomplete as it is: memory is short."""
         if is_slow:
             error = ApiError(408, "memory for request bodies is short, and this one came too slowly")
         else:
@@ -223,9 +204,7 @@ class Incoming:
         self.connection.turn_away(self, error)
 
     def add(self, piece: bytes) -> None:
-        """``piece``: all that one turn has parsed. Chunks are not kept apart: tiny ones would take many times their
-        bytes.
-        """
+        """Add what a turn has parsed, joined: tiny chunks would take many times their bytes."""
         self.body_bytes += len(piece)
         if self._pieces is not None:
             self._pieces.append(piece)
@@ -244,7 +223,7 @@ class Incoming:
 
     @property
     def is_in_pieces(self) -> bool:
-        """``body`` has to be ``joined``, and set, before it is read: that takes too long for the event loop."""
+        """True if the body must be joined in a thread before it is read."""
         return self._pieces is not None
 
     def joined(self) -> bytes:
@@ -259,48 +238,42 @@ class Connection(asyncio.Protocol):
         self._app = app
         self._loop = loop
         self._pieces: list[bytes] = []
-        """Of a body, as the parser found them, until they are added to it."""
-        self.on_body = self._pieces.append  # without a step in Python for each chunk
+        self.on_body = self._pieces.append  # a C callback: no Python frame per chunk
         self._headers: list[tuple[bytes, bytes]] = []
-        """Of the head, or trailers."""
+        """Head lines, or trailers."""
         self.on_header = native.pairs_into(self._headers)
         self._parser = httptools.HttpRequestParser(self)
         self._rest: memoryview | None = None
-        """Received, but not yet parsed: for the next turn."""
         self._target = b""
         self._partial_bytes = 0
-        """Received of an incomplete head."""
         self._in_head = False
         self._reading: Incoming | None = None
-        """The request whose body is being received."""
+        """Request whose body arrives."""
         self._current: Incoming | None = None
-        """The request that is being answered."""
         self._waiting: deque[Incoming] = deque()
         self._started = False
-        """A request was begun in this turn of the event loop: the next waits for the next turn."""
+        """True if a request started in this turn; the next request waits."""
         self._paused_reading = False
         self._yields = False
         self._discarding = False
-        """Further input is dropped: the connection closes after the current response."""
+        """True if input is dropped, because the connection closes."""
         self.closing = False
         self.full = False
-        """Its write buffer is full."""
         self.remote = ""
         self.holder = ""
-        """Whose share of the limits it counts to: its client's address, or that one's network."""
+        """Client address or IPv6 network, whose share of the limits it uses."""
         self.made = False
-        """It is established, with TLS after the handshake."""
+        """True after the TLS handshake."""
         self.accepted: socket.socket | None = None
-        """Its socket, until it is established."""
         self._seat: Seat[Connection] | None = None
         self._head_bytes = 0
-        """Of an incomplete head, counted in ``arriving``."""
+        """Bytes of an incomplete head, counted in ``arriving``."""
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
-        """Of the slice that is being parsed; and of bodies in it."""
+        """Bytes of the current slice; chunks and bytes of bodies in it."""
         self._has_end = False
-        """It has, or had, the end of a request."""
+        """True if the slice contains the end of a request."""
         self._unread_bytes = 0
-        """Counted in ``unread``, for ``_unread_by``."""
+        """Bytes counted in ``unread`` for ``_unread_by``."""
         self._unread_by = ""
 
     # -- from the event loop
@@ -310,7 +283,7 @@ class Connection(asyncio.Protocol):
         self.made = True
         self.deadline = Deadline(self._loop)
         self.accepted = None
-        if self.closing:  # it was evicted meanwhile
+        if self.closing:  # evicted meanwhile
             self._transport.abort()
             return
         if self._seat is None:
@@ -361,15 +334,15 @@ class Connection(asyncio.Protocol):
         if self._discarding:
             return
         self._started = False
-        if self._rest is not None:  # nothing should come while reading is paused
+        if self._rest is not None:  # not expected while reading is paused
             data = bytes(self._take_rest()) + data
         if len(data) >= SLICED_BYTES:
             self._parse_slices(memoryview(data), SLICE_BYTES)
-        elif (rest := self._parse(data)) is not None:
-            self._parse_slices(memoryview(rest), len(rest))
+        elif (unparsed := self._parse(data)) is not None:
+            self._parse_slices(memoryview(unparsed), len(unparsed))
 
     def _yield(self) -> None:
-        """Read on in the next turn: an event loop may read megabytes of one connection before it serves another."""
+        """Pause until the next turn, so that others are served."""
         if not self._yields and not self._transport.is_closing():
             self._yields = True
             self._transport.pause_reading()
@@ -384,14 +357,14 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
-        """Parse as much as other connections can wait for; the rest in the next turn."""
+        """Parse as much as others can wait for, the remainder in the next turn."""
         while data and not self._discarding:
             reading = self._reading
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
             piece, data = data[:size], data[size:]
             waiting = len(self._waiting)
-            if (rest := self._parse(piece)) is not None:
-                data = memoryview(bytes(rest) + bytes(data))
+            if (unparsed := self._parse(piece)) is not None:
+                data = memoryview(bytes(unparsed) + bytes(data))
             is_dense = self._parsed_chunks > DENSE_CHUNKS or len(self._waiting) > waiting
             if data and is_dense and not self._discarding:
                 self._rest = data
@@ -400,12 +373,12 @@ class Connection(asyncio.Protocol):
                 return
 
     def _take_rest(self) -> memoryview:
-        rest, self._rest = self._rest or memoryview(b""), None
-        self._app.arriving.limit.change(self.holder, -len(rest))
-        return rest
+        unparsed, self._rest = self._rest or memoryview(b""), None
+        self._app.arriving.limit.change(self.holder, -len(unparsed))
+        return unparsed
 
     def _parse(self, data: bytes | memoryview) -> bytes | None:
-        """Parse a slice. Returns what has to be parsed again, instead of what is behind a declined upgrade."""
+        """Parse a slice. Return bytes to parse again after a declined upgrade."""
         before = self._reading
         self._has_end = before is not None
         self._parsed_chunks = 0
@@ -431,7 +404,7 @@ class Connection(asyncio.Protocol):
         if self._discarding:
             return None
         if self._in_head:
-            # Of a slice that began with another request only what the parser has found of the head is known to be its.
+            # If the slice also has the end of another request, count only the parsed part of the head.
             head_bytes = _size_of(self._target, self._headers) if self._has_end else len(data)
             self._partial_bytes += head_bytes
             if self._partial_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
@@ -469,7 +442,7 @@ class Connection(asyncio.Protocol):
         raw, target = self._headers.copy(), self._target
         headers = Headers(raw)
         head_bytes = self._partial_bytes + self._slice_bytes
-        if head_bytes > MAX_HEAD_BYTES:  # with what came before or behind it
+        if head_bytes > MAX_HEAD_BYTES:  # may include bytes of other messages
             head_bytes = _size_of(target, raw)
         self._headers.clear()
         self._target, self._partial_bytes = b"", 0
@@ -497,21 +470,20 @@ class Connection(asyncio.Protocol):
                 self._say_continue(request)
 
     def _take_pieces(self, request: Incoming | None) -> None:
-        """Add to a body what the parser has found of it."""
         pieces = self._pieces
         if not pieces:
             self._parsed_bytes = 0
             return
         count = len(pieces)
-        whole = pieces[0] if count == 1 else b"".join(pieces)
+        joined = pieces[0] if count == 1 else b"".join(pieces)
         self._parsed_chunks += count
         pieces.clear()
-        self._parsed_bytes = size_bytes = len(whole)
+        self._parsed_bytes = size_bytes = len(joined)
         if request is None or self._discarding:
             return
         app = self._app
         has_room = app.arriving.limit.add(request.holder, size_bytes)
-        request.add(whole)
+        request.add(joined)
         request.chunks += count
         if request.body_bytes > app.max_body_bytes:
             self._refuse(too_large(app.max_body_bytes))
@@ -526,10 +498,10 @@ class Connection(asyncio.Protocol):
         if request is None or self._discarding:
             return
         if request.headers.first.get(b"upgrade") and self._parser.should_upgrade():
-            return  # `_decline_upgrade` reads it again
+            return  # `_decline_upgrade` parses it again
         self._take_pieces(request)
         if self._reading is not request:
-            return  # it was refused
+            return  # refused
         self._reading = None
         if request.tracked:
             request.tracked = False
@@ -537,10 +509,9 @@ class Connection(asyncio.Protocol):
         request.close_body()
         self._enqueue(request)
 
-    # -- limits that it shares with other connections
+    # -- limits shared with other connections
 
     def sit(self, address: str) -> None:
-        """Take a seat among the connections, for a client at this address."""
         self.remote, self.holder = address, holder_of(address)
         self._seat = self._app.table.open(self, self.holder, time.monotonic())
 
@@ -554,30 +525,30 @@ class Connection(asyncio.Protocol):
             self._app.table.move(self._seat, to, time.monotonic())
 
     def evict(self) -> None:
-        """Close it now: others need what it holds."""
+        """Close the connection now, because others need its resources."""
         self.leave()
         if not self.made:
             self._discarding = self.closing = True
             if self.accepted is not None:
                 with contextlib.suppress(OSError):
-                    self.accepted.shutdown(socket.SHUT_RDWR)  # the handshake ends with that
+                    self.accepted.shutdown(socket.SHUT_RDWR)  # ends the handshake
             return
         if not self._discarding and not self.full and (self._in_head or self._reading is not None):
             self._refuse(ApiError(408, "connections are short, and this request came too slowly"))
             if self._transport.get_extra_info("ssl_object") is None:
                 self.close()
                 return
-        # At once: with TLS, closing waits for the other side.
+        # Abort, because a TLS close waits for the peer.
         self._discarding = self.closing = True
         self._transport.abort()
 
     def turn_away(self, request: Incoming | None, error: ApiError) -> None:
-        """Refuse the incomplete request (None: the incomplete head), unless it has ended meanwhile."""
+        """Refuse the incomplete request or head (None), unless it has ended meanwhile."""
         if self._reading is request and not self._discarding and (request is not None or self._in_head):
             self._refuse(error)
 
     def _make_room(self, item: Incoming | Connection, holder: str) -> bool:
-        """Let incomplete requests pay until this holder has room; False: ``item`` has to, or did."""
+        """Refuse incomplete requests until the holder has room. Return False if ``item`` must be refused."""
         arriving, now_s = self._app.arriving, time.monotonic()
         while not arriving.limit.has_room(holder, 0):
             victim = arriving.victim(holder, now_s)
@@ -595,7 +566,6 @@ class Connection(asyncio.Protocol):
         return True
 
     def _hold_body(self, request: Incoming) -> None:
-        """The rest of it is missing: it may have to pay."""
         request.tracked = True
         self._app.arriving.track(request, request.holder, request.body_bytes, time.monotonic())
 
@@ -614,7 +584,6 @@ class Connection(asyncio.Protocol):
             self._head_bytes = 0
 
     def _hold_unread(self) -> None:
-        """Its client does not read: count what waits for it, and let the slowest readers pay where that is too much."""
         self._release_unread()
         current, unread = self._current, self._app.unread
         holder = self._unread_by = self.holder if current is None else current.holder
@@ -636,9 +605,9 @@ class Connection(asyncio.Protocol):
             self._app.unread.limit.change(self._unread_by, -self._unread_bytes)
             self._unread_bytes = 0
 
-    # -- requests: `_reading` (its body is coming) -> `_waiting` (complete, pipelined) -> `_current` (is answered).
-    # Responses leave in the order of the requests, so one request is current at a time. A second one in the same read
-    # begins in the next turn of the event loop: a client that pipelines must not delay the others.
+    # -- requests: `_reading` (body arrives) -> `_waiting` (complete, pipelined) -> `_current` (being answered).
+    # Responses leave in the order of the requests, so only one request is current. A second request of the same read
+    # starts in the next turn of the event loop: a client that pipelines must not delay others.
 
     def _enqueue(self, request: Incoming) -> None:
         if not request.keep_alive:
@@ -675,9 +644,9 @@ class Connection(asyncio.Protocol):
             self._unpause()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer the incomplete request with an error, in its turn, and read nothing further."""
+        """Answer the incomplete request in its turn, and read nothing further."""
         if self._discarding:
-            return  # nothing that comes now is answered
+            return  # no further request is answered
         request = self._reading
         if request is None:
             request = Incoming(self, "", "", "1.1", Headers(()), False)
@@ -689,10 +658,10 @@ class Connection(asyncio.Protocol):
         self._enqueue(request)
 
     def _decline_upgrade(self, rest: bytes) -> bytes | None:
-        """Serve a request that offers an upgrade as plain HTTP/1.1: return it without the offer, to be parsed again."""
+        """Return the request without its upgrade offer, to be parsed again."""
         request, self._reading = self._reading, None
         self._parser = httptools.HttpRequestParser(self)
-        if request is None:  # it was refused
+        if request is None:  # refused
             return None
         lines = [f"{request.method} {request.target} HTTP/{request.version}\r\n".encode()]
         for name, value in request.headers.raw:
@@ -715,20 +684,20 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def replace_body(self, request: Incoming, body: bytes) -> None:
-        """Put the decompressed body in place of what came.
+        """Set the decompressed body.
 
         Raises:
             ApiError: 503, the memory for bodies is full.
         """
         if self.closing:
-            return  # nothing of it is counted any more
+            return  # its memory is no longer counted
         has_room = self._app.arriving.limit.add(request.holder, len(body) - request.body_bytes)
         request.body, request.body_bytes = body, len(body)
         if not has_room and not self._make_room(request, request.holder):
             raise _bodies_too_large()
 
     def hold(self, request: Incoming, more_bytes: int) -> None:
-        """Count memory that a complete request takes beside its body, until its end.
+        """Count further memory of a complete request.
 
         Raises:
             ApiError: 503, the memory for bodies is full.
@@ -744,23 +713,22 @@ class Connection(asyncio.Protocol):
         self.deadline.set(self._app.keep_alive_s, self._close_idle)
 
     def has_input(self) -> bool:
-        """Whether the kernel has bytes of it that the event loop has not yet delivered."""
+        """Return True if the kernel holds undelivered bytes."""
         return self.made and _is_readable(self._transport)
 
     def _close_idle(self) -> None:
-        """No request came in time: close, unless the event loop has not yet delivered one."""
+        """Close, unless an undelivered request has arrived."""
         if self.has_input():
             self.deadline.set(UNREAD_S, self._close_idle)
         else:
             self.close()
 
     def last_call(self) -> None:
-        """Restart the keep-alive timeout of an idle connection: its length has changed."""
+        """Restart the changed keep-alive timeout of an idle connection."""
         if self.is_idle and not self.closing:
             self._await_request()
 
     def _await_rest(self) -> None:
-        """Limit the time for the rest of a head or body, counted from its beginning."""
         if self._current is not None:
             return
         app, request = self._app, self._reading
@@ -791,7 +759,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is under way, not even the first bytes of one."""
+        """True if no request is under way, not even its first bytes."""
         return self._current is None and self._reading is None and not self._waiting and not self._in_head
 
     @property
@@ -799,7 +767,7 @@ class Connection(asyncio.Protocol):
         return self._current
 
     def respond(self, status: int, headers: bytes, body: bytes, *, close: bool = False) -> None:
-        """Answer the current request with a complete response. ``headers``: as lines, each with its end."""
+        """Write a complete response. ``headers``: lines with line ends."""
         request = self._current
         if request is None or self.closing:
             return
@@ -811,7 +779,7 @@ class Connection(asyncio.Protocol):
         self.end(keep)
 
     def keeps(self, framed: bool) -> bool:
-        """Whether the connection stays open after a response. ``framed``: its head says where it ends."""
+        """Return True if the connection stays open. ``framed``: the head says where the body ends."""
         request = self._current
         return framed and request is not None and request.keep_alive and not self._app.draining
 
@@ -824,7 +792,7 @@ class Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def end(self, keep: bool) -> None:
-        """The response is written to its end."""
+        """Finish the response after its last ``write``."""
         request, self._current = self._current, None
         self._release(request)
         if request is not None:
@@ -834,20 +802,19 @@ class Connection(asyncio.Protocol):
         if not keep or (self._discarding and not self._waiting):
             self._close_after(request)
             return
-        if self.full:  # it has this response to read before the next
+        if self.full:  # the client has to read this response before the next
             self._pause()
             self.deadline.set(self._app.client_s, self.abort)
         else:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        """The connection is free for the next request."""
         reading = self._reading
         if reading is not None and reading.expects:
             self._say_continue(reading)
         if reading is not None or self._in_head:
             if reading is not None:
-                reading.rate = None  # its time begins
+                reading.rate = None  # its time starts now
             self._await_rest()
         else:
             if self._seat is not None:
@@ -857,8 +824,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next)
 
     def _close_after(self, request: Incoming | None) -> None:
-        """Close when the write buffer is empty. Input of a client that still sends is read for a while: unread bytes
-        would make the kernel send a reset, and the client might not see the response.
+        """Close after the response. Input is still read for a while: unread bytes would make the kernel send a reset,
+        and the client might miss the response.
         """
         self._discarding = True
         self._move(State.HEAD)
@@ -872,21 +839,21 @@ class Connection(asyncio.Protocol):
         self.deadline.set(LINGER_S, self.close)
 
     def _release_waiting(self) -> None:
-        """No further request is answered."""
         for request in self._waiting:
             self._release(request)
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close when the write buffer is empty."""
         self.closing = self._discarding = True
         self._transport.close()
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
-        """End an incomplete response: send what is written, without the mark of a proper end.
+        """End an incomplete response.
 
-        ``framed``: its head says where it ends. Else the end of the connection would be its end: it is reset.
+        Args:
+            framed: the head says where the body ends. Otherwise the connection is reset: a plain close would be a
+                proper end.
         """
         self._forget()
         if framed:
@@ -899,12 +866,12 @@ class Connection(asyncio.Protocol):
             self.abort()  # TLS's close_notify would be a proper end, too
 
     def _reset_at_close(self) -> None:
-        found = self._transport.get_extra_info("socket")
-        if found is not None:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        tcp_socket = self._transport.get_extra_info("socket")
+        if tcp_socket is not None:
+            tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def abort(self) -> None:
-        """Close at once, and drop what is not yet sent. A response under way ends with a reset."""
+        """Close at once. An unfinished response ends with a reset."""
         if self._current is not None and not self.closing:
             self._reset_at_close()
         self._forget()
@@ -918,7 +885,6 @@ class Connection(asyncio.Protocol):
             self._current = None
 
     def _release(self, request: Incoming | None) -> None:
-        """Drop its body."""
         if request is not None:
             if request.body_bytes:
                 self._app.arriving.limit.change(request.holder, -request.body_bytes)
@@ -933,7 +899,7 @@ def _size_of(target: bytes, headers: RawHeaders) -> int:
 
 
 def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
-    """Refuse what the parser lets pass but the router does not serve."""
+    """Refuse heads that only the parser accepts."""
     headers, first = request.headers, request.headers.first
     if request.version not in ("1.1", "1.0"):
         return ApiError(505, f"HTTP/{request.version} is not supported; use 1.1 or 1.0", kind=OF_CLIENT)
@@ -941,20 +907,20 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
         return ApiError(405, "CONNECT is not supported: this is not a forward proxy")
     target = request.target
     if not target.startswith("/"):
-        scheme, _, rest = target.partition("://")
+        scheme, _, remainder = target.partition("://")
         if scheme.lower() not in ("http", "https"):
             return ApiError(400, f"{target[:100]!r} is not a path; expected one such as /v1/completions")
-        request.target = "/" + rest.partition("/")[2]
+        request.target = "/" + remainder.partition("/")[2]
         request.path = request.target.partition("?")[0]
     if "#" in target:
         return ApiError(400, "a request's path must not have a fragment (#…)")
     if b"transfer-encoding" in first:
         codings = transfer_codings(headers.all_of(b"transfer-encoding"))
         if request.version == "1.0" or codings != [CHUNKED]:
-            shown = b", ".join(codings)[:100].decode("latin-1")
+            quoted = b", ".join(codings)[:100].decode("latin-1")
             is_readable = codings[-1:] == [CHUNKED] and codings.count(CHUNKED) == 1 and request.version == "1.1"
-            status = 501 if is_readable else 400  # it says where it ends, but is coded; or not even that
-            return ApiError(status, f"Transfer-Encoding {shown!r} is not supported; expected chunked", kind=OF_CLIENT)
+            status = 501 if is_readable else 400  # 501: it says where it ends, but has another coding
+            return ApiError(status, f"Transfer-Encoding {quoted!r} is not supported; expected chunked", kind=OF_CLIENT)
     hosts = headers.all_of(b"host")
     if len(hosts) > 1 or (not hosts and request.version == "1.1"):
         return ApiError(400, f"expected one Host header, got {len(hosts)}")
@@ -970,12 +936,11 @@ def _check_head(request: Incoming, max_body_bytes: int) -> ApiError | None:
 
 
 def _is_readable(transport: asyncio.Transport) -> bool:
-    """Whether the kernel has bytes for us, or the peer's close."""
-    found = transport.get_extra_info("socket")
-    if found is None:
+    tcp_socket = transport.get_extra_info("socket")
+    if tcp_socket is None:
         return False
     poll = select.poll()
-    poll.register(found.fileno(), select.POLLIN)
+    poll.register(tcp_socket.fileno(), select.POLLIN)
     return bool(poll.poll(0))
 
 
@@ -1012,7 +977,7 @@ def status_line(status: int, reason: str = "") -> bytes:
 
 
 def connection_line(request: Incoming, keep: bool) -> bytes:
-    """The Connection header, where the HTTP version's default says otherwise."""
+    """Return the Connection header, unless it is the version's default."""
     if request.version == "1.0":
         return b"Connection: keep-alive\r\n" if keep else b""
     return b"" if keep else b"Connection: close\r\n"
@@ -1028,8 +993,8 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 class Deadline:
-    """A timeout that is moved at every step of a connection and seldom reached: moving it costs two assignments, since
-    the event-loop timer is renewed only when it fires early.
+    """A timeout that moves at every step, at the cost of two assignments: the event-loop timer is renewed only when it
+    fires too early.
     """
 
     __slots__ = ("_due_s", "_loop", "_reached", "_timer")
@@ -1041,7 +1006,6 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float, reached: Callable[[], None]) -> None:
-        """Call ``reached`` in this many seconds; replaces the former callback."""
         due_s = self._loop.time() + seconds
         self._due_s, self._reached = due_s, reached
         timer = self._timer

@@ -1,22 +1,21 @@
 """Elastic pools behind the proxy: roles of servers follow the load, as ``conductor.pools`` decides.
 
-Every period the servers are sampled, with what the router knows of them, and a decision is carried out by draining
-(``Backends.change_role``). The samples:
+Every period the servers are sampled, and a decision is executed by draining (``Backends.change_role``). A sample has:
 
-    queue_s      seconds of prefills that were sent and are not done, as the strategy estimates them
-    tbt_s        seconds between the events of the server's streams since the last sample, each taken for a token; of
-                 answers that come whole, their time by their tokens. 0 where nothing decodes at the moment
-    kv_share     the engine's own report; requests that it has waiting at two reports in a row are counted beside those
-                 that run, as its batch or its memory is full. Not with the handover ``overlap``: there they may wait
-                 for their prefill
+    queue_s      seconds of prefills that were sent and are not done, as estimated by the strategy
+    tbt_s        seconds between the events of the server's streams since the last sample (an event counts as a token);
+                 for unstreamed answers, their time divided by their tokens. 0 if nothing decodes now
+    kv_share     reported by the engine. If requests wait at two reports in a row, its batch or memory is full: then it
+                 is running plus waiting requests over running requests. With the handover ``overlap`` waiting
+                 requests are ignored, because they may wait for their prefill
 
-Seconds between tokens of a request that is alone, which a decode pool is measured against, are the least that was seen
-of one; before that its need is the time over its objective. What a batch shares of these is learnt from the least times
-of two and more at once; before that all. Servers of different models are different pools. A restart begins with the
+A decode pool is measured against the minimum time between tokens of a lone request; until that is measured, its need is
+its time over the objective. The part of it which a batch shares is learnt from the times of two and more concurrent
+requests; until then all of it is shared. Servers of different models form different pools. A restart begins with the
 roles of the settings.
 
-Where the router itself did not run for a while (it was stopped, or the machine slept), what it sees afterwards says
-nothing of the servers: streams have piled up. That time, and the period behind it, do not count.
+If the router itself did not run for a while (it was stopped, or the machine slept), streams have piled up. That time
+and the following period do not count.
 """
 
 from __future__ import annotations
@@ -42,48 +41,45 @@ from skymemory.router.settings import BOTH, OVERLAP, PREFILL, Settings
 log = logging.getLogger("skymemory.router")
 
 LEAST_TOKENS = 8
-"""Fewer in a period say nothing of the time between tokens of a request that is alone."""
+"""Minimum tokens per request for a sample."""
 LATE_PERIODS = 5.0
-"""A look that comes so many periods after the one before: the router did not run in between."""
+"""Periods between two samples from which the router itself did not run."""
 MOST_IDLE = 0.9
-"""That time, as a share of the objective at most: else one request would be an overload."""
+"""Upper bound of ``idle_tbt_s`` as a share of the objective: else one request would be an overload."""
 OUTCOMES = ("done", "called-off", "gone")
 
 
 @dataclass(slots=True)
 class _Pace:
-    """What a server's streams have brought since the last sample."""
+    """Speed of a server's streams since the last sample."""
 
     seconds: float = 0.0
     tokens: int = 0
     tbt_s: float = 0.0
-    """The last known time between tokens."""
     decoding: int = 0
-    """Requests that it answers at the moment."""
     steady: bool = False
-    """As many as at the look before."""
+    """True if ``decoding`` did not change since the last sample."""
     waiting: int = 0
-    """Requests that waited at the engine, by the report before."""
+    """Requests waiting in the previous report."""
     report_at_s: float = -math.inf
     share: float = 0.0
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The servers of one model."""
+    """Servers of a model."""
 
     controller: PoolController
     change: tuple[str, Role] | None = None
-    """The server that drains, and the role that it gets."""
     least_tbt_s: dict[int, float] = field(default_factory=dict)
-    """The least time between tokens that was seen, by requests at once."""
+    """Minimum time between tokens by concurrent requests."""
 
     def idle_tbt_s(self) -> float:
-        """Of one that is alone; infinite: unknown."""
+        """Return the time between tokens of a lone request; infinite: unknown."""
         return self.least_tbt_s.get(1, math.inf)
 
     def shared_tbt_s(self) -> float:
-        """The part of that which others at the same time share; infinite: unknown."""
+        """Return its part that concurrent requests share; infinite: unknown."""
         alone_s = self.idle_tbt_s()
         each_s = [(tbt_s - alone_s) / (count - 1) for count, tbt_s in self.least_tbt_s.items() if count > 1]
         if not each_s or math.isinf(alone_s):
@@ -92,10 +88,10 @@ class _Pool:
 
 
 class ElasticRoles(Collector):
-    """See the module. Lives in one event loop.
+    """Control loop of the roles. Lives in one event loop.
 
     Raises:
-        InvalidInput: a strategy that does not estimate prefills, or no objectives.
+        InvalidInput: the strategy does not estimate prefills, or there are no objectives.
     """
 
     def __init__(self, settings: Settings, backends: Backends, strategy: object) -> None:
@@ -120,14 +116,13 @@ class ElasticRoles(Collector):
         self._changes: dict[tuple[str, str], int] = {}
         self._last_s: float | None = None
         self._lost_s = 0.0
-        """Time in which the router did not run."""
         self._piled_up = False
-        """Streams bring what has come in that time."""
+        """True if streams deliver data of the time in which the router did not run."""
 
     # -- from requests
 
     def came(self, server: str, tokens: int, seconds: float) -> None:
-        """``tokens`` of one answer came in ``seconds``."""
+        """Record ``tokens`` of an answer."""
         pace = self._paces.setdefault(server, _Pace())
         pace.seconds += seconds
         pace.tokens += tokens
@@ -135,7 +130,7 @@ class ElasticRoles(Collector):
     # -- every period
 
     def observe(self, now_s: float) -> bool:
-        """Sample the servers, and begin or call off a change of role; whether a server has left its fleet."""
+        """Sample the servers, and begin or call off a change. Return True if a server left its fleet."""
         moved = self._backends.remove_drained()
         if self._skips(now_s):
             return moved
@@ -143,8 +138,8 @@ class ElasticRoles(Collector):
         for name in self._paces.keys() - known.keys():
             del self._paces[name]
         by_model: dict[str, list[InstanceSample]] = {model: [] for model in self._pools}
-        for name, each in known.items():
-            by_model.setdefault(each.base_model, []).append(self._sample(name, each, now_s))
+        for name, server in known.items():
+            by_model.setdefault(server.base_model, []).append(self._sample(name, server, now_s))
         for model, samples in by_model.items():
             pool = self._pools.get(model)
             if pool is None:
@@ -162,7 +157,7 @@ class ElasticRoles(Collector):
         return moved
 
     def _skips(self, now_s: float) -> bool:
-        """Whether this look says nothing, as the router did not run before it or before the last one."""
+        """Return True if the router did not run before this or the last sample."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         late = elapsed_s > LATE_PERIODS * self.every_s
@@ -185,7 +180,7 @@ class ElasticRoles(Collector):
         self._backends.change_role(name, role)
 
     def _settle(self, pool: _Pool) -> None:
-        """Count a change that has ended."""
+        """Count a finished change."""
         if pool.change is None:
             return
         name, role = pool.change
@@ -193,7 +188,7 @@ class ElasticRoles(Collector):
         if known is None or known.next_backend is None:
             at = "gone" if known is None else "done" if known.backend.role == role else "called-off"
             if known is not None and known.leaving:
-                return  # removed from the settings, it still has requests
+                return  # removed from the settings, but it still has requests
             self._count(role, at)
             pool.change = None
 
@@ -231,7 +226,7 @@ class ElasticRoles(Collector):
         if report is None:
             return 0.0
         if report.at_s > pace.report_at_s:
-            # A request is among those that wait until the next step, even in an engine that has room.
+            # A new request counts as waiting until the engine's next step, even if the engine has room.
             waiting = min(pace.waiting, report.waiting) if self._reads_waiting else 0
             pace.waiting, pace.report_at_s = report.waiting, report.at_s
             running = max(1, report.running)
@@ -239,12 +234,13 @@ class ElasticRoles(Collector):
         return pace.share
 
     def _learn(self, pool: _Pool, samples: Iterable[InstanceSample]) -> None:
-        for one in samples:
-            pace = self._paces[one.name]
+        for sample in samples:
+            pace = self._paces[sample.name]
             count, before_s = pace.decoding, pool.least_tbt_s.get(pace.decoding, math.inf)
-            # One stream at the end of a period were at most slower before; several may have been fewer.
-            if one.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.steady):
-                pool.least_tbt_s[count] = min(before_s, one.tbt_s)
+            # If several streams run now, fewer may have run earlier in the period, which were faster. A lone stream's
+            # time can only be too large, which the minimum tolerates.
+            if sample.tbt_s and count and pace.tokens >= LEAST_TOKENS * count and (count == 1 or pace.steady):
+                pool.least_tbt_s[count] = min(before_s, sample.tbt_s)
             pace.tokens = 0
 
     # -- Prometheus

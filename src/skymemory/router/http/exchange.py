@@ -1,17 +1,15 @@
-"""One proxied request, from its prompt to the last byte of its response: read, pick, send, retry, stream back.
+"""The life of a proxied request: read the prompt, pick a server, send, retry, stream the response back.
 
-1. ``begin`` reads the prompt. One that takes long (compressed, or with much new text to tokenize) is read in a thread.
-2. ``_start`` picks a server, or queues the request until one has room (``called``, ``turned_away``). A prompt goes to
-   the server that the strategy picks, a request without one to the server with the least load.
-3. Nothing reaches the client before the first byte of a body: until then a failed attempt may go to another server.
-   ``failure`` says which, how often, and when: each fault has a rule, a request its ``Sends``, all of them one budget.
-4. From then on bytes are passed on as they come. A response that ends too early never looks complete.
-5. The accounting closes after the client has its response.
+1. ``begin`` reads the prompt, in a thread if it takes long (a compressed body, or much new text to tokenize).
+2. ``_start`` picks a server, or queues the request until a server has room. The strategy picks the server for a prompt;
+   a request without a prompt goes to the server with the least load.
+3. Until the first byte of a response body, nothing is sent to the client, so a failed attempt may be retried at another
+   server. ``failure`` decides: a rule per fault, ``Sends`` per request, and a retry budget for all requests.
+4. From then on, bytes are passed on as they arrive. A truncated response never looks complete to the client.
+5. The account is closed after the client has its response.
 
-``two_steps`` builds on it where prefill and decode are apart.
-
-The exchange is a state machine of callbacks; only a prompt in a thread has a task. The client's connection reports
-disconnects and backpressure, the upstream connection reports the response, and one deadline runs at a time.
+The exchange is a state machine of callbacks; it has a task only while a thread reads or translates the body.
+``two_steps`` extends it for separate prefill and decode servers.
 """
 
 from __future__ import annotations
@@ -71,59 +69,52 @@ T = TypeVar("T")
 
 _DECISION = DECISION_HEADER.encode()
 
-# Headers that concern one connection only (RFC 9110, section 7.6.1) are not passed on.
+# Hop-by-hop headers (RFC 9110, section 7.6.1) are not passed on.
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding"
     b" upgrade".split()
 )
-# A body is read whole and decompressed before it is sent: its length is set again, and "100 Continue" is not needed.
+# The whole body is read and decompressed before it is sent: its length is set again, and "100 Continue" is not needed.
 _OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-for http2-settings".split())
 _NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
 _NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
 _READ_HERE = frozenset((b"accept-encoding", b"anthropic-version", b"anthropic-beta"))
-"""Not sent with what is translated: its answer is read here."""
+"""Headers left out of translated requests: the router itself reads the response."""
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
-# Where the router answers CORS, a server's own headers would be a second, contradictory answer.
+# If the router answers CORS, a server's own CORS headers could contradict it.
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
 _NOT_TO_CLIENTS_CORS = _NOT_TO_CLIENTS | {b"access-control-" + name for name in _CORS}
 IN_THREAD_BYTES = 32_768
-"""With a tokenizer, longer bodies are read in a thread: in the event loop they would delay others by milliseconds."""
+"""Bodies of this size are tokenized in a thread: in the event loop they would delay others."""
 MAX_NEW_LETTERS = 1024
-"""A body with more letters outside the pieces whose tokens are cached is read in a thread, too."""
+"""Limit of uncached text for tokenizing in the event loop."""
 LARGE_BYTES = 1 << 20
-"""Bodies of this size are read one at a time, so that what they decode to is in memory once."""
+"""Bodies of this size are read one at a time, to have one decoded copy in memory."""
 MOST_EXPANSION = 1032
-"""Bytes that one byte of deflate can stand for, at most."""
+"""Maximum expansion factor of deflate."""
 MOST_BACKOFFS = 5
-"""Of a request whose server gave no answer, while the budget of all requests allows no retry, or all servers refuse
-connections; 0.4 s together.
-"""
+"""Back-offs while the budget allows no retry or all servers refuse; 0.4 s in total."""
 UNANSWERED = frozenset(
     ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
 )
-"""Outcomes of requests without an answer: they cost no tokens of a quota. What timed out, or was left by its client,
-may have been computed.
-"""
+"""Outcomes that cost no quota. After a timeout or a disconnect the answer may have been computed."""
 _FORBIDDEN = (401, 403)
 _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
 
 
 class RequestLog:
-    """Result of a request, for metrics and the access log."""
-
-    # Of the class, until a request has its own.
+    # Class attributes as defaults: most requests never set them.
     decision: Decision | None = None
     prefill: Decision | None = None
-    """Of the server that prefilled, where another one answers (``decision``)."""
+    """Decision for a separate prefill server."""
     ttft_s: float | None = None
     usage: Usage | None = None
     streamed_tokens: int = 0
-    """Of its prompt and a stream without usage, by its events."""
+    """Prompt tokens plus events of a stream without usage."""
     retries: int = 0
     bytes_out: int = 0
     lease: QuotaLease | None = None
-    """What it holds of its tenant's quota."""
 
     def __init__(self, began_s: float, outcome: str = "", status: int = 0, why: str = "") -> None:
         self.began_s, self.outcome, self.status, self.why = began_s, outcome, status, why
@@ -131,68 +122,61 @@ class RequestLog:
 
 @dataclass(slots=True, eq=False)
 class Exchanges:
-    """What all exchanges share."""
+    """State shared by all exchanges."""
 
     settings: Settings
     access: AccessControl
     reader: PromptReader
     scheduler: Scheduler
     least_load: Scheduler
-    """For requests without a prompt."""
     backends: Backends
     pools: Pools
     metrics: ProxyMetrics
     deferred: DeferredWork
     alone: Scheduler | None = None
-    """For prompts that one server serves alone, where prefill and decode are apart (``two_steps``)."""
+    """Scheduler of unsplit prompts, if roles are separate."""
     room: WaitingRoom | None = None
-    """Where requests wait until a server has room; None: they are refused."""
+    """None: requests never wait."""
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
     turns: Turns = field(default_factory=Turns)
-    """In which large bodies are read."""
+    """Order in which large bodies are read."""
     random: Random = field(default_factory=Random)
-    """Of back-offs."""
     on_tokens: Callable[[str, int, float], None] | None = None
-    """Is called with a server, tokens of an answer and the seconds in which they came, where roles follow the load."""
+    """Callback with server, output tokens and their seconds, if roles follow the load."""
 
 
 class Exchange(Attempts):
-    """One request; ``begin`` starts it, and ``done`` is called once at its end."""
+    """A request and its attempts. ``done`` is called exactly once, at the end."""
 
     _left_out: frozenset[bytes] = frozenset()
-    """Headers of clients that no server gets, beside those of ``headers_for_server``."""
+    """Client headers that no server gets."""
 
-    # Of the class, until a request needs its own.
+    # Class attributes as defaults: most requests never set them.
     _reading: asyncio.Task[None] | None = None
     _account: RequestAccount | None = None
     _call: Call | None = None
     _is_counted = False
-    """It is among the requests of the retry budget."""
+    """True once the retry budget has counted it."""
     _pause: asyncio.TimerHandle | None = None
-    """It backs off before its next attempt."""
     _status, _wait_s = 0, 0.0
-    """Of the last attempt that was answered by a failure: its status, and its ``Retry-After``."""
+    """Status and ``Retry-After`` of the last error response."""
     _fault_of_answer: Fault | None = None
-    """The answer that is passed on is a server's failure, or that it is full."""
+    """Fault of an error response that is passed on."""
     _head: ResponseHead | None = None
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
-    """What the client has of a stream that may go on at another server."""
+    """Received part of a stream that another server can continue."""
     _is_continued = False
     _waits = False
-    """It is in the queue."""
     _entry: Entry | None = None
-    """Its place in the queue, if it was in it."""
     _streaming = False
-    """The client has the response's head: there is no other attempt."""
+    """True once the client has the response head."""
     _translating: asyncio.Task[None] | None = None
-    """A thread translates it for its server."""
     _translated: TranslatedResponse | None = None
-    """Of a request that goes to its server as a chat completion."""
+    """Receiver of a translated request."""
     _pieces = 0
-    """Of a response that has begun."""
 
     def __init__(self, of: Exchanges, incoming: Incoming, done: Callable[[Incoming, RequestLog], None]) -> None:
         self.client = incoming.remote if incoming.tenant is None else incoming.tenant.name
@@ -203,14 +187,14 @@ class Exchange(Attempts):
         self._tried: set[str] = set()
         self._sends = Sends(1 + of.settings.retries.most)
 
-    # Its states, by what is set:
-    #   _reading      a thread reads its prompt
-    #   _waits        it is in the queue
-    #   _call         an attempt: nothing has reached the client, so another server may be tried
+    # States, by the attribute that is set:
+    #   _reading      a thread reads the prompt
+    #   _waits        the request is in the queue
+    #   _call         an attempt runs; nothing has reached the client, so another server may be tried
     #   _pause        it backs off before the next attempt
-    #   _streaming    the client has the head: from now on a failure can only cut the response off
+    #   _streaming    the client has the head: a failure continues the stream elsewhere or cuts the response
     #   not _done     closed
-    # Client, timeouts and shutdown can end it in each of them. All ends go through `_finish`, and `_close` runs once.
+    # The client, timeouts and shutdown can end it in each state. Every end calls `_finish`; `_close` runs once.
 
     # -- reading the prompt
 
@@ -229,7 +213,6 @@ class Exchange(Attempts):
 
     @property
     def _has_tokens(self) -> bool:
-        """Its prompt is read with a tokenizer, or translated, and is long."""
         path = self.incoming.path
         if self._of.settings.prompts.tokenizer is None:
             return path in API_PATHS and len(self.incoming.body) >= IN_THREAD_BYTES
@@ -242,17 +225,17 @@ class Exchange(Attempts):
         )
 
     def _tokenize(self) -> None:
-        """Read the prompt here, if most of its tokens are cached, else in a thread."""
+        """Read the prompt here if most of its tokens are cached, else in a thread."""
         if len(self.incoming.body) < IN_THREAD_BYTES:
             try:
-                read = self._read(MAX_NEW_LETTERS, is_counted=True)
+                request = self._read(MAX_NEW_LETTERS, is_counted=True)
             except TooMuchNewText:
                 pass
             except ApiError as error:
                 self._fail(error)
                 return
             else:
-                self._start(read)
+                self._start(request)
                 return
         self._read_in_thread(b"")
 
@@ -261,29 +244,26 @@ class Exchange(Attempts):
         self._reading = asyncio.get_running_loop().create_task(self._read_slowly(packed))
 
     async def _read_slowly(self, packed: bytes) -> None:
-        """Join, decompress and read in a thread, so that no others wait for it: what may be large in its turn."""
-        read, incoming = None, self.incoming
+        request, incoming = None, self.incoming
         most_bytes = self._of.settings.limits.max_body_bytes
         try:
             if incoming.is_in_pieces:
                 incoming.set_body(await self._in_thread(incoming.joined, incoming.body_bytes))
             if packed:
-                whole_bytes = min(most_bytes, MOST_EXPANSION * len(incoming.body))
+                unpacked_bytes = min(most_bytes, MOST_EXPANSION * len(incoming.body))
                 unpack = partial(unpacked, incoming.body, packed, most_bytes)
-                incoming.connection.replace_body(incoming, await self._in_thread(unpack, whole_bytes))
+                incoming.connection.replace_body(incoming, await self._in_thread(unpack, unpacked_bytes))
             if incoming.path in PROMPT_PATHS:
-                read = await self._in_thread(self._read, len(incoming.body))
+                request = await self._in_thread(self._read, len(incoming.body))
         except ApiError as error:
             self._fail(error)
         except Exception:
             self._fault()
         else:
-            self._start(read)
+            self._start(request)
 
     async def _in_thread(self, work: Callable[[], T], size_bytes: int) -> T:
-        """Do it in a thread. ``size_bytes``: of what it makes; if that is large, one after the other, so that it is in
-        memory once, beside what is counted.
-        """
+        """Run ``work`` in a thread; one at a time if its result is large."""
         if size_bytes < LARGE_BYTES:
             return await asyncio.to_thread(work)
         return await self._of.turns.run(self.incoming.holder, work)
@@ -291,16 +271,15 @@ class Exchange(Attempts):
     # -- picking and sending
 
     def _start(self, read: Request | None = None) -> None:
-        """Read the prompt, if that is not done, and send the request, or queue it."""
         of, incoming = self._of, self.incoming
         self._scheduler = of.scheduler
         try:
-            if incoming.path not in PROMPT_PATHS:  # some load, by the body's size
+            if incoming.path not in PROMPT_PATHS:  # an estimate of its load by the body's size
                 read, self._scheduler = without_prompt(max(1, len(incoming.body) // BYTES_PER_TOKEN)), of.least_load
             elif read is None:
-                began_s = time.perf_counter()
+                started_s = time.perf_counter()
                 read = self._read(is_counted=True)
-                of.metrics.read_seconds.observe(time.perf_counter() - began_s)
+                of.metrics.read_seconds.observe(time.perf_counter() - started_s)
             if incoming.tenant is not None:
                 read, self._log.lease = of.access.acquire(incoming, read, time.monotonic())
             self._request = read
@@ -308,7 +287,7 @@ class Exchange(Attempts):
             self._is_counted = True
             of.retries.on_request(now_s)
             of.backends.policy.on_request(self.client, now_s)
-            of.deferred.flush()  # may free room, and call requests that wait for it
+            of.deferred.flush()  # may free room and call waiting requests
             incoming.listener = self
             if of.room is None or of.room.is_open_to(read):
                 self._try(None)
@@ -338,10 +317,9 @@ class Exchange(Attempts):
         self._refuse(Overloaded(refusal))
 
     def _refuse(self, error: Overloaded) -> None:
-        """Answer 429, with the reason and when to retry."""
         result, incoming = self._log, self.incoming
         result.outcome, result.status, result.why = "refused", error.status, error.refusal.reason
-        # Tenants with a weight by name are counted each, all others together.
+        # Tenants that have a weight get their own label; all others share a label.
         weights = weights_of("weights", self._of.settings.admission.options.get("weights", {}))
         tenant = self._request.tenant
         label = tenant if tenant in weights else "other" if tenant else "unknown"
@@ -355,7 +333,6 @@ class Exchange(Attempts):
     # -- attempts
 
     def _try(self, before: Placement | None) -> None:
-        """Place and send it, and answer with an error where that is not possible."""
         try:
             self._send(self._place(before))
         except Overloaded as error:
@@ -368,26 +345,26 @@ class Exchange(Attempts):
             self._fault()
 
     def _place(self, before: Placement | None) -> Placement:
-        """``before``: the last attempt's placement. An admitted request is not refused later."""
+        """Place the request again after ``before``. An admitted request is not refused later."""
         of, request = self._of, self._request
-        most = of.settings.limits.max_waiting
+        max_waiting = of.settings.limits.max_waiting
         try:
-            placed = self._pick(before, time.monotonic())
+            placement = self._pick(before, time.monotonic())
         except NoServer as error:
             if self._tried:
                 raise self._no_answer(", and no other takes requests") from error
-            if most and of.backends.full(request, most):
-                message = f"every server has {most} requests waiting; try again soon"
+            if max_waiting and of.backends.full(request, max_waiting):
+                message = f"every server has {max_waiting} requests waiting; try again soon"
                 raise ApiError(429, message, retry_after_s=1) from error
             raise
-        if isinstance(placed, Refusal):
-            raise Overloaded(placed)
-        self._log.decision = placed.prefill
-        of.metrics.decided(placed.prefill)
-        return placed
+        if isinstance(placement, Refusal):
+            raise Overloaded(placement)
+        self._log.decision = placement.prefill
+        of.metrics.decided(placement.prefill)
+        return placement
 
     def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
-        """Choose among the servers that serve it and were not tried.
+        """Choose an untried server.
 
         Raises:
             NoServer: none takes requests.
@@ -418,10 +395,10 @@ class Exchange(Attempts):
         self._call = pool.ask(self, head, incoming.body, incoming.method != "HEAD", self._sends)
 
     def _send_translated(self, server: str) -> None:
-        """Send it as a chat completion.
+        """Send the request as a chat completion.
 
         Raises:
-            ApiError: 400, it asks for what a chat completion cannot do.
+            ApiError: 400, a chat completion cannot express it.
         """
         incoming = self.incoming
         if is_read_in_loop(incoming.body):
@@ -431,7 +408,7 @@ class Exchange(Attempts):
 
     async def _translate_in_thread(self, server: str) -> None:
         incoming = self.incoming
-        size_bytes = 2 * len(incoming.body)  # its fields, and what is sent
+        size_bytes = 2 * len(incoming.body)  # its fields and the translated body
         try:
             incoming.connection.hold(incoming, size_bytes)
             translation = await self._in_thread(partial(Translation, incoming.path, incoming.body), size_bytes)
@@ -450,7 +427,7 @@ class Exchange(Attempts):
         self._call = receiver.call = pool.ask(receiver, head, translation.body, True, self._sends)
 
     def _sends_translated_instead(self, head: ResponseHead) -> bool:
-        """Whether the server has not the API that was asked, and is asked for a chat completion instead."""
+        """Return True if the server lacks the API, and the request was translated and resent."""
         incoming, account = self.incoming, self._account
         if account is None:
             return False
@@ -465,7 +442,7 @@ class Exchange(Attempts):
             return False
         if apis.is_there(server, incoming.path):
             return False
-        call, self._call = self._call, None  # the same attempt: nothing was executed
+        call, self._call = self._call, None  # the same attempt: the server executed nothing
         if call is not None:
             call.close()
         self._sends.take_back()
@@ -475,9 +452,9 @@ class Exchange(Attempts):
             self._fail(error)
         return True
 
-    # What follows a failed attempt: `_may_retry` asks the fault's rule and the request's own limits, `_retry` backs
-    # off, and `_again` asks the budget of all requests. For a status the budget comes first: if it refuses, the answer
-    # is passed on.
+    # After a failed attempt, `_may_retry` checks the fault's rule and the request's limits, `_retry` backs off, and
+    # `_again` asks the retry budget. After an error response the budget is asked first: if it refuses, the response is
+    # passed on.
 
     @property
     def _is_last(self) -> bool:
@@ -485,19 +462,18 @@ class Exchange(Attempts):
 
     @property
     def _may_wait(self) -> bool:
-        """It may go back to the queue, where there is one."""
+        """True if the request may go back to the queue."""
         return True
 
     def _may_retry(self, fault: Fault, server: str) -> bool:
-        most = RULES[fault].retries
+        max_retries = RULES[fault].retries
         return (
             not self._is_last
-            and (most is None or self.retries.get(fault, 0) < most)
+            and (max_retries is None or self.retries.get(fault, 0) < max_retries)
             and self._of.backends.has_other(self._request, self._tried, server)
         )
 
     def _may_spend(self, fault: Fault, server: str) -> bool:
-        """Whether the budget of all requests allows a retry after this fault."""
         if fault is Fault.REFUSED:
             return True  # nothing was sent
         is_free = fault is Fault.SILENT or self._of.backends.policy.is_free_retry(server)
@@ -507,10 +483,7 @@ class Exchange(Attempts):
         return False
 
     def _retry(self, why: str, fault: Fault, *, is_paid: bool = False) -> None:
-        """The attempt failed before its first byte: try another server, or answer with an error.
-
-        ``is_paid``: the budget of all requests has allowed it.
-        """
+        """Try another server, or answer with an error. ``is_paid``: the budget has allowed it."""
         account, result = self._account, self._log
         assert account is not None
         server = account.decision.server
@@ -532,7 +505,7 @@ class Exchange(Attempts):
             self._again(server, fault, result.retries, is_paid)
 
     def _may_wait_for_any(self, fault: Fault) -> bool:
-        """Whether all refuse connections, and nothing was sent: a server that starts again may take it in a moment."""
+        """Return True if all servers refused: a restarted server may soon accept."""
         return fault is Fault.REFUSED and not self._sends.count and self._log.retries < MOST_BACKOFFS
 
     def _end_attempt(self, account: RequestAccount) -> None:
@@ -554,7 +527,7 @@ class Exchange(Attempts):
         if is_paid or self._may_spend(fault, server):
             self._try_again()
         elif RULES[fault].backs_off and number < MOST_BACKOFFS:
-            # By then the check of the server may have ended: where it is found dead, many retries are no overload.
+            # Meanwhile the server's check may end: if it finds the server dead, retries are free of the budget.
             self._back_off(server, fault, number + 1, is_paid)
         else:
             self._fail(self._no_answer(", and too many requests are being retried"))
@@ -564,7 +537,7 @@ class Exchange(Attempts):
         self._try(self._account.placement)
 
     def _no_answer(self, more: str = "") -> ApiError:
-        """502; 503 if no server was even reached; 429 or 503 if that was the last server's answer."""
+        """Return 502; 503 if no server was reached; 429 or 503 if the last server answered that."""
         if self.failed:
             self._of.backends.on_end(self, time.monotonic())
         status = self._status if self._status in (429, 503) else 502 if self._sends.count else 503
@@ -572,7 +545,6 @@ class Exchange(Attempts):
         return ApiError(status, f"no answer from server {self._log.why}{more}", retry_after_s=retry_after_s)
 
     def _requeue(self, room: WaitingRoom, why: str) -> None:
-        """All servers are full: wait until one has room again."""
         account = self._account
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
@@ -584,7 +556,7 @@ class Exchange(Attempts):
         self._wait(room)
 
     def move_on(self, server: str, why: str) -> None:
-        """Its server is ejected. What was sent there goes elsewhere, if that is allowed: a stream goes on there."""
+        """Move away from an ejected server; another server continues a stream."""
         account = self._account
         if self._done is None or account is None or account.decision.server != server:
             return
@@ -592,7 +564,7 @@ class Exchange(Attempts):
             return
         try:
             if self._streaming:
-                self._goes_on(f"it was ejected ({why})")  # where that is impossible, the server may yet send the rest
+                self._goes_on(f"it was ejected ({why})")  # else the server may still send the remainder
             elif self._may_retry(Fault.SILENT, server):
                 self._of.backends.on_fault(self, server, Fault.SILENT, time.monotonic())
                 self._retry(f"it was ejected ({why})", Fault.SILENT)
@@ -600,7 +572,6 @@ class Exchange(Attempts):
             self._fault()
 
     def _fail(self, error: ApiError) -> None:
-        """Answer with an error: no byte of a response was passed on."""
         result = self._log
         result.outcome, result.status, result.why = outcome_of(error.status), error.status, result.why or error.message
         self._finish()
@@ -626,11 +597,11 @@ class Exchange(Attempts):
         if head.status in _FORBIDDEN:
             account = self._account
             has_own_key = account is not None and bool(self._of.pools[account.decision.server].authorization)
-            return Fault.ERROR if has_own_key else None  # else it is the client's key that is wrong
+            return Fault.ERROR if has_own_key else None  # else the client's key is wrong
         return None if head.status < 429 else fault_of(head.status, b"retry-after" in head.headers.first)
 
     def _failed_with(self, head: ResponseHead, fault: Fault) -> None:
-        """The server answered that it failed, or is full: try another, wait in the queue, or pass the answer on."""
+        """Handle an error response: try another server, queue, or pass it on."""
         of, account, now_s = self._of, self._account, time.monotonic()
         assert account is not None
         server, why = account.decision.server, f"it answered {head.status}"
@@ -681,7 +652,7 @@ class Exchange(Attempts):
         self._retry(str(error), fault)
 
     def _is_no_answer(self, piece: bytes, ended: bool) -> str:
-        """Why a response that says 200 is none to a prompt; empty: it may be one."""
+        """Return why a response with status 200 is no answer; empty: it may be."""
         head = self._head
         is_prompt = self.incoming.method == "POST" and self.incoming.path in PROMPT_PATHS
         if head is None or not is_prompt or not 200 <= head.status < 300:
@@ -692,7 +663,7 @@ class Exchange(Attempts):
         return "its answer is a web page" if kind.lower().startswith(b"text/html") else ""
 
     def _asks_another(self, why: str) -> bool:
-        """Count it as the server's failure. Whether another is asked; else the answer is passed on."""
+        """Count a server failure. Return True if another server is asked."""
         account, backends = self._account, self._of.backends
         assert account is not None
         server = account.decision.server
@@ -707,7 +678,7 @@ class Exchange(Attempts):
     # -- streaming
 
     def _begin(self, piece: bytes, ended: bool) -> None:
-        """Write the response's head with the first piece of its body (or its end): the client now has this response."""
+        """Write the response head with the first piece of its body."""
         response, account, result, incoming = self._head, self._account, self._log, self.incoming
         assert response is not None and account is not None
         headers, first, now_s = response.headers, response.headers.first, time.monotonic()
@@ -717,7 +688,7 @@ class Exchange(Attempts):
             self._of.backends.on_answer(self, account.decision.server, now_s, is_good, is_whole)
         result.status = response.status
         self._reader = reader = UsageReader(kind, first.get(b"content-encoding", b""))
-        # An error says nothing of what is cached: its account closes as failed.
+        # An error says nothing about the cache, so its account closes as failed.
         if is_good:
             result.ttft_s = now_s - result.began_s
             if not ended and (self._request.streams or reader.streams):
@@ -729,12 +700,12 @@ class Exchange(Attempts):
             self._stream = StreamContinuation(incoming.path, incoming.body, tokens_of)
         connection = incoming.connection
         if incoming.method == "HEAD":
-            response.chunked = False  # there is no body, and no end of one
+            response.chunked = False  # a response to HEAD has no body
         elif incoming.version == "1.0":
             response.framed = response.framed and not response.chunked
-            response.chunked = False  # HTTP/1.0 has no chunks: the connection's end ends the body
+            response.chunked = False  # HTTP/1.0 has no chunks: the body ends with the connection
         elif not response.framed:
-            response.chunked = response.framed = True  # so that its end differs from a loss
+            response.chunked = response.framed = True  # so that a proper end differs from a lost connection
         keep = connection.keeps(response.framed)
         head = [status_line(response.status, response.reason), headers_for_client(headers, incoming.has_cors)]
         if response.chunked:
@@ -775,7 +746,7 @@ class Exchange(Attempts):
             status = result.status
             result.outcome = "answered" if status < 400 else "client-error" if status < 500 else "server-error"
             self._call = None
-            if self._pieces > 1 or reader.streams:  # else it began whole
+            if self._pieces > 1 or reader.streams:  # else `_begin` reported it as a whole answer
                 self._on_complete(status < 400)
             self._finish()
             connection.end(connection.keeps(response.framed))
@@ -793,7 +764,7 @@ class Exchange(Attempts):
             self._of.backends.on_complete(self, server, time.monotonic(), self._pieces, is_good)
 
     def _pass_on_part(self, piece: bytes, head: bytes) -> None:
-        """A stream has ended, and neither its last event nor a reason to finish has come."""
+        """Handle a stream without last event and finish reason."""
         account, stream = self._account, self._stream
         assert account is not None
         self._stream = self._call = None
@@ -803,7 +774,7 @@ class Exchange(Attempts):
         self._of.backends.on_fault(self, account.decision.server, Fault.BROKEN, time.monotonic())
         self._go_on_or_cut("it ended its answer before the last event")
 
-    # -- a stream goes on at another server: the client's response stays, and what it has of it is in `_stream`
+    # -- continuing a stream at another server: `_stream` holds what the client has received
 
     def _may_go_on(self, response: ResponseHead) -> bool:
         is_readable = not response.headers.first.get(b"content-encoding") and (response.chunked or not response.framed)
@@ -816,7 +787,6 @@ class Exchange(Attempts):
         )
 
     def _go_on_or_cut(self, why: str) -> None:
-        """The stream broke: get what remains from another server, or end it with an error."""
         if not self._goes_on(why):
             self._drop_call()
             self._log.outcome = "broken"
@@ -824,32 +794,32 @@ class Exchange(Attempts):
             self._cut("the server went away in the middle of its answer")
 
     def _goes_on(self, why: str) -> bool:
-        """Ask another server for what remains. Whether that is possible, or nothing remains."""
+        """Return True if another server sends the remainder, or nothing remains."""
         account, stream = self._account, self._stream
         assert account is not None
         self._log.why = f"{account.decision.server}: {why}"
-        rest = None if stream is None or self._is_last else stream.rest()
-        if rest is None:
+        remainder = None if stream is None or self._is_last else stream.rest()
+        if remainder is None:
             return False
-        if not rest.body:
+        if not remainder.body:
             self._drop_call()
             self._stream = None
-            self._pass_on(rest.ending, True)
+            self._pass_on(remainder.ending, True)
             return True
         now_s = time.monotonic()
         self._tried.add(account.decision.server)
         try:
-            placed = self._place_rest(account.placement, rest, now_s)
+            placement = self._place_rest(account.placement, remainder, now_s)
         except NoServer as error:
             log.debug("no server for the rest of a stream: %s", error)
             return False
         self._drop_call()
         account.close(now_s)
-        self._ask_rest(placed, rest, now_s)
+        self._ask_rest(placement, remainder, now_s)
         return True
 
     def _pass_on_failure(self, stream: StreamContinuation, piece: bytes, ended: bool, head: bytes) -> None:
-        """Pass on what came before the server's own error, and then what remains, or else that error."""
+        """Pass on what preceded the server's error event, then the remainder, or that error."""
         account, failure, withheld = self._account, stream.failure, stream.withheld
         assert account is not None
         self._stream = None
@@ -862,9 +832,10 @@ class Exchange(Attempts):
             self._pass_on(withheld, ended)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
-        """
+        """Place the continuation of a stream.
+
         Raises:
-            NoServer: none takes requests, and can continue this one.
+            NoServer: no server can continue it.
         """
         able = self._of.backends.able(self._request, self._tried, 0, self._avoided(now_s))
         return self._scheduler.place_again(before, now_s, self._able_to_continue(able, rest))
@@ -874,7 +845,9 @@ class Exchange(Attempts):
             return able
         known = self._of.backends.known
         names = known if able is None else able
-        return [name for name in names if any(each.get("owned_by") in ENGINES for each in known[name].models.values())]
+        return [
+            name for name in names if any(model.get("owned_by") in ENGINES for model in known[name].models.values())
+        ]
 
     def _ask_rest(self, placement: Placement, rest: Rest, now_s: float) -> None:
         incoming, before, of = self.incoming, self._account, self._of
@@ -908,9 +881,7 @@ class Exchange(Attempts):
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
-        """End an incomplete response so that no client takes it for complete: without the mark of a proper end, and in
-        an event stream with an error event, if the last event came whole.
-        """
+        """End an incomplete response so that it looks incomplete. Between two events a stream gets an error event."""
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events and (event := self._error_event(502, why)):
@@ -926,7 +897,7 @@ class Exchange(Attempts):
     # -- timeouts
 
     def _first_byte_timeout(self) -> None:
-        # The server may well be computing: another attempt would only double the load.
+        # The server may still be computing: another attempt would double the load.
         first_byte_s = self._of.settings.timeouts.first_byte_s
         account = self._account
         assert account is not None
@@ -951,7 +922,7 @@ class Exchange(Attempts):
         self._end_without_response("client-gone", "it disconnected")
 
     def client_full(self) -> None:
-        if self._call is not None and self._streaming:  # else the response before this one fills its buffer
+        if self._call is not None and self._streaming:  # else the previous response fills the buffer
             self._call.pause()
             self.incoming.connection.deadline.set(self._of.settings.timeouts.client_s, self._client_timeout)
 
@@ -961,7 +932,6 @@ class Exchange(Attempts):
             self.incoming.connection.deadline.set(self._of.settings.timeouts.idle_s, self._idle_timeout)
 
     def stop(self) -> None:
-        """The router stops before the request has ended."""
         self._end_without_response("stopped", "the router stops")
         self.incoming.connection.abort()
 
@@ -991,24 +961,22 @@ class Exchange(Attempts):
             self._of.backends.on_dropped(self, self._account.decision.server, time.monotonic())
 
     def _fault(self) -> None:
-        """An exception of the router's own. A response that has begun is cut: an error page behind it would be read as
-        its rest.
-        """
+        """Handle an unexpected exception. A response that has begun is cut: an error page would be read as its body."""
         log.exception("%s %s", self.incoming.method, self.incoming.path)
         self._of.metrics.faults.labels("request").inc()
         self._drop_call()
         self._log.outcome = "failed"
-        began = self._streaming
-        if not began:
+        has_begun = self._streaming
+        if not has_begun:
             self._log.status = 500
         self._finish()
-        if began:
+        if has_begun:
             self.incoming.connection.cut(self._head is not None and self._head.framed)
         else:
             send_error(self.incoming, internal_error())
 
     def _finish(self) -> None:
-        """Detach from the client, and close the account once the response is out."""
+        """Detach from the client, and close the account once the response is written."""
         if self._done is None:
             return
         self.incoming.listener = None
@@ -1038,25 +1006,25 @@ class Exchange(Attempts):
         now_s = time.monotonic()
         counts_only = self.incoming.path == COUNT_TOKENS and self._translated is None
         if reader is None or response is None or response.status >= 400 or counts_only:
-            account.close(now_s)  # an error, or a count of tokens, says nothing of what is cached
+            account.close(now_s)  # an error or a token count is no evidence about the cache
             return
         usage = result.usage = reader.usage()
         if usage is None and reader.streams:
             result.streamed_tokens = self._request.prompt.tokens + reader.events
-        slo, met = self._request.slo, None
+        slo, is_slo_met = self._request.slo, None
         if slo is not None and result.outcome == "answered" and result.ttft_s is not None:
             took_s, output_tokens = now_s - result.began_s, None if usage is None else usage.output_tokens
-            kept = slo_outcome(slo, result.ttft_s, took_s, output_tokens)
-            self._of.metrics.promises.labels(kept).inc()
-            met = kept == "kept"
+            slo_result = slo_outcome(slo, result.ttft_s, took_s, output_tokens)
+            self._of.metrics.promises.labels(slo_result).inc()
+            is_slo_met = slo_result == "kept"
         work = None if usage is None or self._entry is None else self._work_of(usage)
         if work is not None and self._entry is not None and self._of.room is not None:
             self._of.room.queue.corrected(self._entry, work)
-        # Of a stream that went on elsewhere the usage is the whole answer's, and this server's part is not known.
-        account.ended(now_s, None if self._is_continued else usage, met)
+        # The usage of a continued stream covers the whole answer; this server's part is unknown.
+        account.ended(now_s, None if self._is_continued else usage, is_slo_met)
 
     def _work_of(self, usage: Usage) -> float | None:
-        """Tokens that were computed for it; None: unknown."""
+        """Return the number of tokens computed for the request; None: unknown."""
         return usage.work
 
 
@@ -1067,7 +1035,6 @@ def fault_of_error(error: UpstreamError) -> Fault:
 
 
 def decision_line(account: RequestAccount) -> bytes:
-    """The header that explains the routing decision to a client that asked for it."""
     return b"%s: %s\r\n" % (_DECISION, json.dumps(account.as_json()).encode())
 
 
@@ -1085,7 +1052,6 @@ def internal_error() -> ApiError:
 
 
 def outcome_of(status: int) -> str:
-    """Of a request that the router refused with this status."""
     return {429: "limited", 502: "unreachable", 503: "no-server", 504: "timeout"}.get(status, "bad-request")
 
 
@@ -1097,10 +1063,13 @@ def request_head(
     without: frozenset[bytes] = frozenset(),
     target: str = "",
 ) -> bytes:
-    """Request line and headers for one server, for a body of this length; ``without`` these of the client's. Where the
-    server has a key of its own, or the client's is for the router, the client's key is left out.
+    """Return the request line and headers for a server.
 
-    ``target``: where a translated request goes.
+    The client's key is left out if it is for the router, or if the server has its own key.
+
+    Args:
+        without: client headers to leave out.
+        target: path of a translated request.
     """
     authorization = pool.authorization
     if target and not authorization and incoming.tenant is None:
@@ -1119,7 +1088,7 @@ def request_head(
 
 
 def _key_of_messages(headers: Headers) -> bytes:
-    """A key as Anthropic's clients send it, as a header line that engines of chat completions read."""
+    """Return Anthropic's key header as the header of chat-completion engines."""
     key = headers.first.get(b"x-api-key")
     return b"Authorization: Bearer %s\r\n" % key if key and b"authorization" not in headers.first else b""
 
@@ -1127,9 +1096,7 @@ def _key_of_messages(headers: Headers) -> bytes:
 def headers_for_server(
     headers: Headers, client: str, without_key: bool = False, without: frozenset[bytes] = frozenset()
 ) -> bytes:
-    """A request's header lines for its server, with the client's address; ``without_key``: no ``Authorization``;
-    ``without``: nor these.
-    """
+    """Return the request's header lines with the client's address. ``without``: headers to leave out."""
     left_out = _NOT_TO_SERVERS_KEYED if without_key else _NOT_TO_SERVERS
     if without:
         left_out = left_out | without
@@ -1143,7 +1110,6 @@ def headers_for_server(
 
 
 def headers_for_client(headers: Headers, without_cors: bool = False) -> bytes:
-    """A response's header lines for its client; ``without_cors``: the router has set its own CORS headers."""
     left_out = _NOT_TO_CLIENTS_CORS if without_cors else _NOT_TO_CLIENTS
     if headers.first.get(b"connection", b"").lower() not in _KEEP_OR_CLOSE:
         left_out = left_out | set(headers.words_of(b"connection"))

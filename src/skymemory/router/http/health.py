@@ -22,7 +22,7 @@ log = logging.getLogger("skymemory.router")
 
 MAX_MODELS_BYTES = 4 << 20
 REVIEW_S = 0.1
-"""Period of looking for servers that answer nothing, where no request looks."""
+"""Period of the search for silent servers."""
 
 
 class _ModelList(msgspec.Struct):
@@ -33,7 +33,7 @@ _models = msgspec.json.Decoder(_ModelList)
 
 
 class HealthWatch:
-    """One task per server, and one for its metrics: a slow page delays no check, a dead server no other server's."""
+    """A task per server, and a task for its metrics, so that no server delays another."""
 
     def __init__(
         self,
@@ -41,11 +41,7 @@ class HealthWatch:
         access: Mapping[str, Access],
         on_fault: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            access: TLS and keys by server.
-            on_fault: called for each unexpected exception.
-        """
+        """Prepare the watch. ``access``: TLS and keys by server."""
         self._pages = Pages()
         self._backends = backends
         self._access = access
@@ -55,16 +51,15 @@ class HealthWatch:
         )
         self._tasks: dict[KnownServer, asyncio.Task[None]] = {}
         self._wanted: dict[str, asyncio.Event] = {}
-        """By server: its next check is wanted now."""
+        """Requests for an immediate check, by server."""
         self._reviewing: asyncio.TimerHandle | None = None
 
     def check_now(self, name: str) -> None:
-        """Check a server at once: requests failed there. A check under way began before, and is followed by another."""
+        """Check a server at once, again if a check is under way."""
         if (wanted := self._wanted.get(name)) is not None:
             wanted.set()
 
     def follow(self) -> None:
-        """Watch the present servers, and no others."""
         if self._reviewing is None:
             self._schedule_review()
         wanted = set(self._backends.known.values())
@@ -116,12 +111,12 @@ class HealthWatch:
         wanted = self._wanted.setdefault(known.backend.name, asyncio.Event())
         while True:
             health = self._backends.health
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             wanted.clear()
             try:
-                if await self._is_well(known) and began_s >= models_due_s:
-                    # A failure is no reason to ask sooner.
-                    models_due_s = began_s + health.models_every_s
+                if await self._is_well(known) and started_s >= models_due_s:
+                    # A failed request is not repeated sooner.
+                    models_due_s = started_s + health.models_every_s
                     with contextlib.suppress(NoAnswer, ValueError, msgspec.MsgspecError):
                         self._backends.lists(known.backend.name, await self.models_of(known))
                 if self._backends.remove_drained():
@@ -130,24 +125,24 @@ class HealthWatch:
                 self._on_fault()
                 log.exception("health check of server %s", known.backend.name)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, health.every_s - (time.monotonic() - began_s))):
+                async with asyncio.timeout(max(0.0, health.every_s - (time.monotonic() - started_s))):
                     await wanted.wait()
 
     async def _is_well(self, known: KnownServer) -> bool:
-        name, began_s = known.backend.name, time.monotonic()
+        name, started_s = known.backend.name, time.monotonic()
         why, is_reached, is_refused = await self._check(known)
-        self._backends.on_check(name, why, began_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
+        self._backends.on_check(name, why, started_s, time.monotonic(), is_refused=is_refused, is_reached=is_reached)
         return not why
 
     async def _check(self, known: KnownServer) -> tuple[str, bool, bool]:
-        """Why a server is not well (empty: it is), whether it was reached, and whether it refused the connection."""
+        """Return why a server is unhealthy, if it was reached, and if it refused the connection."""
         health, access = self._backends.health, self._access.get(known.backend.name, Access())
         try:
             status = await get_status(known.backend.url + health.path, access, health.timeout_s)
         except TimeoutError:
             return f"{health.path}: no answer within {health.timeout_s:g} s", True, False
         except UpstreamError as error:
-            # Only a refused connection means that the process, and its cache, is gone: an unknown name or a wrong
+            # Only a refused connection means that the process and its cache are gone; an unknown name or a wrong
             # certificate does not.
             why = reason_of(error)
             return f"{health.path}: {why}" if error.connected else why, error.connected, error.refused
@@ -157,7 +152,7 @@ class HealthWatch:
         return "" if is_well else f"{health.path} answered {status}", True, False
 
     async def models_of(self, known: KnownServer) -> dict[str, Mapping[str, Any]]:
-        """A server's /v1/models, by id.
+        """Return a server's /v1/models, by id.
 
         Raises:
             NoAnswer, ValueError, msgspec.MsgspecError: no answer, or no such list.

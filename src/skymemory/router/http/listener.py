@@ -1,8 +1,8 @@
 """The proxy's listening sockets: accepts clients' connections, and seats each before anything is read from it.
 
-An event loop's own server accepts all that wait and reports each when it is set up (with TLS: after its handshake).
-Here a connection counts from the moment it is accepted, so that another one can be closed in time, and at most
-``ACCEPTS`` are taken in one turn, between which other clients are served.
+An event loop's own server accepts every waiting connection and reports it when it is set up (with TLS: after its
+handshake). Here a connection counts from its accept, so that another connection can be closed in time, and at most
+``ACCEPTS`` connections are accepted per turn of the event loop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from skymemory.router.http.connection import Connection
 log = logging.getLogger("skymemory.router")
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: clients come in bursts."""
+"""Maximum waiting connections: clients arrive in bursts."""
 ACCEPTS = 64
 PAUSE_S = 0.1
-"""Before accepting again, where the process has no file left."""
+"""Pause of accepting while files are short."""
 
 
 class Listener:
@@ -35,11 +35,7 @@ class Listener:
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """
-        Args:
-            admit: is called with each connection and its client's address.
-            on_files_short: is called where the process has no file left for a connection.
-        """
+        """Prepare the listener. ``admit``: called with each connection and its client's address."""
         self._connection = connection
         self._admit = admit
         self._context = context
@@ -49,33 +45,31 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._beginning: set[asyncio.Task[None]] = set()
-        """Connections that are being set up."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port.
+        """Listen, and return the port.
 
         Raises:
             OSError: it cannot listen there.
         """
         bound = await self._loop.create_server(self._connection, host, port, start_serving=False)
         try:
-            self._sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in bound.sockets]
-            for each in self._sockets:
-                each.setblocking(False)
-                each.listen(BACKLOG)
+            self._sockets = [socket.socket(fileno=os.dup(listening.fileno())) for listening in bound.sockets]
+            for listening in self._sockets:
+                listening.setblocking(False)
+                listening.listen(BACKLOG)
         except OSError:
             self.close()
             raise
         finally:
             bound.close()
-        for each in self._sockets:
-            self._loop.add_reader(each, self._accept, each)
-        found: int = self._sockets[0].getsockname()[1]
-        return found
+        for listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+        bound_port: int = self._sockets[0].getsockname()[1]
+        return bound_port
 
     @property
     def is_setting_up(self) -> bool:
-        """Whether connections are in their TLS handshake."""
         return bool(self._beginning)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -117,7 +111,7 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=limit_s
             )
-        except OSError:  # of TLS too: its handshake failed, or took too long
+        except OSError:  # includes TLS: the handshake failed or took too long
             pass
         finally:
             if not connection.made:
@@ -126,7 +120,7 @@ class Listener:
                 accepted.close()
 
     def stop_accepting(self, handshake_s: float) -> None:
-        """Close the listener, and take connections from its backlog, which closing alone would reset."""
+        """Close the listener after accepting its backlog, which closing alone would reset."""
         for listening in self._sockets:
             self._loop.remove_reader(listening)
             while True:

@@ -20,14 +20,12 @@ _TARGET = re.compile(r"/[!-~]*")
 
 
 class Pages:
-    """Gets pages over connections that are kept, for each page its own: a slow one delays no other."""
+    """Page requests over kept connections, a pool per page, so that a slow page delays no other."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Page] = {}
-        """By URL."""
 
     async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-        """See ``engines.metrics.Fetch``."""
         response = _Response(max_bytes)
         try:
             page = self._page(url, access)
@@ -56,9 +54,9 @@ class Pages:
         return page
 
     def keep_only(self, servers: Collection[str]) -> None:
-        """Drop the connections to all servers but those at these URLs."""
-        kept = tuple(f"{server}/" for server in servers)
-        for url in [url for url in self._known if not url.startswith(kept)]:
+        """Close the connections to other servers (URLs)."""
+        prefixes = tuple(f"{server}/" for server in servers)
+        for url in [url for url in self._known if not url.startswith(prefixes)]:
             self._known.pop(url).pool.close()
 
     def close(self) -> None:
@@ -66,7 +64,7 @@ class Pages:
 
 
 async def get_status(url: str, access: Access, timeout_s: float) -> int:
-    """The status of a page, over a new connection: a kept one says nothing of whether the server accepts any.
+    """Return the status of a page, over a new connection: a kept connection does not prove that the server accepts any.
 
     Raises:
         TimeoutError: no status within ``timeout_s``.
@@ -89,13 +87,11 @@ class _Page(NamedTuple):
     access: Access
     pool: Pool
     head: bytes
-    """The request."""
+    """Request line and headers."""
 
 
 def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
-    """
-    Args:
-        more: further header lines of the request.
+    """Build the request. ``more``: further header lines.
 
     Raises:
         ValueError: a malformed URL.
@@ -109,10 +105,11 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
 
 
 async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
-    """
+    """Send the request and wait for ``response``.
+
     Raises:
-        TimeoutError: it took longer.
-        UpstreamError: no connection, or no whole response.
+        TimeoutError: no complete response within ``timeout_s``.
+        UpstreamError: no connection, or no complete response.
     """
     call = page.pool.ask(response, page.head, b"")
     timeout = asyncio.get_running_loop().call_later(timeout_s, response.expire)
@@ -122,23 +119,22 @@ async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
         timeout.cancel()
         call.close()
     if response.error is not None:
-        # It may be the time to connect that was over first: both are the same.
+        # The connect timeout counts as the same timeout.
         raise TimeoutError if isinstance(response.error.__cause__, TimeoutError) else response.error
 
 
 class _Response:
-    """A response, of which the body is read up to ``max_bytes`` and one piece more, if its head is good."""
+    """A response, read up to the first piece beyond ``max_bytes``."""
 
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` 0: the head is all that is wanted."""
+        """``max_bytes`` 0: only the head is read."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
         self.error: UpstreamError | TimeoutError | None = None
         self.status = 0
         self.is_good = self.is_coded = False
-        """Its status is from 200 to 299; its body is compressed."""
         self.body = bytearray()
 
     def response_begins(self, head: ResponseHead) -> None:

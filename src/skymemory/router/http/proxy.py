@@ -1,8 +1,7 @@
 """The OpenAI-compatible proxy: dispatches requests by path, and logs their results.
 
 1. ``refusal`` checks a request's head: access control, path and method.
-2. ``handle`` answers the router's own pages. All else is an ``Exchange`` with a server, which reads the prompt, picks
-   the server and streams the response back.
+2. ``handle`` answers the router's own pages. Any other request becomes an ``Exchange`` with a server.
 3. ``_done`` counts and logs it.
 """
 
@@ -49,18 +48,16 @@ requests_log = logging.getLogger("skymemory.router.requests")
 JSON = b"Content-Type: application/json\r\n"
 METRICS_TEXT = b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
 MAX_UNREAD_BYTES = 256 << 20
-"""Of responses that clients do not read."""
+"""Limit of unread response bytes."""
 _KEPT_IDLE = 8
-"""Idle connections that are not closed for a newcomer, since their next request has arrived: at most so many are looked
-at.
-"""
+"""Idle connections that an eviction may skip because their next request has arrived."""
 _FREED = 4
-"""Connections that are closed where a file is missing."""
+"""Connections that are closed when files are short."""
 MakeExchange = Callable[[Exchanges, Incoming, Callable[[Incoming, RequestLog], None]], Exchange]
 
 
 class Proxy:
-    """Handles requests of all connections (`connection.Application`)."""
+    """Handler of all connections' requests (`connection.Application`)."""
 
     def __init__(
         self,
@@ -76,14 +73,11 @@ class Proxy:
         exchange: MakeExchange = Exchange,
         roles: ElasticRoles | None = None,
     ) -> None:
-        """``exchange``: how a request is served; ``two_steps`` has another way than the default. ``roles``: of servers,
-        if they follow the load.
-        """
+        """Set up the proxy. ``roles``: if roles follow the load."""
         self.draining = False
-        """It finishes the requests it has."""
         self._last_call_s = math.inf
         self.connections: dict[Connection, None] = {}
-        """The oldest first."""
+        """Connections, oldest first."""
         self.table: ConnectionTable[Connection] = ConnectionTable(LEAST_CONNECTIONS)
         self.arriving: HeldBytes[Incoming | Connection] = HeldBytes(0)
         self.unread: HeldBytes[Connection] = HeldBytes(MAX_UNREAD_BYTES)
@@ -112,7 +106,7 @@ class Proxy:
         self._configure(settings, self._access.read(settings))
 
     def reset(self, settings: Settings) -> None:
-        """Apply changed settings: backends, limits, timeouts, health, retries.
+        """Apply changed settings.
 
         Raises:
             InvalidInput: a backend's certificates or the file of keys cannot be read; nothing has changed.
@@ -146,16 +140,13 @@ class Proxy:
         return not self.backends.is_busy(request, time.monotonic())
 
     def drain(self, last_call_s: float) -> None:
-        """Close each connection after its next response, or when it was idle for ``last_call_s``: a request may be on
-        its way.
-        """
+        """Close each connection after its next response, or after it was idle for ``last_call_s``."""
         self.draining, self._last_call_s = True, last_call_s
         self.keep_alive_s = min(self.keep_alive_s, last_call_s)
         for connection in list(self.connections):
             connection.last_call()
 
     def stop(self) -> None:
-        """Abort requests that have not ended."""
         self._room.close()
         for connection in list(self.connections):
             current = connection.current
@@ -168,22 +159,21 @@ class Proxy:
     # -- from connections (`connection.Application`)
 
     def admit(self, connection: Connection, address: str) -> None:
-        """Seat a connection that was just accepted; where there are too many, one is closed, at worst itself."""
+        """Seat an accepted connection, and evict connections, if need be this one, if the table is over-full."""
         connection.sit(address)
         table, now_s = self.table, time.monotonic()
-        kept = 0
+        skipped = 0
         while table.is_over:
             seat = table.victim(now_s)
             is_idle = seat is not None and seat.state in (State.IDLE, State.KEPT)
-            if seat is not None and is_idle and kept < _KEPT_IDLE and seat.owner.has_input():
-                kept += 1
-                table.rest(seat, now_s)  # its request is in the kernel
+            if seat is not None and is_idle and skipped < _KEPT_IDLE and seat.owner.has_input():
+                skipped += 1
+                table.rest(seat, now_s)  # the kernel has its next request
                 continue
             self.evicted("connections")
             (connection if seat is None else seat.owner).evict()
 
     def close_idle(self) -> None:
-        """The process has no file left: some clients' connections are closed for it."""
         now_s = time.monotonic()
         for _ in range(_FREED):
             seat = self.table.victim(now_s)
@@ -257,7 +247,7 @@ class Proxy:
         self._exchange(self._exchanges, request, self._done).begin()
 
     def _drop_slow_reader(self, holder: str) -> bool:
-        """Make room among the requests in flight for one of this holder: one whose client does not read is ended."""
+        """Free a slot for the holder by evicting a client that does not read."""
         seat = self.table.slow_reader(time.monotonic())
         if seat is None or seat.owner.current is None:
             return False
@@ -280,10 +270,10 @@ class Proxy:
         if result.lease is not None:
             streamed = None if result.outcome in UNANSWERED else result.streamed_tokens
             self._access.release(result.lease, result.usage, streamed, time.monotonic())
-        counted, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
+        figures, usage = self.metrics.ended(server, result.outcome, result.ttft_s), result.usage
         if usage is not None and usage.cached_tokens is not None and result.prefill is None:
-            counted.reported_tokens += usage.prompt_tokens
-            counted.cached_tokens += usage.cached_tokens
+            figures.reported_tokens += usage.prompt_tokens
+            figures.cached_tokens += usage.cached_tokens
         if self.settings.log_requests:
             took_s = time.monotonic() - result.began_s
             requests_log.info(request_line(request.method, request.path, result, took_s))
@@ -315,7 +305,7 @@ class Proxy:
             self._spawn(self._models(request, which))
 
     def readiness(self) -> tuple[bool, list[str]]:
-        """Whether requests can be served, and what is wrong, server by server."""
+        """Return True if requests can be served, and the problems of each server."""
         reasons = ["the router is stopping, and finishes the requests it has"] if self.draining else []
         able = 0
         for name, known in self.backends.known.items():
@@ -331,7 +321,7 @@ class Proxy:
         return able > 0 and not self.draining, reasons
 
     async def _models(self, request: Incoming, which: str) -> None:
-        """The servers' models, each once; servers that have not listed theirs yet are asked."""
+        """Answer with the servers' models; ask servers without a known list."""
         silent = [known for known in self.backends.known.values() if known.server.takes_requests and not known.models]
         answers = await asyncio.gather(*(self._health.models_of(known) for known in silent), return_exceptions=True)
         for known, listed in zip(silent, answers, strict=True):
@@ -355,7 +345,7 @@ class Proxy:
 
 
 def request_line(method: str, path: str, result: RequestLog, took_s: float) -> str:
-    """``POST /v1/completions 200 answered server=… matched=512/600 cached=496/600 ttft_ms=41.2 ms=845.0 …``."""
+    """Return a log line: ``POST /v1/completions 200 answered server=… matched=512/600 cached=496/600 …``."""
     parts = [method, path, str(result.status or "-"), result.outcome]
     decision = result.decision
     if decision is not None:

@@ -1,4 +1,4 @@
-"""The proxy as a process: listens, reloads its settings, and drains before it stops."""
+"""The proxy process: listens, reloads its settings, and drains before it stops."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ from skymemory.router.tls import Certificate
 log = logging.getLogger("skymemory.router")
 
 LAST_CALL_S = 0.5
-"""When draining, idle connections are kept so long: a request may be on its way."""
+"""Idle time of draining connections: a request may be on its way."""
 HANDSHAKE_S = 2.0
-"""When draining, for a TLS handshake."""
 COLLECTED_OBJECTS = 20_000
-"""New objects after which the collector looks for cycles: only connections leave some, requests none."""
+"""Threshold of the garbage collector: only connections leave cycles."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
 class ProxyServer:
-    """A listening proxy. Made and closed within one event loop."""
+    """A listening proxy, which lives in one event loop."""
 
     def __init__(self, settings: Settings, keys: KeyRing | None = None) -> None:
         self.settings = settings
@@ -74,12 +73,11 @@ class ProxyServer:
             self.roles = ElasticRoles(settings, self.backends, self.prefix_state.scorer)
             self.metrics.registry.register(self.roles)
         self._following: asyncio.Task[None] | None = None
-        """Keeps the roles."""
         self.metrics.registry.register(ReplicaFigures(self.prefix_state))
         self.port = 0
 
     def check_files(self) -> None:
-        """Read what ``start`` reads beside the files that ``__init__`` has read, and change nothing.
+        """Check the files that ``start`` reads.
 
         Raises:
             InvalidInput: certificates or the file of API keys cannot be read.
@@ -90,7 +88,8 @@ class ProxyServer:
         AccessControl.read(self.settings)
 
     async def start(self) -> None:
-        """
+        """Listen, and start the watches of the servers.
+
         Raises:
             SkyMemoryError: it cannot listen at its address.
             InvalidInput: certificates or the file of API keys cannot be read.
@@ -175,7 +174,7 @@ class ProxyServer:
         if settings.has_elastic and (self.roles is None or settings.elastic != self.settings.elastic):
             fixed.append("backends: elastic" if self.roles is None else "elastic")
         if settings.splits != self.settings.splits or settings.sidecar.engine != self.settings.sidecar.engine:
-            # One fleet or two: roles of servers may change, but not whether there are any.
+            # Roles make one fleet or two: servers may change roles, but roles cannot appear or vanish.
             fixed.append("backends: role" if not settings.sidecar.engine else "sidecar: engine")
         door = settings.door
         if (door.tls_cert is None) != (self._certificate is None):
@@ -185,17 +184,16 @@ class ProxyServer:
         pair = None
         if self._certificate is not None and door.tls_cert is not None and door.tls_key is not None:
             pair = door.tls_cert, door.tls_key
-            self._certificate.check(*pair)  # before any change: all is applied, or nothing
+            self._certificate.check(*pair)  # before any change: apply all settings or none
         self.proxy.reset(settings)
         if self._certificate is not None and pair is not None:
             self._certificate.load(*pair)
         log.info("settings applied: %d servers", len(settings.backends))
 
     async def drain(self, bound_s: float) -> bool:
-        """Stop accepting, and wait ``bound_s`` at most for requests to end. Whether all of them did.
+        """Stop accepting, and wait at most ``bound_s`` for requests. Return True if all ended.
 
-        A client may have sent a request on any connection it has: an idle one, one in its TLS handshake, one that the
-        kernel has accepted and the router has not. All of these are served.
+        Requests on any connection are served: idle, in a TLS handshake, or accepted by the kernel only.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
@@ -208,10 +206,9 @@ class ProxyServer:
                 log.warning("%d requests are aborted: they did not end within %g s", busy, bound_s)
                 return False
             await asyncio.sleep(0.02)
-        return True  # a connection is gone when its write buffer is empty
+        return True  # a connection is removed when its write buffer is empty
 
     def _has_handshake(self, since_s: float) -> bool:
-        """Whether a TLS handshake is under way; each is given ``HANDSHAKE_S`` when draining."""
         return self._listener.is_setting_up and asyncio.get_running_loop().time() - since_s < HANDSHAKE_S
 
     async def close(self) -> None:
@@ -228,8 +225,7 @@ async def serve(
     read: Callable[[], Settings], file: Path | None, say: Callable[[str], None], read_keys: Callable[[Path], KeyRing]
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a change of ``file``, reloads.
-
-    Returns the exit code: 0, or 1 where requests had to be aborted.
+    Returns the exit code: 1 if requests were aborted.
     """
     settings = read()
     key_file = settings.replicas.keys
@@ -247,7 +243,7 @@ async def serve(
         except InvalidInput as error:
             server.metrics.reloads.labels("refused").inc()
             log.error("settings not reloaded (the former ones stay in force): %s", error)
-        except Exception:  # later changes of the file are still followed
+        except Exception:  # keep following the file
             server.metrics.reloads.labels("refused").inc()
             log.exception("settings not fully reloaded")
 
@@ -266,10 +262,10 @@ async def serve(
     )
 
     def followed() -> list[Path]:
-        # The key file too: chain and key are seldom replaced at once, and the new chain may not fit the old key yet.
+        # Include the key file: chain and key are seldom replaced at once, and the new chain may not fit the old key.
         settings, door = server.proxy.settings, server.proxy.settings.door
-        keys = (each.api_key_file for each in settings.backends)
-        return [each for each in (file, door.api_keys, door.tls_cert, door.tls_key, *keys) if each is not None]
+        keys = (backend.api_key_file for backend in settings.backends)
+        return [path for path in (file, door.api_keys, door.tls_cert, door.tls_key, *keys) if path is not None]
 
     following = asyncio.create_task(follow(followed, reload))
     try:
@@ -279,8 +275,8 @@ async def serve(
         await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
         draining.cancel()
-        ended = draining.done() and not draining.cancelled() and draining.result()
+        is_drained = draining.done() and not draining.cancelled() and draining.result()
     finally:
         following.cancel()
         await server.close()
-    return 0 if ended else 1
+    return 0 if is_drained else 1

@@ -1,14 +1,15 @@
-"""``skymemory route --sidecar``: a door beside a decode engine, for pickers that name the prefill server in a header.
+"""``skymemory route --sidecar``: front end of a decode engine for pickers that name the prefill server in a header.
 
 It speaks the protocol of llm-d's routing sidecar: ``x-prefiller-host-port: host:port``, perhaps several, separated by
-commas. The first named server prefills, and the others stand in for it (llm-d's takes one of them); then the local
-engine answers (``two_steps``). Later releases of llm-d send the same value as ``x-llm-d-prefiller-host-port``; where
-both come and differ the older one holds, as there: pickers of all releases remove it from what clients send. A request
-without a header goes to the local engine, as do all other paths (/health, /metrics and /v1/models are the engine's; the
-sidecar's own are below /sidecar).
+commas. The first named server prefills, the other servers are fallbacks (llm-d's sidecar uses only one); then the local
+engine answers (``two_steps``). Later releases of llm-d send the same value as ``x-llm-d-prefiller-host-port``. If both
+headers differ, the older header is used, as in llm-d: pickers of all releases remove it from client requests. Requests
+without a header go to the local engine, as do all other paths (/health, /metrics and /v1/models are the engine's; the
+sidecar's own pages are below /sidecar).
 
-The headers are not passed on, and name allowed hosts only (``prefillers``): else 403. ``x-data-parallel-host-port``,
-which llm-d has deprecated, chooses a rank of an engine with several ports; the sidecar has one engine, and ignores it.
+The headers are not passed on, and may name allowed hosts only (``prefillers``), else 403.
+``x-data-parallel-host-port``, which llm-d has deprecated, selects a rank of an engine with several ports; the sidecar
+has one engine and ignores it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ from skymemory.router.prompts.reader import PROMPT_PATHS
 from skymemory.router.settings import Backend
 
 MAX_NAMED = 16
-"""Prefill servers that one request may name."""
 MAX_KNOWN = 256
-"""Prefill servers whose connections and books are kept; beyond, those without requests are dropped."""
+"""Prefill servers beyond which idle servers are dropped."""
 OWN = "/sidecar"
 _OWN_PAGES = frozenset(OWN + page for page in ("/health", "/ready", "/metrics"))
 _OLD, _NEW = HEADER.encode(), LATER_HEADER.encode()
@@ -40,7 +40,7 @@ _DATA_PARALLEL = b"x-data-parallel-host-port"
 
 
 class NamedPrefillers:
-    """The prefill servers that requests have named: members of the fleet, with a pool of connections each."""
+    """Prefill servers named by requests, as members of the fleet."""
 
     def __init__(self, picker: Picker, pools: Pools, metrics: ProxyMetrics) -> None:
         self._picker = picker
@@ -48,14 +48,14 @@ class NamedPrefillers:
         self._metrics = metrics
 
     def member(self, host: str, port: int, connect_s: float) -> str:
-        """The server's name; it is added where it is new."""
+        """Return the server's name; add a new server."""
         name = host_port(host, port)
         servers = self._picker.fleet.servers
         if name in servers:
-            servers[name] = servers.pop(name)  # to the end: the one that was named least recently comes first
+            servers[name] = servers.pop(name)  # to the end: least recently named first
             return name
         if len(servers) >= MAX_KNOWN:
-            idle = next((each.name for each in servers.values() if not each.in_flight), None)
+            idle = next((server.name for server in servers.values() if not server.in_flight), None)
             if idle is not None:
                 self._picker.remove(idle)
                 self._pools.drop(idle)
@@ -73,8 +73,6 @@ def host_port(host: str, port: int) -> str:
 
 
 class SidecarExchange(TwoStepExchange):
-    """One request; see the module."""
-
     _left_out = PREFILLER_HEADERS | {_DATA_PARALLEL}
 
     def __init__(
@@ -87,7 +85,6 @@ class SidecarExchange(TwoStepExchange):
         super().__init__(of, incoming, done)
         self._prefillers = prefillers
         self._named: list[tuple[str, int]] = []
-        """Host and port of the prefill servers that it names."""
 
     def begin(self) -> None:
         try:
@@ -104,7 +101,7 @@ class SidecarExchange(TwoStepExchange):
         if len(words) > MAX_NAMED:
             raise ApiError(400, f"{_OLD.decode()} names {len(words)} servers; at most {MAX_NAMED} are allowed")
         allowed = _allow_list(self._of.settings.sidecar.prefillers)
-        found = []
+        prefillers = []
         for word in words:
             try:
                 host, port = read_host_port(word)
@@ -114,26 +111,26 @@ class SidecarExchange(TwoStepExchange):
                 raise ApiError(
                     403, f"{_OLD.decode()}: {word!r} is not among the allowed prefill servers (--prefillers)"
                 )
-            found.append((host, port))
-        return found
+            prefillers.append((host, port))
+        return prefillers
 
     @property
     def _is_last(self) -> bool:
-        return True  # there is one engine: its answer, a 503 too, is the client's
+        return True  # there is only one engine: even its 503 is passed on
 
     @property
     def _split_from(self) -> int:
-        return 0  # the picker has decided, and counts a prefill where it named a server
+        return 0  # the picker has decided, and counts a prefill if it named a server
 
     def _split(self) -> None:
         local = {known.backend.url for known in self._of.backends.known.values()}
-        if not self._named or any(f"http://{host_port(*each)}" in local for each in self._named[:1]):
+        if not self._named or any(f"http://{host_port(*named)}" in local for named in self._named[:1]):
             self._serve_alone("no-header")
         else:
             super()._split()
 
     def _prefill_servers(self) -> Collection[str]:
-        """The first named one that was not tried."""
+        """Return the first named server that was not tried."""
         connect_s = self._of.settings.timeouts.connect_s
         for host, port in self._named:
             if host_port(host, port) not in self._tried:
@@ -142,7 +139,7 @@ class SidecarExchange(TwoStepExchange):
 
 
 class SidecarProxy(Proxy):
-    """All of the engine's paths, and the router's own below ``/sidecar``."""
+    """Proxy of all engine paths; its own pages are below ``/sidecar``."""
 
     def refusal(self, request: Incoming) -> ApiError | None:
         if not self._access.is_open:

@@ -1,9 +1,8 @@
-"""Requests to Responses and Messages at engines that have not these APIs: sent as chat completions, answered as asked.
+"""Responses and Messages for engines without these APIs: sent as chat completions, answered in the client's API.
 
-Whether an engine has an API is learned from it: a request goes there as it is, and after a 404, 405 or 501 once more,
-as a chat completion. If that is served, the engine has not the API (``MissingApis``), for ten minutes, as it may be
-updated. A ``TranslatedResponse`` stands between the engine's connection and the exchange, which sees a response of the
-API that its client has asked.
+The router learns from an engine if it has an API: a request is sent unchanged, and after a 404, 405 or 501 once more,
+as a chat completion. If that is served, the engine lacks the API (``MissingApis``); this expires after ten minutes, as
+the engine may be updated. A ``TranslatedResponse`` sits between the engine's connection and the exchange.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from skymemory.router.http.connection import Headers
 from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
 
 MISSING_STATUSES = frozenset((404, 405, 501))
-"""Of an engine that has not the API; of one that has not the model, too."""
+"""Statuses of an engine without the API, or without the model."""
 FORGET_S = 600.0
 _OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"))
 
 
 class MissingApis:
-    """The APIs that servers have not."""
-
     def __init__(self) -> None:
         self._until_s: dict[tuple[str, str], float] = {}
         self._there: set[tuple[str, str]] = set()
-        """Those that have answered: a 404 there is about a model, say."""
+        """APIs that have answered: a 404 concerns a model."""
 
     def is_missing(self, server: str, path: str, now_s: float) -> bool:
         until_s = self._until_s.get((server, path))
@@ -46,19 +43,18 @@ class MissingApis:
         self._until_s[server, path] = now_s + FORGET_S
 
     def forget(self, server: str) -> None:
-        """It has left, or is another one."""
-        for known in [known for known in self._until_s if known[0] == server]:
-            del self._until_s[known]
-        self._there = {known for known in self._there if known[0] != server}
+        """Forget a server that left or was replaced."""
+        for server_path in [server_path for server_path in self._until_s if server_path[0] == server]:
+            del self._until_s[server_path]
+        self._there = {server_path for server_path in self._there if server_path[0] != server}
 
 
 class TranslatedResponse:
-    """Reports the response to a chat completion as one of the API that was asked."""
+    """Receiver that translates a chat completion's response to the client's API."""
 
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
-        """``on_fault`` is called while an exception of the translation's own is handled; it ends the request."""
+        """``on_fault``: called in the handler of an unexpected exception; it ends the request."""
         self.call: Call | None = None
-        """To be set when it is sent."""
         self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation
@@ -94,21 +90,21 @@ class TranslatedResponse:
         if stream is None:
             self._collect(piece, ended)
             return
-        made = stream.read(piece)
+        translated = stream.read(piece)
         if ended:
-            made += stream.end()
+            translated += stream.end()
         if stream.has_ended and not ended:
-            # What the engine may send behind the last event is not waited for.
+            # Do not wait for data after the last event.
             self._drop()
             ended = True
-        if made or ended:
-            self._receiver.response_data(made, ended)
+        if translated or ended:
+            self._receiver.response_data(translated, ended)
 
     def response_failed(self, error: UpstreamError) -> None:
         self._receiver.response_failed(error)
 
     def error_event(self, status: int, why: str) -> bytes:
-        """The last event of a stream that has broken; empty: it has had its last."""
+        """Return the last event of a broken stream; empty: it was sent."""
         return b"" if self._stream is None or self._stream.has_ended else self._stream.fail(status, why)
 
     def _collect(self, piece: bytes, ended: bool) -> None:
@@ -119,19 +115,19 @@ class TranslatedResponse:
         if self._size_bytes > MAX_ANSWER_BYTES:
             self._fail(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
         elif ended:
-            whole = b"".join(self._pieces)
+            answer = b"".join(self._pieces)
             try:
-                made = (
-                    self._translation.answer(whole)
+                translated = (
+                    self._translation.answer(answer)
                     if head.status < 400
-                    else self._translation.error(head.status, whole)
+                    else self._translation.error(head.status, answer)
                 )
             except UnreadableAnswer as error:
                 self._fail(f"its answer is no chat completion: {error}")
                 return
-            head.headers = Headers([*head.headers.raw, (b"Content-Length", b"%d" % len(made))])
+            head.headers = Headers([*head.headers.raw, (b"Content-Length", b"%d" % len(translated))])
             head.framed = True
-            self._receiver.response_data(made, True)
+            self._receiver.response_data(translated, True)
 
     def _fail(self, why: str) -> None:
         self._drop()

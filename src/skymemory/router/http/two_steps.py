@@ -1,20 +1,20 @@
-"""A request whose prompt one server prefills and another one answers, where backends have roles.
+"""A request with separate steps: a prefill server computes the prompt, a decode server answers.
 
-1. The scheduler chooses the pair. What cannot be split (``splitting.why_whole``) goes to one server: to one with both
-   roles if there is any, else to a decode server, which computes the prompt itself. So does what is not worth it, as a
-   decode server lacks few of its tokens (``decoding``). The books of these are those of any request.
-2. The prefill server gets the prompt for one token (``_PrefillCall``). Its answer is read whole, and is bounded.
-3. The decode server gets the client's request, and what the prefill server answered for it. Its response streams to the
-   client as any other.
+1. The scheduler chooses the pair of servers. A request that cannot be split (``splitting.why_whole``), or of which a
+   decode server lacks few tokens (``decoding``), goes to a single server: with both roles if possible, else to a decode
+   server, which computes the prompt itself.
+2. The prefill server gets the prompt for one token (``_PrefillCall``). Its bounded answer is read completely.
+3. The decode server gets the client's request and the answer's ``kv_transfer_params``. Its response is streamed to the
+   client.
 
-With ``handover = "overlap"`` the two are asked at the same time, and the decode server fetches the values while they
-are computed. Its response is passed on as soon as it comes: by then it has the values, or has computed them.
+With ``handover = "overlap"`` both servers are asked at the same time, and the decode server fetches the KV values while
+they are computed. Its response is passed on at once: by then it has the values, or has computed them.
 
-Failures. A prefill only saves time, so a request survives that of any prefill server: others are tried (``retries``),
-then the decode server computes the prompt. A decode server that fails before its first byte is replaced by another one,
-which fetches the same values; one that refuses ``kv_transfer_params`` is asked without. Two answers of a prefill server
-end the request: 400 to 499, which the client gets (but not 408, 429 and what concerns ``kv_transfer_params``: these are
-the server's trouble), and a prefill after which the admission rule refuses the decoding.
+A request survives the failure of any prefill server: others are tried (``retries``), then the decode server computes
+the prompt. A decode server that fails before its first byte is replaced by another server, which fetches the same
+values; a server that refuses ``kv_transfer_params`` is asked again without them. Only two results of a prefill end the
+request: a status 400 to 499, which the client gets (except 408, 429 and complaints about ``kv_transfer_params``, which
+are the server's trouble), and a refusal by the admission rule after the prefill.
 """
 
 from __future__ import annotations
@@ -59,41 +59,39 @@ if TYPE_CHECKING:
 log = logging.getLogger("skymemory.router")
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Of a prefill server: one token, perhaps log probabilities, and ``kv_transfer_params``, with thousands of blocks."""
+"""Limit of a prefill answer: a token, and ``kv_transfer_params`` with thousands of blocks."""
 PREFILLER_HEADERS = frozenset((HEADER.encode(), LATER_HEADER.encode()))
-"""By which llm-d's sidecar chooses a prefill server. Never passed on: this router has chosen one."""
+"""Headers by which llm-d's sidecar chooses a prefill server; this router has chosen."""
 _READ_HERE = frozenset((b"accept-encoding",))
-"""Not sent to a prefill server, whose answer is read here."""
+"""Headers not sent to a prefill server."""
 _SERVER_TROUBLE = frozenset((408, 429))
 
 
 class TwoStepExchange(Exchange):
-    """One request; see the module. Beside the states of ``Exchange``:
+    """A request with up to two calls; see the module. States in addition to those of ``Exchange``:
 
-    _prefill      a prefill server is asked
-    _call         the decode server is asked; with ``overlap`` both are set
+        _prefill      a prefill server is asked
+        _call         the decode server is asked; with ``overlap`` both are set
 
-    The books of a pair are a ``PairAccount``; those of a request that is served alone, a ``RequestAccount``.
+    The account is a ``PairAccount`` for a split request, else a ``RequestAccount``.
     """
 
     _left_out = PREFILLER_HEADERS
     _fields: Fields | None = None
-    """Of the body, if the request is split."""
+    """Body fields of a split request."""
     _prefill: _PrefillCall | None = None
     _params: msgspec.Raw | None = None
-    """What the decode server gets of the prefill server's answer."""
     _prefill_retries = 0
     _decode_retries = 0
     _prefill_sends: Sends | None = None
-    """Of step 1: what each step sends is a request of its own."""
+    """Send limit of step 1, separate from step 2."""
     _prefill_pause: asyncio.TimerHandle | None = None
-    """Step 1 backs off before another prefill server is asked."""
     _is_streamed = False
-    """The client asked for a stream: the first byte then marks the begin of decoding."""
+    """True if the client asked for a stream."""
     _request_id = b""
     _prefill_usage: Usage | None = None
     _since_s: float | None = None
-    """When its last tokens came; of an answer that comes whole, when its decoding began."""
+    """Time of its last tokens; unstreamed: start of its decoding."""
 
     # -- the pair
 
@@ -110,7 +108,7 @@ class TwoStepExchange(Exchange):
             able = self._prefill_servers()
             limits = of.settings.limits
             if of.backends.has_prefill(able) or of.backends.full(request, limits.max_waiting or 1 << 30):
-                # The answer to step 1 marks the end of the prefill, however the client wants its own.
+                # The answer to step 1 marks the end of the prefill, streamed or not.
                 self._request = replace(request, streams=True)
                 return self._scheduler.place(self._request, now_s, able, decoding)
             if not of.settings.disaggregation.fallback:
@@ -122,7 +120,6 @@ class TwoStepExchange(Exchange):
         return self._scheduler.place_again(before, now_s, able)
 
     def _split(self) -> None:
-        """Decide whether it takes two steps."""
         fields = fields_of(self.incoming.body)
         if fields is None or (why := why_whole(self.incoming.path, fields)):
             log.debug("served by one server, because of its field %s", "" if fields is None else why)
@@ -138,11 +135,10 @@ class TwoStepExchange(Exchange):
 
     @property
     def _split_from(self) -> int:
-        """Prompts of which a decode server lacks fewer tokens take one step."""
+        """Tokens that a decode server must lack for two steps."""
         return self._of.settings.disaggregation.split_from
 
     def _prefill_servers(self) -> Collection[str] | None:
-        """Names of the servers that may prefill it; None: all."""
         of = self._of
         avoid = self._avoided(time.monotonic())
         return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
@@ -162,7 +158,7 @@ class TwoStepExchange(Exchange):
 
     def _head_for(self, pool: Pool, body: bytes, without: frozenset[bytes]) -> bytes:
         head = request_head(self.incoming, pool, len(body), self._of.via, without)
-        # Both steps carry one id, by which they are found in the engines' logs.
+        # Both steps carry the same id, to find them in the engines' logs.
         return head[:-2] + b"X-Request-Id: %s\r\n\r\n" % self._request_id if self._request_id else head
 
     # -- step 1
@@ -181,7 +177,6 @@ class TwoStepExchange(Exchange):
         self._prefill.ask(pool, head, body, self._prefill_sends)
 
     def prefill_answered(self, server: str, head: ResponseHead, body: bytes) -> None:
-        """The whole answer to step 1 has come."""
         status = head.status
         if not 200 <= status < 300:
             is_of_request = 400 <= status < 500 and status not in _SERVER_TROUBLE and not refuses_params(body)
@@ -201,11 +196,11 @@ class TwoStepExchange(Exchange):
         self._prefill, self._prefill_usage = None, answer.usage
         of.backends.on_answer(self, server, now_s)
         if answer.usage is not None and answer.usage.cached_tokens is not None:
-            counted = of.metrics.of(server)
-            counted.reported_tokens += answer.usage.prompt_tokens
-            counted.cached_tokens += answer.usage.cached_tokens
+            figures = of.metrics.of(server)
+            figures.reported_tokens += answer.usage.prompt_tokens
+            figures.cached_tokens += answer.usage.cached_tokens
         if self._streaming:
-            account.first_byte(now_s)  # else it would be asked whether it may decode
+            account.first_byte(now_s)  # it decodes already, so the admission rule must not refuse it
         refusal = account.prefilled(now_s, answer.usage)
         if refusal is not None:
             of.metrics.prefilled(server, "wasted")
@@ -216,9 +211,7 @@ class TwoStepExchange(Exchange):
         self._continue(account, answer.params)
 
     def prefill_failed(self, server: str, why: str, fault: Fault | None) -> None:
-        """No answer to step 1, or none of use: try another prefill server, or do without. ``fault``: None: it was late,
-        which is no fault by itself.
-        """
+        """Try another prefill server, or do without. ``fault``: None for a timeout."""
         of, result, now_s = self._of, self._log, time.monotonic()
         self._prefill = None
         of.metrics.prefilled(server, "failed")
@@ -260,7 +253,7 @@ class TwoStepExchange(Exchange):
             self._ask_prefill(account)
 
     def _do_without_prefill(self) -> None:
-        """The decode server computes the prompt, if that is allowed."""
+        """Let the decode server compute the prompt, if allowed."""
         of, account, result = self._of, self._pair, self._log
         account.prefill_lost(time.monotonic())
         if self._streaming:
@@ -273,18 +266,18 @@ class TwoStepExchange(Exchange):
         self._continue(account, None)
 
     def _continue(self, account: PairAccount, params: msgspec.Raw | None) -> None:
-        """Step 1 has ended, well or not: ask the decode server, unless it is at work as it should be."""
+        """Ask the decode server after step 1, unless it is already working."""
         if self._of.room is not None:
-            self._of.deferred.run(self._of.room.look)  # a prefill server has room
+            self._of.deferred.run(self._of.room.look)  # a prefill server has room now
         self._params = params
         if self._streaming:
             return
         if self._pause is not None:
-            return  # the next attempt gets them
+            return  # the next attempt gets the parameters
         if self._call is not None and params is None:
             call, self._call = self._call, None
-            call.close()  # it waits for values that do not come
-            self._sends.most += 1  # what follows is another request
+            call.close()  # it waits for values that will not arrive
+            self._sends.most += 1  # the next send is another request
         if self._call is None:
             self._ask_decode(account)
         elif not self._is_streamed:
@@ -292,7 +285,7 @@ class TwoStepExchange(Exchange):
             account.first_byte(self._since_s)
 
     def _answer_as_prefill(self, server: str, head: ResponseHead, body: bytes) -> None:
-        """The request is wrong, by the first server that read it: the client gets its answer."""
+        """Pass the prefill server's error on: the request is wrong."""
         self._prefill = None
         self._of.backends.on_answer(self, server, time.monotonic(), is_good=False)
         self._of.metrics.prefilled(server, "client-error")
@@ -337,12 +330,12 @@ class TwoStepExchange(Exchange):
         has_params = self._fields is not None and self._params is not None
         may_do_without = has_params and self._of.settings.disaggregation.fallback
         if may_do_without and head is not None and 400 <= head.status < 500 and refuses_params(piece):
-            # It has no connector, or another one. The client did not send them: its request is good.
+            # The server has no connector, or a different connector. The client's request itself is valid.
             self._of.metrics.alone.labels("params-refused").inc()
             call, self._call, self._params = self._call, None, None
             if call is not None:
                 call.close()
-            self._sends.most += 1  # it was refused, and what follows is another request
+            self._sends.most += 1  # the next send is another request
             self._ask_decode(self._pair)
             return
         super()._begin(piece, ended)
@@ -361,7 +354,7 @@ class TwoStepExchange(Exchange):
         if self._fields is None:
             super()._end_attempt(account)
         else:
-            self._drop_call()  # the pair stays booked: its prefill serves the next decode server, too
+            self._drop_call()  # the pair stays booked: its prefill also serves the next decode server
 
     def _count_retry(self, server: str, fault: Fault) -> None:
         super()._count_retry(server, fault)
@@ -381,7 +374,7 @@ class TwoStepExchange(Exchange):
         self._ask_decode(account)
 
     def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
-        """One server prefills the rest and answers it: what the prefill server has handed over went with the other."""
+        """Place the continuation at a single server: the KV values went to the failed server."""
         if self._fields is not None:
             prefill, self._prefill = self._prefill, None
             if prefill is not None:
@@ -389,10 +382,10 @@ class TwoStepExchange(Exchange):
                 self._of.metrics.prefilled(prefill.server, "dropped")
             self._serve_alone("stream-continued")
         able = self._able_to_continue(self._of.backends.alone(self._request, self._tried), rest)
-        placed = self._scheduler.place(self._request, now_s, able)
-        if isinstance(placed, Refusal):
-            raise NoServer(placed.reason)
-        return placed
+        placement = self._scheduler.place(self._request, now_s, able)
+        if isinstance(placement, Refusal):
+            raise NoServer(placement.reason)
+        return placement
 
     def move_on(self, server: str, why: str) -> None:
         prefill = self._prefill
@@ -425,19 +418,26 @@ class TwoStepExchange(Exchange):
     def _close_account(self) -> None:
         super()._close_account()
         on_tokens, account, usage, since_s = self._of.on_tokens, self._account, self._log.usage, self._since_s
-        whole = self._fields is not None and not self._is_streamed
-        if whole and on_tokens is not None and account is not None and usage is not None and since_s is not None:
+        is_unstreamed = self._fields is not None and not self._is_streamed
+        if (
+            is_unstreamed
+            and on_tokens is not None
+            and account is not None
+            and usage is not None
+            and since_s is not None
+        ):
             on_tokens(account.decision.server, usage.output_tokens or 0, time.monotonic() - since_s)
 
     def _work_of(self, usage: Usage) -> float | None:
-        first = self._prefill_usage
-        if first is None or first.cached_tokens is None or usage.output_tokens is None:
+        prefill_usage = self._prefill_usage
+        if prefill_usage is None or prefill_usage.cached_tokens is None or usage.output_tokens is None:
             return super()._work_of(usage)
-        # What the decode server reports as cached was computed for this request, but for what the other had cached.
-        return float(usage.prompt_tokens - min(first.cached_tokens, usage.prompt_tokens) + usage.output_tokens)
+        # The tokens that the decode server reports as cached were computed for this request by the prefill server,
+        # except those that the prefill server itself had cached.
+        return float(usage.prompt_tokens - min(prefill_usage.cached_tokens, usage.prompt_tokens) + usage.output_tokens)
 
     def _finish(self) -> None:
-        # All ends go through here: the client has left, an error is answered, or the decode server was faster.
+        # Every end calls this: a disconnect, an error response, or a decode server that was faster.
         prefill, self._prefill = self._prefill, None
         if self._prefill_pause is not None:
             self._prefill_pause.cancel()
@@ -453,7 +453,7 @@ class TwoStepExchange(Exchange):
 
 
 class _PrefillCall:
-    """Step 1 at one server: its whole answer, within its time and ``MAX_ANSWER_BYTES``, or why there is none."""
+    """Step 1 at a server: reports its complete answer, or a failure."""
 
     def __init__(self, exchange: TwoStepExchange, server: str, within_s: float) -> None:
         self.server = server
@@ -470,7 +470,6 @@ class _PrefillCall:
         self._call = pool.ask(self, head, body, True, sends)
 
     def drop(self) -> None:
-        """Cancel it, if it has not ended."""
         call, self._call = self._call, None
         if call is not None:
             call.close()
@@ -497,7 +496,7 @@ class _PrefillCall:
         self._failed(str(error), fault_of_error(error))
 
     def _late(self) -> None:
-        # It may well be computing: that it is slow is no sign that it is broken.
+        # It may still be computing: slow is not broken.
         self._failed(f"no answer in {self._within_s:g} s", None)
 
     def _failed(self, why: str, fault: Fault | None) -> None:

@@ -1,8 +1,8 @@
-"""Connection pools to the servers: keep-alive, one request at a time on a connection, responses parsed by llhttp.
+"""Connection pools to the servers: keep-alive, one request at a time per connection, parsed by llhttp.
 
-1. ``Pool.ask`` takes an idle connection, or opens one; ``Call`` is the request on its way.
-2. ``UpstreamConnection`` parses the response and reports it to the caller's ``Receiver`` piece by piece, by callbacks.
-3. At its end the connection goes back to the pool.
+1. ``Pool.ask`` takes an idle connection, or opens a new connection; ``Call`` is the request.
+2. ``UpstreamConnection`` parses the response and reports it to the caller's ``Receiver`` by callbacks.
+3. At its end the connection returns to the pool.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from skymemory.router.settings import Backend
 from skymemory.router.tls import Access, Authorities
 
 KEEP_S = 4.0
-"""How long an idle connection is kept: less than the 5 s after which uvicorn, under most engines, closes it."""
+"""Maximum idle time; uvicorn, under most engines, closes after 5 s."""
 MAX_HEAD_BYTES = 131_072
-"""Of a response: status line and headers together."""
+"""Limit of status line and headers together."""
 MAX_CONNECTING = 64
-"""Connections to one server that are being opened at once; further requests wait for one of them, or for one that
-becomes idle. A burst of a thousand would overflow the server's accept queue: some would wait a second or be refused.
+"""Maximum concurrent connects to a server; further requests wait. A burst of a thousand would overflow the server's
+accept queue: some would wait a second or be refused.
 """
 FILES_AGAIN_S = 0.02
-"""Before a connection is opened again for which the process had no file."""
+"""Delay of a new connect after files were short."""
 _FILES_SHORT = (errno.EMFILE, errno.ENFILE)
 JOIN_BYTES = 65_536
-"""A body up to this is copied behind its head, to go out in one write."""
+"""Maximum body that is sent in one write with its head."""
 
 
 class UpstreamError(Exception):
-    """No response, or an incomplete one.
+    """No response, or an incomplete response.
 
-    ``connected``: there was a connection. ``refused``: the server's address refused one. ``cause``: becomes
-    ``__cause__``, as the error is seldom raised.
+    Args:
+        connected: a connection was established.
+        refused: the address refused the connection.
+        cause: becomes ``__cause__``; a parameter, because the error is seldom raised.
     """
 
     def __init__(
@@ -59,14 +61,13 @@ class UpstreamError(Exception):
 
 
 class ResponseHead:
-    """Status line and headers of a response, and how its body is framed."""
-
     __slots__ = ("chunked", "framed", "headers", "reason", "status")
 
     def __init__(self, status: int, reason: str, headers: Headers) -> None:
-        """
+        """Check the head.
+
         Raises:
-            UpstreamError: a status that does not exist, or a transfer coding that was not asked for.
+            UpstreamError: an invalid status, or a transfer coding that was not requested.
         """
         if not 200 <= status <= 599:
             raise UpstreamError(f"its status is {status:03d}; expected 100 to 599")
@@ -75,21 +76,21 @@ class ResponseHead:
         self.headers = headers
         self.chunked = False
         self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
-        """Whether the head says where the body ends; else it ends with the connection."""
+        """True if the head says where the body ends."""
         if b"transfer-encoding" in headers.first:
             lines = headers.all_of(b"transfer-encoding")
             codings = transfer_codings(lines)
-            # The parser reads chunks only where that is the last word: "chunked," has an empty element behind it.
+            # The parser reads chunks only if "chunked" is the last word; after "chunked," there is an empty element.
             if codings and (codings != [CHUNKED] or not lines[-1].rstrip().lower().endswith(CHUNKED)):
-                # The router asks for no other one, and a client must not get a body whose coding no header names.
-                shown = b", ".join(codings)[:100].decode("latin-1")
-                raise UpstreamError(f"its Transfer-Encoding is {shown!r}; expected chunked, or none")
+                # The router requests no other coding, and drops this header: the client could not decode the body.
+                quoted = b", ".join(codings)[:100].decode("latin-1")
+                raise UpstreamError(f"its Transfer-Encoding is {quoted!r}; expected chunked, or none")
             self.chunked = bool(codings) and status not in (204, 304)
             self.framed = self.framed or self.chunked
 
 
 class Receiver(Protocol):
-    """The caller. ``response_failed``, or ``response_data`` with ``ended``, is the last callback."""
+    """Caller's callbacks; the last call is ``response_failed``, or ``response_data`` with ``ended``."""
 
     def response_begins(self, head: ResponseHead) -> None: ...
 
@@ -100,7 +101,7 @@ class Receiver(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request to a server, and its response."""
+    """A request to a server."""
 
     pool: Pool
     receiver: Receiver | None
@@ -111,14 +112,14 @@ class Call:
     connection: UpstreamConnection | None = None
 
     def start(self) -> None:
-        kept = self.pool.kept()
-        if kept is not None:
-            self.send(kept, fresh=False)
+        connection = self.pool.kept()
+        if connection is not None:
+            self.send(connection, fresh=False)
         else:
             self.pool.connect(self)
 
     def connect(self) -> None:
-        """Send it again on a new connection: the kept one was closed."""
+        """Send the request again: the kept connection was closed."""
         self.connection = None
         self.pool.connect(self)
 
@@ -132,7 +133,7 @@ class Call:
             receiver.response_failed(error)
 
     def close(self) -> None:
-        """Cancel it: an incomplete response's connection is aborted, so that the server notices at once."""
+        """Cancel the request and abort the connection, so that the server notices at once."""
         self.receiver = None
         connection, self.connection = self.connection, None
         if connection is not None:
@@ -148,14 +149,11 @@ class Call:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to one server."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._call: Call | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
-        """Of the head, or trailers."""
         self.on_header = native.pairs_into(self._headers)
         self._parser = httptools.HttpResponseParser(self)
         self._reason = b""
@@ -163,7 +161,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._paused = False
         self.gone = False
-        """No further request can be sent on it."""
+        """True if it takes no further request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -209,14 +207,14 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._ended:
                 self._broken(f"malformed HTTP response: {error}")
                 return
-            self.gone = True  # data behind the response
+            self.gone = True  # data after the response
         if self._head is None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._broken(f"its response's head is longer than {MAX_HEAD_BYTES} bytes")
             return
         if self._headers:
-            self._headers.clear()  # trailers: the router passes none on
+            self._headers.clear()  # trailers are not passed on
         receiver = call.receiver
         if receiver is None:
             self.abort()
@@ -228,17 +226,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._deliver(call, receiver)
 
     def _deliver(self, call: Call, receiver: Receiver) -> None:
-        pieces, ended = self._pieces, self._ended
-        if not pieces and not ended:
+        pieces, is_complete = self._pieces, self._ended
+        if not pieces and not is_complete:
             return
         piece = b"" if not pieces else pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
-        if ended:
+        if is_complete:
             self._release(call)
-        receiver.response_data(piece, ended)
+        receiver.response_data(piece, is_complete)
 
     def _release(self, call: Call) -> None:
-        """The response is complete: give the connection back to the pool."""
         self._call = call.connection = call.receiver = None
         self.resume()
         self._pool.give_back(self)
@@ -266,8 +263,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
 
     def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
-        # A kept connection may have been closed while it was idle, which servers do. Whether the request was read is
-        # not known: sending it again counts.
+        # The server may have closed a kept connection while it was idle. It may also have read the request, so sending
+        # it again counts.
         if not for_good and call.receiver is not None and call.sends.left:
             call.connect()
         else:
@@ -275,7 +272,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- from the parser
 
-    # A connection with bytes of another message behind the response is never used again, and nothing of them is read.
+    # A connection with further bytes after the response is never reused, and those bytes are not read.
 
     def on_message_begin(self) -> None:
         if self._ended:
@@ -314,7 +311,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._ended = True
         if not self._parser.should_keep_alive() or (self._is_old and b"transfer-encoding" in self._head.headers.first):
-            self.gone = True  # HTTP/1.0 has no chunks: what follows is not to be trusted (RFC 9112, section 6.1)
+            self.gone = True  # HTTP/1.0 has no chunks: do not trust later data (RFC 9112, section 6.1)
 
     # -- from the caller
 
@@ -341,7 +338,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """A request can be sent on it: it is open, and nothing of the last one is still being sent."""
+        """True if it is open, and the last request was sent completely."""
         transport = self._transport
         return (
             not self.gone
@@ -358,8 +355,8 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 def _is_whole_tls(transport: asyncio.Transport) -> bool:
-    """Whether the end of the input is the server's: without TLS it is; with TLS it must have said so (close_notify), or
-    any host on the way could have cut the rest off (RFC 9112, section 9.8).
+    """Return True if the server itself ended the stream. With TLS it must have sent close_notify; otherwise any host on
+    the path could truncate the response (RFC 9112, section 9.8).
     """
     tls = transport.get_extra_info("ssl_object")
     if tls is None:
@@ -373,12 +370,10 @@ def _is_whole_tls(transport: asyncio.Transport) -> bool:
 
 
 class Pool:
-    """Connections to one server."""
-
     def __init__(self, url: str, connect_s: float, access: Access = Access()) -> None:  # noqa: B008 - never changed
         parts = urlsplit(url)
         self.host = parts.netloc.encode("ascii")
-        """For the Host header."""
+        """Value of the Host header."""
         self.path = parts.path.rstrip("/").encode("ascii")
         """Prefix of request paths."""
         self.connect_s = connect_s
@@ -386,31 +381,31 @@ class Pool:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = access.tls or (ssl.create_default_context() if parts.scheme == "https" else None)
         self.authorization = b"Authorization: Bearer %s\r\n" % access.key.encode("ascii") if access.key else b""
-        """Header line with the server's own key; empty: none, the client's is passed on."""
+        """Header line with the server's own key; empty: the client's key is passed on."""
         self._idle: deque[tuple[float, UpstreamConnection]] = deque()
         self._reaping: asyncio.TimerHandle | None = None
         self._closed = False
         self.on_files_short: Callable[[], None] = lambda: None
-        """Is called where the process has no file left for a connection: idle ones are to be closed."""
+        """Callback when files are short: close idle connections."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._waiting: deque[Call] = deque()
-        """Requests that wait for a connection, beyond those being opened."""
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
     ) -> Call:
-        """Send a request (``head`` with the empty line).
+        """Send a request.
 
         Args:
-            has_body: whether the response may have one.
-            sends: counts each time that its bytes leave; None: they may leave once, and again after a kept connection.
+            head: request line and headers, with the empty line.
+            has_body: the response may have a body.
+            sends: send limit; None: once, and again after a failed kept connection.
         """
         call = Call(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()
         return call
 
     def kept(self) -> UpstreamConnection | None:
-        """The idle connection that was used last, so that superfluous ones expire."""
+        """Return the most recently used idle connection, so that superfluous connections expire."""
         while self._idle:
             since_s, connection = self._idle.pop()
             if connection.is_free and monotonic() - since_s < KEEP_S:
@@ -419,7 +414,7 @@ class Pool:
         return None
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        """Use it for a waiting request, or keep it idle."""
+        """Use the connection for a waiting request, or keep it idle."""
         if self._closed or not connection.is_free:
             connection.close()
             return
@@ -431,14 +426,14 @@ class Pool:
             self._reaping = asyncio.get_running_loop().call_later(KEEP_S, self._reap)
 
     def close(self) -> None:
-        """Close idle connections now, and those in use when they are given back."""
+        """Close idle connections, and used connections when given back."""
         self._closed = True
         if self._reaping is not None:
             self._reaping.cancel()
         self.close_idle()
 
     def connect(self, call: Call) -> None:
-        """Open a connection for a request, now or when fewer are being opened."""
+        """Open a connection now, or when fewer are being opened."""
         if len(self._connecting) >= MAX_CONNECTING:
             self._waiting.append(call)
             return
@@ -452,7 +447,6 @@ class Pool:
             self.connect(call)
 
     def _next(self) -> Call | None:
-        """The first waiting request that is not cancelled."""
         while self._waiting:
             call = self._waiting.popleft()
             if call.receiver is not None:
@@ -475,9 +469,10 @@ class Pool:
                 call.send(connection, fresh=True)
 
     async def _open(self) -> UpstreamConnection:
-        """
+        """Open a connection; if files are short, again after closing idle connections.
+
         Raises:
-            OSError: it cannot be opened, also after idle ones were closed for it.
+            OSError: the connection failed.
         """
         loop = asyncio.get_running_loop()
         for is_last in (False, True):
@@ -489,7 +484,7 @@ class Pool:
                 if is_last or error.errno not in _FILES_SHORT:
                     raise
                 self.on_files_short()
-                await asyncio.sleep(FILES_AGAIN_S)  # files are closed in the next turns of the event loop
+                await asyncio.sleep(FILES_AGAIN_S)  # the event loop closes files in its next turns
             else:
                 return connection
         raise AssertionError
@@ -508,21 +503,19 @@ class Pool:
 
 
 class Pools:
-    """The pool of each server, by name."""
-
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
         self._authorities = Authorities()
         self._backends: dict[str, Backend] = {}
         self.access: dict[str, Access] = {}
         self.on_files_short: Callable[[], None] = lambda: None
-        """Is called where the process has no file left for a connection to a server, after idle ones were closed."""
+        """Callback when files are short, after idle connections to servers were closed."""
 
     def __getitem__(self, name: str) -> Pool:
         return self._pools[name]
 
     def set(self, backends: Sequence[Backend], connect_s: float) -> None:
-        """Add and update pools. Those of other servers stay until they are ``drop``ped.
+        """Add and update pools. Pools of other servers stay until ``drop``.
 
         Raises:
             InvalidInput: unreadable certificates or keys; nothing has changed.

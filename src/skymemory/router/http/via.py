@@ -1,7 +1,7 @@
-"""The Via header (RFC 9110, section 7.6.3): which routers a message has passed, so that none passes it twice.
+"""The Via header (RFC 9110, section 7.6.3): names the routers that a message has passed, to detect loops.
 
-Two routers that name each other as servers would pass a request round and round, with two connections for each pass,
-until one of them has no file handle left. Each router adds its own name, so the first one that sees it again stops.
+Two routers that name each other as servers would forward a request endlessly, with two connections per pass, until a
+router has no file handle left. Each router adds its own name and refuses a request that already has it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from skymemory.router.api_error import ApiError
 from skymemory.router.http.connection import Headers
 
 MAX_HOPS = 32
-"""Proxies that a request may have passed: ends also loops through proxies that forget the name of this router."""
+"""Maximum proxies of a request: ends loops through proxies that remove this router's name."""
 
 
 class Via:
-    """One router's part of the header, under a name of its own."""
-
     def __init__(self) -> None:
         self.name = b"skymemory-" + secrets.token_hex(6).encode()
-        """Random, since routers behind one address must differ, and no host name is for clients to see."""
+        """Random: routers at the same address must differ, and clients should not see host names."""
         self.lines = {version: b"Via: %s %s\r\n" % (version.encode(), self.name) for version in ("1.0", "1.1")}
-        """By the version of HTTP by which a message came, the header line; it goes behind those of other proxies."""
+        """Header line by the HTTP version of the received message."""
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """508 for a request that has passed this router before, or ``MAX_HOPS`` proxies."""
+        """Return 508 for a request that has passed this router, or ``MAX_HOPS`` proxies."""
         if b"via" not in headers.first:
             return None
         hops = [hop.split() for hop in headers.words_of(b"via") if hop]

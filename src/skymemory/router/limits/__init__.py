@@ -1,1 +1,1 @@
-"""Limits of the HTTP proxy's door, which clients share: pure objects, times in, decisions out. The holder pays."""
+"""Limits of resources that clients of the HTTP proxy share. Pure objects: they get the time and return decisions."""

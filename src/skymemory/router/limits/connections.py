@@ -1,20 +1,20 @@
-"""Clients' connections, of which the process can have as many as its files allow: which one is closed for a newcomer.
+"""Clients' connections, limited by the process's open files: selects the connection to close for a new one.
 
-A seat is what a connection has here, with its holder (the client's address) and its state. When the table is full, the
-first seat of this order pays, in each state that of the address with the most seats in it, the longest there first:
+A seat is a connection's entry in the table, with its holder (the client's address) and its state. When the table is
+full, the victim is the first seat in this order; within a state, the oldest seat of the address with the most seats:
 
-1. ``HEAD`` for ``LATE_S``: no complete head yet, also in a TLS handshake, or not one byte;
-2. ``IDLE``: between two requests, and has had only one;
-3. ``KEPT``: idle after several requests: its client uses it;
-4. ``UNREAD`` for ``LATE_S``: its client does not read the response;
-5. ``BODY`` for ``LATE_S``: the rest of a body is missing;
+1. ``HEAD`` for ``LATE_S``: no complete head yet, including the TLS handshake;
+2. ``IDLE``: between two requests, after a single request;
+3. ``KEPT``: idle after several requests, so its client uses it;
+4. ``UNREAD`` for ``LATE_S``: the client does not read the response;
+5. ``BODY`` for ``LATE_S``: the body is incomplete;
 6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
 ``BUSY`` seats, whose requests are at servers, are never closed.
 
-A kept connection changes between busy and idle with every request, so these changes only set fields of its seat
-(``is_busy``, ``since_s``); ``victim`` sets its queue right where it meets the seat. So all steps take constant time, a
-search for a victim averaged over the requests before it.
+A kept connection alternates between busy and idle with every request. These changes only set fields of its seat
+(``is_busy``, ``since_s``); ``victim`` corrects its queue when it meets the seat. So all steps take constant time, the
+search for a victim amortized over the requests before it.
 """
 
 from __future__ import annotations
@@ -58,16 +58,12 @@ class Seat(Generic[Owner]):
     holder: Hashable
     state: State = State.HEAD
     has_served: bool = False
-    """It has had a request."""
     is_busy: bool = False
-    """Its request is at a server, whatever queue it still stands in."""
+    """True while its request is at a server; its queue may lag."""
     since_s: float = 0.0
-    """Since when it is idle."""
 
 
 class _Queues(Generic[Owner]):
-    """Seats in one state, by holder, with the time since which each is in it."""
-
     __slots__ = ("_by_holder", "_shares")
 
     def __init__(self) -> None:
@@ -100,14 +96,13 @@ class ConnectionTable(Generic[Owner]):
         self._queues: list[_Queues[Owner]] = [_Queues() for _ in range(State.BUSY)]
 
     def open(self, owner: Owner, holder: Hashable, now_s: float) -> Seat[Owner]:
-        """Seat a new connection; where the table is over-full, ``victim`` says whose turn it is."""
+        """Seat a connection. Call ``victim`` while the table is over-full."""
         seat = Seat(owner, holder)
         self.count += 1
         self._queues[State.HEAD].add(seat, now_s)
         return seat
 
     def move(self, seat: Seat[Owner], to: State, now_s: float) -> None:
-        """Change a seat's state."""
         state = seat.state
         seat.is_busy = False
         if state is to:
@@ -119,7 +114,6 @@ class ConnectionTable(Generic[Owner]):
             self._queues[to].add(seat, now_s)
 
     def rest(self, seat: Seat[Owner], now_s: float) -> None:
-        """A seat is idle from now on."""
         seat.since_s, seat.is_busy = now_s, False
         if seat.state is not _KEPT:
             self.move(seat, State.KEPT if seat.has_served else State.IDLE, now_s)
@@ -136,17 +130,17 @@ class ConnectionTable(Generic[Owner]):
         return self.count > self.most
 
     def victim(self, now_s: float) -> Seat[Owner] | None:
-        """The seat to close for a newcomer; None: all are busy."""
+        """Return the seat to close; None: all are busy."""
         for state, least_s in _ORDER:
-            found = self._first(state)
-            if found is not None and now_s - found[1] >= least_s:
-                return found[0]
+            first = self._first(state)
+            if first is not None and now_s - first[1] >= least_s:
+                return first[0]
         return None
 
     def _first(self, state: State) -> tuple[Seat[Owner], float] | None:
         queue = self._queues[state]
-        while (found := queue.first()) is not None:
-            seat, since_s = found
+        while (first := queue.first()) is not None:
+            seat, since_s = first
             if seat.is_busy:
                 queue.remove(seat)
                 seat.state = State.BUSY
@@ -154,10 +148,10 @@ class ConnectionTable(Generic[Owner]):
                 queue.remove(seat)
                 queue.add(seat, seat.since_s)
             else:
-                return found
+                return first
         return None
 
     def slow_reader(self, now_s: float) -> Seat[Owner] | None:
-        """The seat whose client has not read for longest, if that is ``LATE_S``."""
-        found = self._first(State.UNREAD)
-        return found[0] if found is not None and now_s - found[1] >= LATE_S else None
+        """Return the seat whose client has not read for longest, at least ``LATE_S``."""
+        first = self._first(State.UNREAD)
+        return first[0] if first is not None and now_s - first[1] >= LATE_S else None

@@ -1,32 +1,27 @@
-"""How many connections the process can have by its limit of open files."""
+"""Number of connections that the limit of open files allows."""
 
 from __future__ import annotations
 
 import contextlib
 
 SPARE_FILES = 40
-"""For the process itself: its listeners, libraries, log, event loop."""
+"""Files for listeners, libraries, log, event loop."""
 FILES_PER_BACKEND = 4
-"""For checks, metrics, model lists and KV events of one server."""
+"""Files for checks, metrics, model lists and KV events of a server."""
 LEAST_CONNECTIONS = 8
 MAX_CONNECTIONS = 8192
-"""Of clients, however many files there are."""
 
 
 def client_connections(files: int | None, backends: int, per_request: int = 1) -> int:
-    """Clients' connections that leave each of their requests ``per_request`` connections to servers.
-
-    Args:
-        files: the limit of open files; None: there is none.
-    """
+    """Return the client connections that leave ``per_request`` server connections each. ``files``: None: no limit."""
     if files is None:
         return MAX_CONNECTIONS
-    left = files - SPARE_FILES - FILES_PER_BACKEND * backends
-    return max(LEAST_CONNECTIONS, min(MAX_CONNECTIONS, left // (1 + per_request)))
+    available = files - SPARE_FILES - FILES_PER_BACKEND * backends
+    return max(LEAST_CONNECTIONS, min(MAX_CONNECTIONS, available // (1 + per_request)))
 
 
 def open_files() -> int | None:
-    """The present limit of open files; None: there is none."""
+    """Return the limit of open files; None: no limit."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

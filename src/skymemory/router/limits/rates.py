@@ -1,13 +1,13 @@
-"""The least rate of a body or a head that comes slowly."""
+"""Minimum rate of a slow body or head."""
 
 from __future__ import annotations
 
 GRACE_S = 20.0
-"""A body may pause for this long."""
+"""Maximum pause of a body."""
 
 
 class LeastRate:
-    """A time limit that every byte puts off by ``1 / rate`` seconds, to at most ``GRACE_S`` from now."""
+    """A deadline that every byte extends by ``1 / rate`` seconds, to at most ``GRACE_S`` from now."""
 
     __slots__ = ("due_s",)
 
@@ -15,6 +15,6 @@ class LeastRate:
         self.due_s = now_s + GRACE_S
 
     def add(self, amount: int, rate: float, now_s: float) -> float:
-        """Note ``amount`` bytes. Returns when the next are due."""
+        """Count ``amount`` bytes, and return the new deadline."""
         self.due_s = min(now_s + GRACE_S, self.due_s + amount / rate)
         return self.due_s

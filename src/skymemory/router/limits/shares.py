@@ -1,4 +1,4 @@
-"""Amounts by holder: what each has of something limited, and which holder has the most."""
+"""Amounts by holder, and the holder with the largest amount."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Shares(Generic[Key]):
     """Amounts by key, and a heaviest key in constant time.
 
-    Keys stand in levels by the bit length of their amounts: the heaviest is found to a factor of two, the first that
-    reached its level comes first, and most changes move no key.
+    Keys are in levels by the bit length of their amounts, so the heaviest key is exact to a factor of two; of a level,
+    the oldest key is returned.
     """
 
     __slots__ = ("_amounts", "_levels", "_occupied")
@@ -23,7 +23,7 @@ class Shares(Generic[Key]):
         self._amounts: dict[Key, int] = {}
         self._levels: list[dict[Key, None]] = []
         self._occupied = 0
-        """A bit for each level that has keys."""
+        """Bit set of levels with keys."""
 
     def of(self, key: Key) -> int:
         return self._amounts.get(key, 0)
@@ -60,10 +60,10 @@ class Shares(Generic[Key]):
 
 
 class SharedLimit:
-    """A limit of which one holder may have at most ``PART`` times what is still free.
+    """A limit of which a holder may have at most ``PART`` times the free amount.
 
-    So a single holder gets four fifths, two get four ninths each, and some is always free for a newcomer (a dynamic
-    threshold, as in the shared buffers of switches).
+    So a single holder gets four fifths, two get four ninths each, and some remains for a new holder (a dynamic
+    threshold, as in shared buffers of switches).
     """
 
     PART = 4
@@ -83,23 +83,23 @@ class SharedLimit:
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
     def add(self, holder: Hashable, amount: int) -> bool:
-        """``change``; whether there was room for it before."""
-        free, mine = self.most - self.held, self._by_holder.get(holder, 0)
+        """Add an amount in any case. Return True if there was room."""
+        free, holder_amount = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
-        if mine + amount:
-            self._by_holder[holder] = mine + amount
+        if holder_amount + amount:
+            self._by_holder[holder] = holder_amount + amount
         else:
             self._by_holder.pop(holder, None)
-        return amount <= free and mine < self.PART * free
+        return amount <= free and holder_amount < self.PART * free
 
     def take(self, holder: Hashable) -> bool:
-        """Add 1 for a holder that has room; False: it has none."""
+        """Add 1 if the holder has room."""
         free = self.most - self.held
-        mine = self._by_holder.get(holder, 0)
-        if free < 1 or mine >= self.PART * free:
+        holder_amount = self._by_holder.get(holder, 0)
+        if free < 1 or holder_amount >= self.PART * free:
             return False
         self.held += 1
-        self._by_holder[holder] = mine + 1
+        self._by_holder[holder] = holder_amount + 1
         return True
 
     def change(self, holder: Hashable, by: int) -> None:
@@ -113,13 +113,13 @@ class SharedLimit:
 
 @lru_cache(maxsize=4096)
 def holder_of(address: str) -> str:
-    """Who a client's address counts as: itself, or its /64 in IPv6, of which a host has all addresses."""
+    """Return the address, or its /64 in IPv6, since a host has a whole /64."""
     if ":" not in address:
         return address
     try:
-        found = ipaddress.IPv6Address(address.partition("%")[0])
+        ipv6 = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+    if ipv6.ipv4_mapped is not None:
+        return str(ipv6.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(ipv6) >> 64 << 64, 64)))

@@ -1,10 +1,10 @@
-"""Web pages that a router on loopback must not serve: a browser on this computer sends their requests, too.
+"""Web pages that a router on loopback must not serve: a browser on this computer would send their requests.
 
-- ``Origin`` names the page of a script or form. It must be the router's own, or one on this computer, or one that CORS
-  allows. Installed programs (browser extensions, desktop applications) have schemes of their own, and may ask.
-- ``Host``: a page may have its own name resolve to 127.0.0.1 (DNS rebinding), and then is of the same origin. So a name
-  must be one that no stranger can own: an address, a name without a dot, one of the reserved endings, or one from
-  ``hosts`` of the settings.
+- ``Origin`` names the page of a script or form. It must be the router's own, a page on this computer, or allowed by
+  CORS. Installed programs (browser extensions, desktop applications) use their own schemes and are allowed.
+- ``Host``: a page may let its own name resolve to 127.0.0.1 (DNS rebinding), and then has the same origin. So the name
+  must be one that no stranger can own: an address, a name without a dot, a name with a reserved ending, or a name in
+  the setting ``hosts``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from urllib.parse import urlsplit
 
 ANY = "*"
 _RESERVED = (".localhost", ".local", ".internal", ".test", ".home.arpa")
-"""Endings that the public DNS does not have."""
+"""Name endings that the public DNS does not have."""
 _MAX_KNOWN = 256
 
 
 class Strangers:
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        """``hosts``: further names of the router, or ``*``; ``origins``: of pages that may ask (CORS), or ``*``."""
+        """``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._known: set[bytes] = set()
-        """Host headers that were found right, at most ``_MAX_KNOWN``."""
 
     def refusal(self, host: bytes | None, origin: bytes | None) -> str | None:
-        """Why a request with these headers is refused; None: it is not."""
+        """Return the reason to refuse a request; None: it is allowed."""
         if host is not None and host not in self._known:
             if not self._is_own(_name_of(host)):
                 return (
@@ -57,12 +56,12 @@ class Strangers:
         words = origin.decode("latin-1").strip()
         if ANY in self._origins or words in self._origins:
             return True
-        scheme, _, rest = words.partition("://")
-        if not rest:
-            return False  # "null": a page in a sandbox, or a file
+        scheme, _, authority = words.partition("://")
+        if not authority:
+            return False  # "null": a sandboxed page, or a file
         if scheme.lower() not in ("http", "https"):
             return True
-        if host is not None and rest.lower() == host.decode("latin-1").lower():
+        if host is not None and authority.lower() == host.decode("latin-1").lower():
             return True
         try:
             name = urlsplit(words).hostname or ""
@@ -77,7 +76,7 @@ class Strangers:
 
 
 def _name_of(host: bytes) -> str:
-    """The name or address, in lower case, without port, brackets and the final dot."""
+    """Return the name or address without port, brackets and final dot."""
     words = host.decode("latin-1").strip().lower()
     if words.startswith("["):
         return words[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""A thread that works on one large thing at a time, holder by holder: one that brings many waits for its own."""
+"""A thread for large jobs: runs one job at a time, and takes turns between holders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Turns:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """By holder; the next holder is first."""
+        """Jobs by holder, the next holder first."""
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Do ``work`` in the thread when it is this holder's turn. If the caller is cancelled meanwhile, others wait
-        until the work has ended all the same: it still holds its memory.
+        """Run ``work`` in the thread at the holder's turn. Even if the caller is cancelled, the next job waits for its
+        end, because it holds its memory.
         """
         loop = asyncio.get_running_loop()
         await self._wait(holder, loop)
@@ -53,18 +53,18 @@ class Turns:
             raise
 
     def _leave(self, holder: Hashable, turn: asyncio.Future[None]) -> None:
-        mine = self._waiting.get(holder)
-        if mine is not None and turn in mine:
-            mine.remove(turn)
-            if not mine:
+        queue = self._waiting.get(holder)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            if not queue:
                 del self._waiting[holder]
 
     def _pass_on(self) -> None:
         while self._waiting:
-            holder, theirs = self._waiting.popitem(last=False)
-            turn = theirs.popleft()
-            if theirs:
-                self._waiting[holder] = theirs  # behind the others
+            holder, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[holder] = queue  # after the others
             if not turn.cancelled():
                 turn.set_result(None)
                 return

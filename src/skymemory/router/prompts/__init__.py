@@ -1,1 +1,1 @@
-"""The prompts of requests, as bytes or tokens."""
+"""Prompts of requests, as bytes or tokens."""

@@ -1,21 +1,22 @@
-"""A streamed answer whose server fails, so that another server can go on with it: ``StreamContinuation``.
+"""Continuation of a streamed answer whose server fails, by another server: ``StreamContinuation``.
 
-1. Events of the stream pass through ``add`` on their way to the client, each once it is whole. What they say is kept.
-2. When the server fails, ``rest`` gives the request for what is missing: the text so far becomes the end of the prompt.
-   A completion's prompt is followed by it. A chat gets it as the assistant's message, with ``continue_final_message``
-   and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which continues by the first field
-   alone). The limit of tokens is lowered by what was sent.
-3. Events of the other server pass through ``add``, too, which makes them those of one stream: ``id``, ``created`` and
-   ``model`` stay, a role is said once, and the usage is that of the whole answer.
+1. Events of the stream pass through ``add`` on their way to the client, each as soon as it is complete. Their content
+   is kept.
+2. When the server fails, ``rest`` returns the request for what is missing: the text so far becomes the end of the
+   prompt. It is appended to a completion's prompt. A chat gets it as the assistant's message, with
+   ``continue_final_message`` and without ``add_generation_prompt`` (vLLM from 0.6.3 on; SGLang from 0.4.4 on, which
+   only needs the first field). The token limit is reduced by what was sent.
+3. Events of the other server pass through ``add``, too, and become events of the same stream: ``id``, ``created`` and
+   ``model`` stay, the role is sent once, and the usage is that of the complete answer.
 
-Not continued is what the text does not determine, or what the client would get twice: several choices, log
-probabilities, a call of a tool, reasoning, a grammar that would begin again, token ids for a prompt where there is no
-tokenizer. Spaces at the end of a chat's text are left to the other server, as chat templates cut them off, and are
-dropped where it repeats them. What is handed over is a text, not its tokens: where the other server would cut it into
-tokens in another way than the first has generated it, it may go on in another way, too.
+An answer is not continued if the text does not determine the rest, or if the client would get something twice: several
+choices, log probabilities, a tool call, reasoning, a grammar that would begin again, token ids for a prompt without a
+tokenizer. Chat templates cut off spaces at the end of a chat's text, so these are left to the other server, and dropped
+if it repeats them. The text is handed over, not its tokens: if the other server tokenizes it differently, it may
+continue differently, too.
 
-Tokens that were sent are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which
-engines send one for each token.
+Sent tokens are counted by the router's tokenizer, by the usage in the chunks, or else by the chunks, of which engines
+send one per token.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from skymemory.router.prompts.reader import CHAT_COMPLETIONS, COMPLETIONS
 from skymemory.router.prompts.splitting import Fields, fields_of
 
 ENGINES = frozenset(("vllm", "sglang", "skymemory"))
-"""That continue a chat's last message, by the ``owned_by`` in their lists of models. Others would begin again."""
+"""Engines that continue a chat's last message, by ``owned_by`` in their models. Others would begin again."""
 COMPLETION_TOKENS = 16
-"""Limit of a completion that names none."""
+"""Default limit of a completion."""
 MAX_HELD_BYTES = 1 << 20
-"""Of one event that is not whole."""
+"""Limit of an incomplete event."""
 MAX_TEXT_LETTERS = 1 << 20
 COMPACT_BYTES = 16_384
-"""Of events that are kept before they are read: most streams end before."""
+"""Size of events that are kept before they are read: most streams end before."""
 DONE = b"data: [DONE]\n\n"
 
 _UNSET = (b"", b"null")
@@ -55,9 +56,9 @@ _NOT_CONTINUED: Mapping[str, tuple[bytes, ...]] = {
     "response_format": (*_UNSET, b'{"type":"text"}'),
     "tool_choice": (*_UNSET, b'"auto"', b'"none"'),
 }
-"""Fields with which an answer is not continued, but for these values."""
+"""Fields that prevent a continuation, except with these values."""
 _SERVERS_ERRORS = ("server_error", "InternalServerError")
-"""Types of errors in a stream that are the server's own."""
+"""Types of errors in a stream that the server caused."""
 _SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|\s+')
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
@@ -102,56 +103,58 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What remains of an answer."""
+    """Remaining part of an answer."""
 
     body: bytes = b""
-    """Of the request for it; empty: none is needed."""
+    """Body of the request for it; empty: none is needed."""
     ending: bytes = b""
-    """Events that end the stream, where no request is needed."""
+    """Events that end the stream if no request is needed."""
     by_chat: bool = False
-    """The other server has to know how to continue a chat's last message."""
+    """True if the other server must be able to continue a chat's last message."""
 
 
 class StreamContinuation:
-    """One streamed answer; see the module. No I/O."""
+    """A streamed answer; see the module. No I/O."""
 
     def __init__(self, path: str, body: bytes, tokens_of: Callable[[str], list[int]] | None = None) -> None:
-        """``tokens_of``: the tokens of a text, without special ones; None: there is no tokenizer."""
+        """Create it. ``tokens_of`` returns the tokens of a text, without special tokens; None: no tokenizer."""
         self._path, self._body, self._tokens_of = path, body, tokens_of
         self._held = b""
-        """An event that is not whole."""
+        """Incomplete event."""
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._is_over_long = False
         self._fields: Fields | None = None
-        """Of the request; None: not read yet."""
+        """Fields of the request; None: not read yet."""
         self.failure = ""
-        """The server has said so in an event: an engine has died behind its door. It is withheld, with what follows."""
+        """Error of an event by which the server reports its failure (its engine has died).
+
+        The event and what follows are withheld.
+        """
         self.withheld = b""
-        # What was sent:
+        # State of what was sent:
         self._cannot = self._is_done = False
         self._text: list[str] = []
         self._letters = 0
         self._chunks = 0
-        """With text."""
         self._blank_chunks = 0
-        """Of those, at the end, without a letter."""
+        """Chunks of white space at the end."""
         self._reported_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._had_role = self._had_usage = False
         self._finish: str | None = None
         self._first: dict[str, Any] | None = None
-        """The first chunk but its choices and usage: every chunk has them."""
-        # Of the present server, unless it is the first:
+        """Fields of the first chunk that every chunk has: all but choices and usage."""
+        # State of the current server, unless it is the first:
         self._is_continued = self._is_discarding = False
         self._blanks = ""
-        """At the end of the text so far: not said again."""
+        """Spaces at the end of the text so far, which are not repeated."""
         self._tokens_before = 0
 
-    # -- events, on their way to the client
+    # -- events on their way to the client
 
     def add(self, piece: bytes, ended: bool = False) -> bytes:
-        """The events to pass on: those that are whole with this piece. ``ended``: the response is complete."""
+        """Return the complete events to forward. ``ended``: the response is complete."""
         if self._is_over_long:
             return piece
         data = self._held + piece if self._held else piece
@@ -164,7 +167,7 @@ class StreamContinuation:
                 data, self._held = data + self._held, b""
         if not data:
             return b""
-        if data.find(b'"error"') >= 0:  # `in` first tries whether it is a number: five times as long
+        if data.find(b'"error"') >= 0:  # `in` first tries whether it is a number, which takes five times as long
             data = self._before_failure(data)
         self._is_done = self._is_done or data.find(b"[DONE]") >= 0
         if self._is_continued:
@@ -177,7 +180,6 @@ class StreamContinuation:
         return data
 
     def _before_failure(self, data: bytes) -> bytes:
-        """The events before that of a failure of the server."""
         events = _events(data)
         for at, event in enumerate(events):
             if message := _failure_in(event):
@@ -186,7 +188,6 @@ class StreamContinuation:
         return data
 
     def _read(self) -> None:
-        """Keep what the events say instead of the events."""
         data, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         if self._fields is None:
             self._fields = fields_of(self._body) or {}
@@ -216,8 +217,8 @@ class StreamContinuation:
             self._cannot |= choice.index != 0 or choice.logprobs is not None or choice.token_ids is not None
             if delta is not None:
                 self._had_role |= delta.role is not None
-                others = delta.tool_calls, delta.function_call, delta.reasoning_content, delta.reasoning
-                self._cannot |= any((*others, delta.refusal, delta.audio))
+                calls = delta.tool_calls, delta.function_call, delta.reasoning_content, delta.reasoning
+                self._cannot |= any((*calls, delta.refusal, delta.audio))
             self._add_text((delta.content if delta is not None else choice.text) or "")
             self._finish = choice.finish_reason or self._finish
         self._cannot |= self._letters > MAX_TEXT_LETTERS
@@ -229,18 +230,18 @@ class StreamContinuation:
             self._chunks += 1
             self._blank_chunks = 0 if text.strip() else self._blank_chunks + 1
 
-    # -- when the server has ended its answer, or failed
+    # -- the end or failure of the server
 
     @property
     def is_complete(self) -> bool:
-        """Whether its last event, or a reason to finish, has come; True where that is not known."""
+        """True if the last event or a finish reason has arrived, or if that is unknown."""
         if self._is_done or self._is_over_long:
             return True
         self._read()
         return self._cannot or self._finish is not None
 
     def rest(self) -> Rest | None:
-        """What remains; None: no other server can go on with it. An event that was not whole is dropped."""
+        """Return what remains; None: no other server can continue. An incomplete event is dropped."""
         self._held = self.withheld = b""
         self.failure = ""
         self._read()
@@ -249,31 +250,30 @@ class StreamContinuation:
             return None
         text = "".join(self._text)
         is_chat = self._path == CHAT_COMPLETIONS
-        kept = text.rstrip() if is_chat else text
-        sent = self._tokens_sent(kept)
+        prompt_text = text.rstrip() if is_chat else text
+        sent = self._tokens_sent(prompt_text)
         limit = _limit(fields, self._path)
         if not is_chat and limit is not None and _raw(fields, "max_tokens") in _UNSET and sent > limit:
-            return None  # its server has another limit, which the other one may not have
+            return None  # the limit is the server's default, which the other server may not have
         is_over = self._finish is not None or (limit is not None and sent >= limit)
         wants_usage = _wants_usage(fields) and not self._had_usage
         if is_over and not wants_usage:
             return Rest(ending=self._finishing() + DONE)
-        changed = self._with_text(fields, kept)
+        changed = self._with_text(fields, prompt_text)
         if changed is None:
             return None
         limits = _token_limits(fields, None if is_chat else limit)
-        if is_over:  # one token, which is dropped, for the usage
+        if is_over:  # request one token, which is dropped, for the usage
             changed |= {"max_tokens": 1, **{name: 1 for name in limits if name != "min_tokens"}}
             changed.pop("min_tokens", None)
         else:
             changed |= {name: max(0, value - sent) for name, value in limits.items()}
         self._is_continued, self._is_discarding = True, is_over
-        self._blanks = text[len(kept) :]
+        self._blanks = text[len(prompt_text) :]
         self._tokens_before = sent
-        return Rest(_encode(changed), by_chat=is_chat and bool(kept))
+        return Rest(_encode(changed), by_chat=is_chat and bool(prompt_text))
 
     def _tokens_sent(self, kept: str) -> int:
-        """Tokens of the text that becomes part of the prompt."""
         if self._tokens_of is not None:
             return len(self._tokens_of(kept))
         counted = self._chunks if self._reported_tokens is None else self._reported_tokens
@@ -307,7 +307,7 @@ class StreamContinuation:
         return [*prompt, *self._tokens_of(text)] if is_tokens and self._tokens_of is not None else None
 
     def _finishing(self) -> bytes:
-        """The chunk that ends the only choice, unless it was sent."""
+        """Return the chunk that ends the only choice, unless it was sent."""
         if self._finish is not None or self._first is None:
             return b""
         content: dict[str, Any] = {"delta": {}} if self._path == CHAT_COMPLETIONS else {"text": ""}
@@ -317,7 +317,7 @@ class StreamContinuation:
     # -- events of another server
 
     def _of_one_stream(self, event: bytes) -> bytes:
-        """The event as the first server would have sent it; empty: the client has it already."""
+        """Return the event as the first server would have sent it; empty: the client has it already."""
         json = _json_of(event)
         if json is None:
             return event
@@ -337,7 +337,7 @@ class StreamContinuation:
         return b"data: " + _encode({**chunk, **(self._first or {})}) + b"\n\n"
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """None: the client has it already."""
+        """Return None if the client has it already."""
         delta = choice.get("delta")
         holder, name = (choice, "text") if delta is None else (delta, "content")
         if delta is not None and self._had_role:
@@ -364,7 +364,7 @@ class StreamContinuation:
         return text
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The usage of the whole answer, from that of the rest, whose prompt has the text that was sent before."""
+        """Compute the complete answer's usage from that of the rest, whose prompt contains the text sent before."""
         before, prompt = self._tokens_before, usage["prompt_tokens"]
         if self._prompt_tokens is not None and self._prompt_tokens <= prompt:
             before = prompt - self._prompt_tokens
@@ -382,7 +382,7 @@ def _is_continuable(fields: Fields) -> bool:
 
 
 def _limit(fields: Fields, path: str) -> int | None:
-    """Tokens that the whole answer may have; None: as many as fit."""
+    """Return the token limit of the complete answer; None: as many as fit."""
     limits = _token_limits(fields, None)
     limits.pop("min_tokens", None)
     if path == COMPLETIONS and _raw(fields, "max_tokens") == b"":
@@ -391,20 +391,19 @@ def _limit(fields: Fields, path: str) -> int | None:
 
 
 def _token_limits(fields: Fields, default: int | None) -> dict[str, int]:
-    """The fields that limit the tokens of an answer."""
-    found = {} if default is None else {"max_tokens": default}
+    limits = {} if default is None else {"max_tokens": default}
     for name in _TOKEN_LIMITS:
         if (raw := _raw(fields, name)) not in _UNSET:
             value = _value.decode(raw)
             if isinstance(value, int | float) and value >= 0:
-                found[name] = int(value)
-    return found
+                limits[name] = int(value)
+    return limits
 
 
 def _wants_usage(fields: Fields) -> bool:
     options = _raw(fields, "stream_options")
-    found = None if options in _UNSET else _value.decode(options)
-    return isinstance(found, dict) and bool(found.get("include_usage"))
+    values = None if options in _UNSET else _value.decode(options)
+    return isinstance(values, dict) and bool(values.get("include_usage"))
 
 
 def _raw(fields: Fields, name: str) -> bytes:
@@ -413,23 +412,21 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _compact(raw: bytes) -> bytes:
-    """JSON without spaces outside of strings."""
     return _SPACES.sub(lambda found: found[1] or b"", raw) if len(raw) < 100 else raw
 
 
 def _events(data: bytes) -> list[bytes]:
-    """Each with its end."""
     if data.find(b"\r") < 0:
-        whole = data.split(b"\n\n")
-        last = whole.pop()
-        return [event + b"\n\n" for event in whole] + ([last] if last else [])
+        complete = data.split(b"\n\n")
+        last = complete.pop()
+        return [event + b"\n\n" for event in complete] + ([last] if last else [])
     ends = [0, *(end.end() for end in _EVENT_END.finditer(data))]
     events = [data[begin:end] for begin, end in pairwise(ends)]
     return [*events, data[ends[-1] :]] if data[ends[-1] :] else events
 
 
 def _failure_in(event: bytes) -> str:
-    """The message of an error that is the server's, not the request's; empty: the event is none."""
+    """Return the message of an error of the server (not of the request); empty if there is none."""
     if (json := _json_of(event)) is None:
         return ""
     try:
@@ -444,7 +441,7 @@ def _failure_in(event: bytes) -> str:
 
 
 def _json_of(event: bytes) -> bytes | None:
-    """The JSON of an event; None: it has none (a comment, or the end)."""
+    """Return the JSON of an event; None: a comment, or the end."""
     if event.startswith(b"data: {") and event.find(b"\n") == len(event) - 2:
         return event[6:-2]
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]

@@ -1,7 +1,7 @@
-"""Limits of what a body holds: lists, objects, texts, numbers. They bound the time and the memory of decoding it.
+"""Limits on the lists, objects, texts and numbers of a body, which bound the time and memory of decoding it.
 
-A body of 16 MiB may hold millions of tiny values, each of which becomes an object; and a decoder holds the interpreter
-lock until it is done, so that even in a thread it would stop the event loop. Counting decodes nothing.
+A body of 16 MiB may hold millions of tiny values, each of which becomes an object. A decoder holds the interpreter lock
+until it is done, so that even in a thread it would stop the event loop. Counting decodes nothing.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from skymemory import native
 from skymemory.router.api_error import ApiError
 
 MAX_LISTS = 32_768
-"""Lists and objects: each message, each of its parts, each tool and each object of a tool's schema is one."""
+"""Limit of lists and objects: messages, their parts, tools and the objects of a tool's schema."""
 MAX_TEXTS = 65_536
-"""Texts and names of fields. A message has about four, a part of one as many."""
+"""Limit of texts and names of fields. A message has about four, and each of its parts as many."""
 MAX_VALUES = 131_072
-"""Values in lists and objects, of any kind."""
 MAX_TOKEN_NUMBERS = 4 << 20
-"""Such values where a prompt may be tokens: more than the longest context."""
+"""Limit of values if a prompt may be tokens: more than the longest context."""
 MAX_FIELDS = 1024
-"""Of the body itself."""
 UNCOUNTED_BYTES = 8192
-"""Shorter bodies are read in well under the time of a turn of the event loop, whatever they hold."""
+"""Length below which a body is read in much less than a turn of the event loop."""
 IN_LOOP_BYTES = 131_072
 IN_LOOP_LISTS = 1024
 IN_LOOP_VALUES = 8192
 
 
 def check_items(body: bytes, takes_tokens: bool) -> None:
-    """
+    """Check the limits.
+
     Args:
         takes_tokens: the path's prompts may be lists of token numbers.
 
@@ -49,7 +48,7 @@ def check_items(body: bytes, takes_tokens: bool) -> None:
 
 
 def is_read_in_loop(body: bytes) -> bool:
-    """Whether reading it takes so little time that the event loop may do it; else a thread should."""
+    """Return True if reading is fast enough for the event loop; otherwise a thread should read it."""
     if len(body) < UNCOUNTED_BYTES:
         return True
     if len(body) >= IN_LOOP_BYTES:

@@ -1,9 +1,9 @@
-"""Reads the body of an OpenAI request into what routing needs: hashed blocks of the prompt, model, session, tenant.
+"""Reader of the body of an OpenAI request: hashed blocks of the prompt, model, session, tenant.
 
-1. Responses and Messages are read as the chat completions that they are to an engine (``apis``).
-   ``read_body`` decodes the fields that matter to a router; the engine judges all others, in its own words.
-2. The prompt becomes bytes: 64 bytes of UTF-8 to a block (16 tokens, at an estimated 4 bytes each), or, with the
-   engine's tokenizer, the engine's own blocks of tokens.
+1. Responses and Messages are read as the chat completions that they are to an engine (``apis``). ``read_body`` decodes
+   the fields that matter to a router; the engine validates all others.
+2. The prompt becomes bytes: 64 bytes of UTF-8 per block (16 tokens, at an estimated 4 bytes each) or, with the engine's
+   tokenizer, the engine's own blocks of tokens.
 3. Blocks are hashed in a chain, whose seed is model, adapter and salt.
 4. Headers and further fields name session, tenant, priority and promised times (``Clients``, ``promised``).
 """
@@ -43,27 +43,24 @@ CHAT_PATHS = frozenset((COMPLETIONS, CHAT_COMPLETIONS))
 PROMPT_PATHS = CHAT_PATHS | API_PATHS
 BYTES_PER_TOKEN = 4
 MAX_NAME_LETTERS = 256
-"""Of a model, an adapter or a session: they are stored, and written to headers."""
+"""Limit of names of models, adapters and sessions: they are stored, and written to headers."""
 TOKEN_BYTES = 4
-"""A token is hashed as its number: unsigned, little-endian."""
+"""Size of a token in hashed bytes: unsigned, little-endian."""
 WHOLE_LIMIT = 1 << 63
-"""Whole numbers of a body are less than this, and not less than its negative: the type of engines, and of JSON
-parsers.
-"""
+"""Bound of integers, positive and negative: the type of engines and of JSON parsers."""
 MAX_OUTPUT_TOKENS = 1 << 24
-"""Counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
+"""Limit counted for an answer; more than any context. The queue adds such numbers up, and must not lose small ones."""
 MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
 IMAGE_BYTES = 2048
-"""Counted for an image, or any other part of a chat that is not text: 512 tokens, by a rough guess."""
+"""Size counted for an image, or another part that is not text: 512 tokens, as a rough estimate."""
 LONG_PROMPTS_BYTES = 131_072
-"""Of the prompts of a completion, as JSON: of longer ones only the beginning of the first is decoded."""
+"""Length (JSON) of a completion's prompts above which only the beginning of the first is decoded."""
 _NO_HASHES = np.empty(0, dtype=np.uint64)
 _seed = lru_cache(maxsize=1024)(request.seed)
 
 
 class PromptReader:
-    """Reads requests as a router's settings say. ``adapters``: LoRA adapters and their base models; the mapping may
-    change at any time.
+    """Reader of requests. ``adapters`` maps LoRA adapters to their base models, and may change at any time.
 
     Raises:
         InvalidInput: the tokenizer cannot be read.
@@ -83,12 +80,12 @@ class PromptReader:
         self._max_blocks = prompts.max_blocks
         self._session_header = prompts.session_header.lower()
         self._cookie_begin = f"{prompts.session_cookie}="
-        # Tenants, priorities and promises cost time to read, so each is read only where something uses it.
+        # Tenants, priorities and promises cost time to read, so each is only read if something uses it.
         self._clients = clients_of(admission) if admission.fair or queues else None
         self._promises = queues or admission.ttft_s > 0
         self._slo = slo_of(admission)
         self._pieces = settings.strategy == "simhash"
-        """Also hash each block on its own: that strategy compares them."""
+        """True to hash each block separately, too: that strategy compares them."""
 
     def read(
         self,
@@ -100,17 +97,18 @@ class PromptReader:
         *,
         is_counted: bool = False,
     ) -> Request:
-        """
+        """Read a request.
+
         Args:
+            path: path of the request, with or without a query.
+            headers: headers by lower-case names.
+            client: address of the client, which identifies its session if nothing better does.
             most_new: letters that may be tokenized; None: any number.
             is_counted: the body is known to hold few items (``is_read_in_loop``).
-            path: of the request, with or without a query.
-            headers: by lower-case names.
-            client: its address, which identifies its session where nothing better does.
 
         Raises:
-            ApiError: a path without prompts (404), a body too large (413), or one that cannot be read or holds too many
-                items (400).
+            ApiError: a path without prompts (404), a body too large (413), or a body that cannot be read or holds too
+            many items (400).
             TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
         """
         path = path.partition("?")[0]
@@ -124,36 +122,36 @@ class PromptReader:
             check_items(body, path == COMPLETIONS)
         if path in API_PATHS:
             path, body = CHAT_COMPLETIONS, prompt_body(path, body)
-        read, texts = (read_body(body), _NO_TEXTS) if self._tokenizer is not None else _read_without_texts(body)
-        model, adapter = self._model_and_adapter(read)
-        salt = read.cache_salt or ""
+        fields, texts = (read_body(body), _NO_TEXTS) if self._tokenizer is not None else _read_without_texts(body)
+        model, adapter = self._model_and_adapter(fields)
+        salt = fields.cache_salt or ""
         prompts = 1
         if path != COMPLETIONS:
-            data, tokens = self._chat(read, texts, salt, most_new)
+            data, tokens = self._chat(fields, texts, salt, most_new)
         elif (data := texts.get(_PROMPT, b"")) != b"":
             tokens = _tokens(data)
         else:
-            data, tokens, prompts = self._completion(read, salt, most_new)
+            data, tokens, prompts = self._completion(fields, salt, most_new)
         clients = self._clients
         return Request(
             self._prompt(data, tokens, _seed(model, adapter, salt)),
             model=model,
             adapter=adapter,
             salt=salt,
-            session=self._session(headers, read, client)[:MAX_NAME_LETTERS],
-            output_tokens=output_limit(read),
-            tenant="" if clients is None else clients.tenant(headers, _name_of(read.user)),
-            streams=bytes(read.stream).strip() == b"true",
-            priority=0 if clients is None else clients.priority(headers, bytes(read.priority)),
+            session=self._session(headers, fields, client)[:MAX_NAME_LETTERS],
+            output_tokens=output_limit(fields),
+            tenant="" if clients is None else clients.tenant(headers, _name_of(fields.user)),
+            streams=bytes(fields.stream).strip() == b"true",
+            priority=0 if clients is None else clients.priority(headers, bytes(fields.priority)),
             slo=promised(headers, self._slo) if self._promises else None,
-            answers=1 if prompts == 1 and not (bytes(read.n) or bytes(read.best_of)) else _answers(read, prompts),
+            answers=1 if prompts == 1 and not (bytes(fields.n) or bytes(fields.best_of)) else _answers(fields, prompts),
         )
 
     def tokens_of(self, text: str) -> list[int]:
-        """The tokens of a text within a prompt, where there is a tokenizer (``has_tokenizer``)."""
+        """Return the tokens of a text within a prompt. It needs a tokenizer."""
         assert self._tokenizer is not None
-        found: list[int] = np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
-        return found
+        tokens: list[int] = np.frombuffer(self._tokenizer.text_tokens(text, False), dtype="<u4").tolist()
+        return tokens
 
     @property
     def has_tokenizer(self) -> bool:
@@ -172,8 +170,9 @@ class PromptReader:
         )
 
     def _completion(self, body: Body, salt: str, most_new: int | None) -> tuple[bytes, int, int]:
-        """Bytes of the first prompt, which alone is matched; the tokens of all, estimated where they are long; and how
-        many there are.
+        """Return bytes of the first prompt, which alone is matched; the tokens of all prompts; and their number.
+
+        The tokens of long prompts are estimated.
         """
         raw = bytes(body.prompt)
         if len(raw) >= LONG_PROMPTS_BYTES and raw[:1] == b"[":
@@ -187,8 +186,10 @@ class PromptReader:
             prompts = prompts_of(body)
             return prompts[0], sum(map(_tokens, prompts)), len(prompts)
         packed = [
-            self._tokenizer.text_tokens(each, True, salt, most_new) if isinstance(each, str) else token_bytes(each)
-            for each in read_prompts(body)
+            self._tokenizer.text_tokens(prompt, True, salt, most_new)
+            if isinstance(prompt, str)
+            else token_bytes(prompt)
+            for prompt in read_prompts(body)
         ]
         return packed[0], sum(map(len, packed)) // TOKEN_BYTES, len(packed)
 
@@ -200,8 +201,10 @@ class PromptReader:
         return data, len(data) // TOKEN_BYTES
 
     def _chat_tokens(self, body: Body, tokenizer: PromptTokenizer, salt: str, most_new: int | None) -> bytes:
-        """Tokens by the engine's chat template. Without one, or where it fails, tokens of the flat text: equal chats
-        then still match, and the engine will report what is wrong.
+        """Return the tokens of a chat by the engine's chat template.
+
+        If there is none or it fails, the flat text is tokenized: equal chats then still match, and the engine reports
+        what is wrong.
         """
         read_messages(body)
         messages: list[dict[str, Any]] = anything(body.messages, "messages")
@@ -223,7 +226,7 @@ class PromptReader:
         return (model, "") if base is None else (base or model, model)
 
     def _session(self, headers: Mapping[str, str], body: Body, client: str) -> str:
-        """By its header, else its cookie, else the body's ``user``, else the client's address."""
+        """Return the session: its header, or else its cookie, the body's ``user`` or the client's address."""
         if session := headers.get(self._session_header):
             return session
         if cookies := headers.get("cookie"):
@@ -244,33 +247,33 @@ def _tokens(data: bytes) -> int:
 
 
 def without_prompt(tokens: int = 0) -> Request:
-    """A request without a prompt to match, that counts as a load of ``tokens``."""
+    """Return a request without a prompt to match, which counts as a load of ``tokens``."""
     return Request(Prompt(_NO_HASHES, _NO_HASHES, 16.0, tokens))
 
 
 def output_limit(body: Body) -> int | None:
-    """Tokens that its answer may have, at most ``MAX_OUTPUT_TOKENS``; None: it has no limit of its own.
+    """Return the limit of the answer's tokens, at most ``MAX_OUTPUT_TOKENS``; None: no limit.
 
     Raises:
-        ApiError: 400, a limit that is not a whole number of 64 bits.
+        ApiError: 400, the limit is not an integer of 64 bits.
     """
     limit = None if body.max_tokens is None else whole_number(body.max_tokens, "max_tokens")
     if body.max_completion_tokens is not None:
         limit = whole_number(body.max_completion_tokens, "max_completion_tokens")
-    # Less than nothing is no limit with some engines (llama.cpp), and must not be a credit to a tenant's quota.
+    # A negative limit means no limit to some engines (llama.cpp), and must not be a credit to a tenant's quota.
     if limit is None or limit < 0:
         return None
     return limit if limit < MAX_OUTPUT_TOKENS else MAX_OUTPUT_TOKENS
 
 
 def _answers(body: Body, prompts: int) -> int:
-    """How many the engine generates, at most ``MAX_ANSWERS``. It judges both fields itself."""
-    each = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
-    return min(prompts * max((1, *each)), MAX_ANSWERS)
+    """Return the number of answers to generate, at most ``MAX_ANSWERS``. The engine validates both fields."""
+    counts = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
+    return min(prompts * max((1, *counts)), MAX_ANSWERS)
 
 
 def whole_number(value: float | None, param: str) -> int | None:
-    """A number of a body as a whole number: JSON does not distinguish 16 from 16.0.
+    """Return a number of a body as an integer: JSON does not distinguish 16 from 16.0.
 
     Raises:
         ApiError: 400, it is not whole, or has more than 64 bits.
@@ -287,24 +290,23 @@ def clients_of(settings: AdmissionSettings) -> Clients:
 
 
 def slo_of(settings: AdmissionSettings) -> Slo | None:
-    """The times promised to every request; None: nothing is promised."""
     return Slo(settings.ttft_s, settings.tbt_s or math.inf) if settings.ttft_s else None
 
 
-# What its headers say
+# Headers
 #
-# Beside headers that the operator names, those of the Kubernetes world are understood. In the Gateway API inference
-# extension (its docs on InferenceObjective and on flow control, v1) ``x-gateway-inference-fairness-id`` is the tenant,
-# and ``x-gateway-inference-objective`` names an objective, whose priority the picker looks up (higher goes first; 0 for
-# an unknown name). In llm-d (its guide on predicted latency) ``x-slo-ttft-ms`` and ``x-slo-tpot-ms`` are the promised
-# times in milliseconds. Later releases of llm-d spell all four with ``x-llm-d-``.
+# In addition to the headers that the operator names, the headers of Kubernetes gateways are read. In the Gateway API
+# inference extension (its docs on InferenceObjective and on flow control, v1) ``x-gateway-inference-fairness-id`` is
+# the tenant, and ``x-gateway-inference-objective`` names an objective, whose priority the picker looks up (higher goes
+# first; 0 for an unknown name). In llm-d (its guide on predicted latency) ``x-slo-ttft-ms`` and ``x-slo-tpot-ms`` are
+# the promised times in milliseconds. Later releases of llm-d spell all four with ``x-llm-d-``.
 
 FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
 OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 MAX_SLO_MS = 1e12
-"""Of a promised time: 30 years."""
+"""Limit of a promised time: 30 years."""
 _KEY_DIGITS = 16
 _priority = msgspec.json.Decoder(int | float | None)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
@@ -313,28 +315,30 @@ _DECIMAL = re.compile(r"[0-9]{1,19}(\.[0-9]{0,19})?([eE][+-]?[0-9]{1,2})?")
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The headers to read, by lower-case names; empty: none."""
+    """Headers to read, by lower-case names; empty: none."""
 
     tenant_header: str = ""
     priority_header: str = ""
     objectives: Mapping[str, int] | None = None
-    """Priorities of objectives by name. None: the inference extension's headers are not read."""
+    """Priorities of objectives by name; None: the inference extension's headers are not read."""
 
     def tenant(self, headers: Mapping[str, str], user: str) -> str:
-        """By its header, else a digest of its API key, else the body's ``user``."""
-        if self.tenant_header and (named := headers.get(self.tenant_header)):
-            return named[:MAX_NAME_LETTERS]
-        if self.objectives is not None and (named := _first(headers, FAIRNESS_HEADERS)):
-            return named[:MAX_NAME_LETTERS]
+        """Return the tenant: its header, or else a digest of its API key or the body's ``user``."""
+        if self.tenant_header and (tenant := headers.get(self.tenant_header)):
+            return tenant[:MAX_NAME_LETTERS]
+        if self.objectives is not None and (tenant := _first(headers, FAIRNESS_HEADERS)):
+            return tenant[:MAX_NAME_LETTERS]
         if key := headers.get("authorization") or headers.get("x-api-key"):
             return _digest(key)
         return user[:MAX_NAME_LETTERS]
 
     def priority(self, headers: Mapping[str, str], field: bytes) -> int:
-        """By its header or objective (higher goes first), else by the body's ``priority`` (vLLM's: lower goes first).
+        """Return the priority by its header or objective (higher goes first).
+
+        Otherwise it is the body's ``priority`` (vLLM's: lower goes first).
 
         Raises:
-            ApiError: 400, it is not a whole number of 64 bits.
+            ApiError: 400, it is not an integer of 64 bits.
         """
         if self.priority_header and (value := headers.get(self.priority_header)) is not None:
             if not _WHOLE.fullmatch(value.strip()):
@@ -344,21 +348,20 @@ class Clients:
                     f"{MOST_PRIORITY}",
                 )
             return _clamped(int(value))
-        if self.objectives is not None and (named := _first(headers, OBJECTIVE_HEADERS)) is not None:
-            return self.objectives.get(named, 0)
+        if self.objectives is not None and (objective := _first(headers, OBJECTIVE_HEADERS)) is not None:
+            return self.objectives.get(objective, 0)
         if not self.priority_header or not field:
             return 0
         return _clamped(-(whole_number(_decoded(_priority, field, "priority"), "priority") or 0))
 
     def has_priority(self, headers: Mapping[str, str]) -> bool:
-        """Whether a header sets the priority."""
         if self.priority_header and self.priority_header in headers:
             return True
         return self.objectives is not None and _first(headers, OBJECTIVE_HEADERS) is not None
 
 
 def promised(headers: Mapping[str, str], default: Slo | None = None) -> Slo | None:
-    """The times promised to a request: by its headers, and where they are missing (or 0), by ``default``.
+    """Return the times promised to a request: by its headers or, if they are missing or 0, by ``default``.
 
     Raises:
         ApiError: 400, a header is not a number of milliseconds.
@@ -391,7 +394,7 @@ def _clamped(level: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _digest(key: str) -> str:
-    """A key's digest, in place of the secret, to be stored, compared and shown."""
+    """Replace a secret by a digest that may be stored, compared and shown."""
     return "key-" + hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:_KEY_DIGITS]
 
 
@@ -402,7 +405,7 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct):
-    """A turn of a chat, without fields that are small or change with the content (a tool's name, reasoning)."""
+    """Turn of a chat, without fields that are small or change with the content (a tool's name, reasoning)."""
 
     role: str = ""
     content: str | list[msgspec.Raw] | None = None
@@ -410,7 +413,7 @@ class Message(msgspec.Struct):
 
 
 class LongMessage(msgspec.Struct):
-    """A message of a long chat, of whose content only the beginning is decoded."""
+    """Message of a long chat: only the beginning of its content is decoded."""
 
     role: str = ""
     content: msgspec.Raw = msgspec.Raw()
@@ -418,7 +421,7 @@ class LongMessage(msgspec.Struct):
 
 
 class Body(msgspec.Struct):
-    """The fields of /v1/completions and /v1/chat/completions that matter to a router."""
+    """Fields of /v1/completions and /v1/chat/completions that matter to a router."""
 
     model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
@@ -455,18 +458,19 @@ _anything = msgspec.json.Decoder()
 STARTS_WITH_NUMBER = re.compile(rb"\s*\[\s*[-\d]")
 _STARTS_WITH_LIST = re.compile(rb"\s*\[\s*\[")
 _NUMBER_BYTES = 12
-"""Of a token in a list, with its comma and a space."""
+"""Estimated size of a token in a list, with its comma and a space."""
 _ESCAPE_BYTES = 6
-"""Of the longest escape of a letter in JSON."""
+"""Size of the longest escape of a letter in JSON."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PROMPT = -1
-"""Of ``native.cut_texts``."""
+"""Key of the prompt in ``native.cut_texts``."""
 _NO_TEXTS: Mapping[int, bytes] = MappingProxyType({})
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def read_body(body: bytes) -> Body:
-    """
+    """Decode a body.
+
     Raises:
         ApiError: 400, no JSON object, or a field of the wrong type.
     """
@@ -474,16 +478,16 @@ def read_body(body: bytes) -> Body:
 
 
 def _read_without_texts(body: bytes) -> tuple[Body, Mapping[int, bytes]]:
-    """The body without its long texts, and these (``native.cut_texts``): they need no decoding."""
-    rest, texts = native.cut_texts(body)
+    """Separate a body's long texts, which need no decoding (``native.cut_texts``)."""
+    remainder, texts = native.cut_texts(body)
     try:
-        return read_body(rest), texts
+        return read_body(remainder), texts
     except ApiError:
-        return read_body(body), _NO_TEXTS  # the error names its place in what came
+        return read_body(body), _NO_TEXTS  # decode the original, so that the error names the right position
 
 
 def prompts_of(body: Body) -> list[bytes]:
-    """The prompts of a completion, each as bytes: UTF-8, or token numbers of ``TOKEN_BYTES``.
+    """Return the prompts of a completion as bytes: UTF-8, or token numbers of ``TOKEN_BYTES``.
 
     Raises:
         ApiError: 400, there is no prompt, or it is neither text nor tokens.
@@ -492,7 +496,7 @@ def prompts_of(body: Body) -> list[bytes]:
 
 
 def read_prompts(body: Body) -> list[str] | list[list[int]]:
-    """The prompts of a completion: texts, or token numbers. At least one."""
+    """Return the prompts of a completion, at least one."""
     raw = bytes(body.prompt)
     if not raw or raw == b"null":
         if bytes(body.prompt_embeds):
@@ -513,27 +517,29 @@ def read_prompts(body: Body) -> list[str] | list[list[int]]:
 
 
 def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, int]:
-    """The first of a list of prompts, or the list where it is one of token numbers, of which at least about
-    ``most_tokens`` are read; an estimate of the tokens of all else, of which nothing is decoded; and how many prompts
-    there are.
+    """Read only the first of a list of prompts, or the beginning of a list of token numbers.
+
+    Returns:
+        The first prompt, or at least about ``most_tokens`` of its tokens; an estimate of all other tokens, which are
+        not decoded; and the number of prompts.
     """
     raw = bytes(body.prompt)
-    _, texts, commas, others, first_end = native.json_counts(raw)
+    _, texts, commas, other_count, first_end = native.json_counts(raw)
     if STARTS_WITH_NUMBER.match(raw):
         first = _first_tokens(raw, most_tokens)
         return first, commas + 1 - len(first), 1
-    whole = raw[1:first_end].strip()
+    first_raw = raw[1:first_end].strip()
     if _STARTS_WITH_LIST.match(raw):
-        first = _first_tokens(whole, most_tokens)
-        return first, commas + 1 - len(first), others + 1
-    if texts != others + 1:
-        return read_prompts(body)[0], 0, others + 1  # it is no list of texts: the decoder says what it is
-    rest_bytes = max(0, len(raw) - first_end - 3 * others)
-    return _decoded(_text, whole, "prompt"), -(-rest_bytes // BYTES_PER_TOKEN), others + 1
+        first = _first_tokens(first_raw, most_tokens)
+        return first, commas + 1 - len(first), other_count + 1
+    if texts != other_count + 1:
+        return read_prompts(body)[0], 0, other_count + 1  # it is not a list of texts: the decoder reports what it is
+    rest_bytes = max(0, len(raw) - first_end - 3 * other_count)
+    return _decoded(_text, first_raw, "prompt"), -(-rest_bytes // BYTES_PER_TOKEN), other_count + 1
 
 
 def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
-    """The first numbers of a list, at least ``most_tokens`` where it has as many, each of at most ten digits."""
+    """Return the first numbers of a list: at least ``most_tokens`` if it has as many, each of at most ten digits."""
     cut = most_tokens * _NUMBER_BYTES
     if len(raw) > cut and (end := raw.rfind(b",", 0, cut)) > 0:
         raw = raw[:end] + b"]"
@@ -548,11 +554,11 @@ def read_messages(body: Body) -> list[Message]:
 
 
 def chat_bytes(body: Body, most_bytes: int = sys.maxsize, texts: Mapping[int, bytes] = _NO_TEXTS) -> tuple[bytes, int]:
-    """A chat as one string of bytes, of which each earlier state of the conversation is a prefix; and its whole length,
-    of which at least ``most_bytes`` are made.
+    """Return a chat as bytes, at least the first ``most_bytes``, and its full length.
 
-    Tools come first, as in templates; then each turn's role and content, separated by control characters, which JSON
-    text cannot hold unescaped. Images, and all else that is not text, are digests of ``IMAGE_BYTES``.
+    Each earlier state of the conversation is a prefix. Tools come first, as in templates; then the role and content of
+    each turn, separated by control characters, which JSON text cannot hold unescaped. Images, and all other parts that
+    are not text, are digests of ``IMAGE_BYTES``.
     """
     parts = [b"\x02tools\x03", bytes(body.tools)] if bytes(body.tools) not in (b"", b"null", b"[]") else []
     size_bytes = sum(map(len, parts))
@@ -571,9 +577,7 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
 
 
 def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
-    """Pieces of a message; with each the number of bytes of its text that are not decoded. ``text``: its content, if
-    that was cut out of it.
-    """
+    """Yield pieces of a message, and how many bytes of its text are not decoded. ``text``: its content, if cut out."""
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
     if text is not None:
@@ -596,14 +600,12 @@ def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes 
 
 
 def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
-    """The beginning of a text, at least ``most_bytes`` of UTF-8 if it is as long; and how many bytes of ``raw``, its
-    JSON, were not decoded.
-    """
+    """Decode at least ``most_bytes`` of a text (UTF-8); return also how many bytes of ``raw`` are not decoded."""
     end = most_bytes * _ESCAPE_BYTES
     if len(raw) <= end:
         return text_bytes(_decoded(_text, raw, "messages.content")), 0
     while raw[end] & 0xC0 == 0x80:
-        end -= 1  # the letter is cut off as a whole
+        end -= 1  # do not split a letter
     escape = raw.rfind(b"\\", end - 2 * _ESCAPE_BYTES, end)
     if escape >= 0:
         before = raw[:escape].rstrip(b"\\")
@@ -613,18 +615,18 @@ def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
 
 
 def part_bytes(raw: msgspec.Raw) -> bytes:
-    """A part of a message's content: its text, or a digest of an image's URL or data."""
-    whole = bytes(raw)
-    if whole[:1] == b'"':
-        return text_bytes(_decoded(_text, whole, "messages"))
-    part = _decoded(_part, whole, "messages")
+    """Return the text of a part of a message, or a digest of an image's URL or data."""
+    data = bytes(raw)
+    if data[:1] == b'"':
+        return text_bytes(_decoded(_text, data, "messages"))
+    part = _decoded(_part, data, "messages")
     if part.text is not None:
         return text_bytes(part.text)
-    return digest_of(whole) * (IMAGE_BYTES // 64)
+    return digest_of(data) * (IMAGE_BYTES // 64)
 
 
 def digest_of(raw: bytes) -> bytes:
-    """Of ``raw``, in 64 hexadecimal digits."""
+    """Return a digest of 64 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=32).hexdigest().encode("ascii")
 
 
@@ -645,10 +647,10 @@ def _decoded(decoder: msgspec.json.Decoder[T], raw: bytes | memoryview, param: s
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         place = _PATH.search(str(error))
-        found = ".".join(part for part in (param, place[1] if place else "") if part) or None
-        # msgspec's words where a number has more digits than Python reads.
-        more = "; expected a number of at most 64 bits" if "out of range" in str(error) else ""
-        raise ApiError(400, f"invalid request body: {error}{more}", found) from error
+        field = ".".join(part for part in (param, place[1] if place else "") if part) or None
+        # msgspec reports numbers with more digits than Python reads as out of range.
+        hint = "; expected a number of at most 64 bits" if "out of range" in str(error) else ""
+        raise ApiError(400, f"invalid request body: {error}{hint}", field) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {reason_of(error, raw)}", param) from error
     except RecursionError as error:

@@ -1,13 +1,13 @@
-"""The bodies of a request's two steps, in the dialect of vLLM's proxy for disaggregated prefill.
+"""Bodies of a request's two steps, in the dialect of vLLM's proxy for disaggregated prefill.
 
-1. The prefill server gets the client's body for one token that is not streamed, with ``kv_transfer_params`` that say
-   that another server decodes. It answers with the ``kv_transfer_params`` for the decode server.
-2. The decode server gets the client's body with those. It computes every token of the answer, the first one too.
+1. The prefill server gets the client's body, limited to one token and not streamed. Its ``kv_transfer_params`` say that
+   another server decodes. It answers with the ``kv_transfer_params`` for the decode server.
+2. The decode server gets the client's body with these. It computes every token of the answer, including the first.
 
-Other fields go to both as the client wrote them. Some requests cannot be split (``why_whole``): several answers or
-prompts of one request would share one ``kv_transfer_params``; log probabilities of the prompt and its echo need the
-states of all prompt tokens, which the decode server does not compute; and a client that sends ``kv_transfer_params``
-takes the two steps itself.
+Other fields go to both unchanged. Some requests cannot be split (``why_whole``). Several answers or prompts of a
+request would share the same ``kv_transfer_params``. Log probabilities of the prompt and its echo need the states of all
+prompt tokens, which the decode server does not compute. A client that sends ``kv_transfer_params`` runs the two steps
+itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skymemory.router.request_account import Usage, usage_in
 Fields = Mapping[str, msgspec.Raw]
 PARAMS = "kv_transfer_params"
 ASKS_FOR_KV = msgspec.Raw(b'{"do_remote_prefill":true}')
-"""For a decode server that is asked before the prefill server has answered."""
+"""Value for a decode server that is asked before the prefill server has answered."""
 _DECODES_ELSEWHERE = msgspec.Raw(b'{"do_remote_decode":true}')
 _FALSE, _ONE = msgspec.Raw(b"false"), msgspec.Raw(b"1")
 _NOT_OF_PREFILL = frozenset(("stream_options", "min_tokens"))
@@ -34,7 +34,7 @@ _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def fields_of(body: bytes) -> Fields | None:
-    """The fields of a JSON object, undecoded; None: it is no JSON object, which the prompt reader reports."""
+    """Return the fields of a JSON object, undecoded; None: it is none, which the prompt reader reports."""
     try:
         return _fields.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -42,7 +42,7 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def why_whole(path: str, fields: Fields) -> str:
-    """The field for which this request cannot be split; empty: it can. Of other APIs none is."""
+    """Return the field that prevents splitting this request, the path of other APIs, or nothing."""
 
     def is_set(name: str) -> bool:
         return _raw(fields, name) not in _UNSET
@@ -65,24 +65,22 @@ def why_whole(path: str, fields: Fields) -> str:
 
 
 def prefill_body(fields: Fields) -> bytes:
-    """For the prefill server."""
-    own = {name: value for name, value in fields.items() if name not in _NOT_OF_PREFILL}
-    own |= {"max_tokens": _ONE, "stream": _FALSE, PARAMS: _DECODES_ELSEWHERE}
-    if "max_completion_tokens" in own:
-        own["max_completion_tokens"] = _ONE
-    return msgspec.json.encode(own)
+    prefill_fields = {name: value for name, value in fields.items() if name not in _NOT_OF_PREFILL}
+    prefill_fields |= {"max_tokens": _ONE, "stream": _FALSE, PARAMS: _DECODES_ELSEWHERE}
+    if "max_completion_tokens" in prefill_fields:
+        prefill_fields["max_completion_tokens"] = _ONE
+    return msgspec.json.encode(prefill_fields)
 
 
 def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
-    """For the decode server."""
     return msgspec.json.encode({**fields, PARAMS: params})
 
 
 class Prefilled(NamedTuple):
-    """The answer of a prefill server."""
+    """Answer of a prefill server."""
 
     params: msgspec.Raw | None
-    """For the decode server; None: it named none, and holds nothing for it."""
+    """Parameters for the decode server; None: there are none, and the prefill server holds nothing for it."""
     usage: Usage | None
 
 
@@ -103,20 +101,21 @@ _error = msgspec.json.Decoder(_ErrorAnswer)
 
 
 def read_prefilled(body: bytes) -> Prefilled | None:
-    """A prefill server's answer; None: it is not one."""
+    """Parse a prefill server's answer; None: it is invalid."""
     try:
         params = bytes(_answer.decode(body).kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if params not in _UNSET and not params.startswith(b"{"):
         return None
-    # A copy, since a Raw keeps the whole answer in memory.
+    # Copy, since a Raw keeps the complete answer in memory.
     return Prefilled(None if params in _UNSET else msgspec.Raw(params), usage_in(body))
 
 
 def refuses_params(error: bytes) -> bool:
-    """Whether an error response concerns ``kv_transfer_params``, which the router has added and no client sent. By its
-    ``param``: messages may repeat the whole request.
+    """Return True if an error's ``param`` is ``kv_transfer_params``, which the router added.
+
+    Its message does not count: it may repeat the complete request.
     """
     try:
         return _error.decode(error).error.param == PARAMS
@@ -130,7 +129,7 @@ def _raw(fields: Fields, name: str) -> bytes:
 
 
 def _as_number(raw: bytes) -> float:
-    """NaN: it is not one, which the engine reports."""
+    """Return NaN for anything else, which the engine reports."""
     try:
         return _number.decode(raw)
     except (msgspec.MsgspecError, ValueError):

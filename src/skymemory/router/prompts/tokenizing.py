@@ -1,12 +1,13 @@
-"""Tokenizes prompts as the engine will: with its tokenizer and chat template, read from the model's folder.
+"""Tokenization of prompts as in the engine: with its tokenizer and chat template, read from the model's folder.
 
-``Pieces`` tokenizes each piece of text once: most of a prompt was in the turn before, or in other prompts with the same
-instructions. A text is cut between a letter and a space, where its tokens fall apart whatever stands around. That
-holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within each part (BPE: GPT-2,
-Llama 3, Qwen, gpt-oss): no alternative of theirs matches a letter and a space after it, none looks back, and lookahead
-goes no further than behind white space, where no text is cut. Any other tokenizer reads each text whole.
+``Pieces`` tokenizes each piece of text once: most of a prompt was in the previous turn, or in other prompts with the
+same instructions. A text is cut between a letter and a space, at which its tokens split independently of the
+surrounding text. That holds for tokenizers that split text by one of ``KNOWN_PATTERNS`` and then merge bytes within
+each part (BPE: GPT-2, Llama 3, Qwen, gpt-oss): none of their alternatives matches a letter and a space after it, none
+looks back, and lookahead does not go further than the character after white space, where no text is cut. Any other
+tokenizer reads each text as a whole.
 
-The `tokenizers` library and Jinja suffice; transformers would take seconds to import, and needs torch. Templates run in
+The `tokenizers` library and Jinja suffice; transformers takes seconds to import, and needs torch. Templates run in
 Jinja's sandbox with the functions that transformers gives them.
 """
 
@@ -38,11 +39,11 @@ except ImportError as error:
     raise missing_extra("a router with a tokenizer", "jinja2 and tokenizers", "router") from error
 
 PIECE_LETTERS = 512
-"""A piece ends at the first possible cut after this many letters."""
+"""Letters after which a piece ends at the first possible cut."""
 MAX_CACHE_BYTES = 64 << 20
-"""Of cached pieces and their tokens; beyond, the least recently used is evicted."""
+"""Limit of cached pieces and their tokens; above it, the least recently used piece is evicted."""
 MAX_PIECE_LETTERS = 65_536
-"""A longer piece (without a possible cut) is not cached."""
+"""Limit of a cached piece; a longer piece has no possible cut."""
 _CUT = re.compile("[A-Za-z] ")
 _S, _W = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -57,18 +58,18 @@ KNOWN_PATTERNS = frozenset(
         rf"{_W}{_UPPER}*{_LOWER}+|{_W}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHER}[\r\n/]*{_SPACE}",
     )
 )
-"""GPT-2's in both spellings, Qwen 2's and Llama 3's, o200k's (gpt-oss) and Tekken's (Mistral)."""
+"""Patterns of GPT-2 in both spellings, Qwen 2, Llama 3, o200k (gpt-oss) and Tekken (Mistral)."""
 _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  kept.  And on "
 
 
 class TooMuchNewText(Exception):
-    """More letters are in no cached piece than the caller allows."""
+    """More letters than the caller allows are in no cached piece."""
 
 
 class Pieces:
     """Cache of the tokens of pieces of text; thread-safe.
 
-    ``encode``: token numbers of each of several texts, without special tokens. ``cuts``: whether texts may be cut
+    ``encode`` returns the token numbers of each of several texts, without special tokens. ``cuts``: texts may be cut
     (``can_cut``).
     """
 
@@ -87,7 +88,7 @@ class Pieces:
         self.kept_bytes = 0
         self.cuts = cuts
         if cuts:
-            # The rules above are judged by the tokenizer's file; a file may mean more than they know, so try it once.
+            # `can_cut` judges the tokenizer's file, which may hold more than it knows. So try it once.
             self._piece_letters = 8
             self.cuts = self.tokens(_PROBE) == _packed(encode([_PROBE])[0])
             self._piece_letters = piece_letters
@@ -95,26 +96,26 @@ class Pieces:
             self.kept_bytes = 0
 
     def tokens(self, text: str, salt: str = "", most_new: int | None = None) -> bytes:
-        """Token numbers of ``text``, 4 bytes each.
+        """Return the token numbers of ``text``, 4 bytes each.
 
-        ``salt``: pieces are shared only under the same salt, since response times would reveal what others sent.
+        Pieces are shared only under the same ``salt``, since response times would reveal what others sent.
 
         Raises:
             TooMuchNewText: more letters than ``most_new`` are in no cached piece.
         """
         pieces = self.cut(text)
-        found = self._look_up(pieces, salt)
-        new = [at for at, tokens in enumerate(found) if tokens is None]
-        if new:
-            if most_new is not None and sum(len(pieces[at]) for at in new) > most_new:
+        token_lists = self._look_up(pieces, salt)
+        missing = [index for index, tokens in enumerate(token_lists) if tokens is None]
+        if missing:
+            if most_new is not None and sum(len(pieces[index]) for index in missing) > most_new:
                 raise TooMuchNewText
-            for at, ids in zip(new, self._encode([pieces[at] for at in new]), strict=True):
-                found[at] = _packed(ids)
-            self._keep(pieces, found, salt)
-        return b"".join(tokens for tokens in found if tokens is not None)
+            for index, ids in zip(missing, self._encode([pieces[index] for index in missing]), strict=True):
+                token_lists[index] = _packed(ids)
+            self._keep(pieces, token_lists, salt)
+        return b"".join(tokens for tokens in token_lists if tokens is not None)
 
     def cut(self, text: str) -> list[str]:
-        """``text`` in pieces; texts with a common beginning begin with the same pieces."""
+        """Split ``text`` into pieces; texts with a common beginning begin with the same pieces."""
         pieces, begin = [], 0
         while self.cuts and (place := _CUT.search(text, begin + self._piece_letters)) is not None:
             end = place.start() + 1
@@ -125,14 +126,14 @@ class Pieces:
         return pieces
 
     def _look_up(self, pieces: Sequence[str], salt: str) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        token_lists: list[bytes | None] = []
         with self._lock:
             for piece in pieces:
                 tokens = self._known.get((salt, piece))
                 if tokens is not None:
                     self._known.move_to_end((salt, piece))
-                found.append(tokens)
-        return found
+                token_lists.append(tokens)
+        return token_lists
 
     def _keep(self, pieces: Sequence[str], found: Sequence[bytes | None], salt: str) -> None:
         with self._lock:
@@ -147,22 +148,21 @@ class Pieces:
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Whether this tokenizer's texts can be cut, by its file."""
-    read: Mapping[str, Any] = json.loads(tokenizer_json)
-    model, normalizer = read.get("model") or {}, read.get("normalizer")
+    settings: Mapping[str, Any] = json.loads(tokenizer_json)
+    model, normalizer = settings.get("model") or {}, settings.get("normalizer")
     return (
         model.get("type") == "BPE"
         and not model.get("dropout")
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and (normalizer is None or normalizer.get("type") == "NFC")
-        and _splits_known(read.get("pre_tokenizer") or {})
-        and all(_stands_alone(added) for added in read.get("added_tokens") or ())
+        and _splits_known(settings.get("pre_tokenizer") or {})
+        and all(_stands_alone(added) for added in settings.get("added_tokens") or ())
     )
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
-    """Whether it splits by a known pattern and then into bytes, perhaps after splitting off digits."""
+    """Return True if it splits by a known pattern and then into bytes, possibly after splitting off digits."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:
@@ -182,7 +182,7 @@ def _splits_known(pre: Mapping[str, Any]) -> bool:
 
 
 def _stands_alone(added: Mapping[str, Any]) -> bool:
-    """Whether an added token is matched regardless of the text around it, and never across a cut."""
+    """Return True if an added token is matched independently of the text around it, and never across a cut."""
     around = added.get("lstrip") or added.get("rstrip") or added.get("single_word")
     return not around and not _CUT.search(str(added.get("content", "")))
 
@@ -192,22 +192,23 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _size(salt: str, piece: str, tokens: bytes) -> int:
-    """Memory of a cached piece, with its dictionary entry (about 200 bytes)."""
+    """Return the memory of a cached piece, with its dictionary entry (about 200 bytes)."""
     return sys.getsizeof(piece) + sys.getsizeof(tokens) + len(salt) + 200
 
 
 class PromptTokenizer:
-    """A tokenizer, and the chat template beside it if there is one."""
+    """A tokenizer, and the chat template of the same folder, if any."""
 
     def __init__(self, path: Path, piece_letters: int = PIECE_LETTERS) -> None:
-        """
+        """Load a tokenizer.
+
         Args:
-            piece_letters: of a piece, at least.
             path: a ``tokenizer.json``, or a folder with one (and with ``tokenizer_config.json``, which names the
-                special tokens and may have the template, and ``chat_template.jinja``, which takes precedence).
+            special tokens and may have the template, and ``chat_template.jinja``, which takes precedence).
+            piece_letters: minimum length of a piece.
 
         Raises:
-            InvalidInput: no tokenizer there, or an unreadable one.
+            InvalidInput: there is no tokenizer, or it is unreadable.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
@@ -226,13 +227,13 @@ class PromptTokenizer:
         self._around = self._special_around()
 
     def of_text(self, text: str, special: bool = True) -> list[int]:
-        """Token numbers of ``text``; with ``special``, also those that the tokenizer adds around it (``<s>``)."""
-        # A batch of one releases the GIL, and does not compute the tokens' offsets.
+        """Return the token numbers of ``text``; ``special`` adds those that the tokenizer puts around it (``<s>``)."""
+        # A batch of one text releases the GIL, and does not compute the offsets of tokens.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def text_tokens(self, text: str, special: bool = True, salt: str = "", most_new: int | None = None) -> bytes:
-        """``of_text``, packed, with the tokens of cached pieces.
+        """Return ``of_text``, packed, using the tokens of cached pieces.
 
         Raises:
             TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
@@ -245,16 +246,16 @@ class PromptTokenizer:
         return before + self._pieces.tokens(text, salt, most_new) + after
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _special_around(self) -> tuple[bytes, bytes] | None:
-        """What the tokenizer puts before and behind every text; None where it does something else."""
-        found = set()
+        """Return what the tokenizer puts before and after every text; None if that varies."""
+        surroundings = set()
         for text in ("a", "The box b"):
-            whole, inner = self.of_text(text), self.of_text(text, special=False)
-            at = next((at for at in range(len(whole)) if whole[at : at + len(inner)] == inner), None)
-            found.add(None if at is None else (_packed(whole[:at]), _packed(whole[at + len(inner) :])))
-        return found.pop() if len(found) == 1 else None
+            full, inner = self.of_text(text), self.of_text(text, special=False)
+            index = next((index for index in range(len(full)) if full[index : index + len(inner)] == inner), None)
+            surroundings.add(None if index is None else (_packed(full[:index]), _packed(full[index + len(inner) :])))
+        return surroundings.pop() if len(surroundings) == 1 else None
 
     def chat_text(
         self,
@@ -262,21 +263,21 @@ class PromptTokenizer:
         tools: Sequence[Any] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """A chat rendered by the template, with special tokens, up to the assistant's turn.
+        """Render a chat with the template, with special tokens, up to the assistant's turn.
 
-        None: there is no template, or it rejects these messages (as the engine will, which reports why).
+        The result is None if there is no template or it rejects these messages (as the engine will, which reports why).
         """
         if self._template is None:
             return None
-        given = {"add_generation_prompt": True, **self._words, **(more or {})}
+        variables = {"add_generation_prompt": True, **self._words, **(more or {})}
         try:
-            return self._template.render(messages=[_flat(message) for message in messages], tools=tools, **given)
+            return self._template.render(messages=[_flat(message) for message in messages], tools=tools, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
             return None
 
 
 def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join a content of text parts to one text, as vLLM does."""
+    """Join the text parts of a message's content to one text, as vLLM does."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return {**message, "content": "\n".join(str(part["text"]) for part in content)}
@@ -288,7 +289,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _word(token: object) -> str:
-    """A special token's text: the file has it as a string, or as an object with ``content``."""
+    """Return a special token's text, which the file has as a string or as an object with ``content``."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else ""
 
@@ -297,8 +298,8 @@ def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None
     file = folder / "chat_template.jinja"
     source: object = read_text(file, MAX_TABLE_BYTES) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = templates.get("default")
     if not isinstance(source, str):
         return None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -314,7 +315,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **_: Any) -> str:
-    """JSON without the HTML escapes of Jinja's own filter, which models were not trained on."""
+    """Format JSON without the HTML escapes of Jinja's own filter, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -323,7 +324,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Ignores ``{% generation %}``, which marks the text that a model is trained on."""
+    """Extension that ignores ``{% generation %}``, which marks the text that a model is trained on."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 

@@ -1,4 +1,4 @@
-"""Bodies that clients compress (Content-Encoding), decompressed within a limit."""
+"""Decompression of bodies that clients compress (Content-Encoding), within a limit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from skymemory.router.api_error import ApiError
 _NONE = (b"", b"identity")
 _GZIP = b"\x1f\x8b"
 MAX_MEMBERS = 256
-"""Of a gzip body (RFC 1952, section 2.2): each is decompressed from a copy of the rest."""
+"""Limit of members of a gzip body (RFC 1952, section 2.2): each is decompressed from a copy of the rest."""
 
 
 def is_packed(content_encoding: bytes) -> bool:
-    """Whether a body with this Content-Encoding has to be decompressed to be read."""
+    """Return True if a body with this Content-Encoding must be decompressed."""
     return content_encoding.strip().lower() not in _NONE
 
 
 def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
-    """The body as its client meant it. No more than ``most_bytes`` of it are decompressed.
+    """Decompress a body, at most ``most_bytes`` of it.
 
     Raises:
         ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
@@ -27,18 +27,18 @@ def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
     if packed in _NONE:
         return body
     if packed not in (b"gzip", b"x-gzip", b"deflate"):
-        shown = packed[:40].decode("latin-1")
-        raise ApiError(415, f"Content-Encoding {shown!r} is not supported; gzip and deflate are")
+        name = packed[:40].decode("latin-1")
+        raise ApiError(415, f"Content-Encoding {name!r} is not supported; gzip and deflate are")
     parts: list[bytes] = []
-    left_bytes = most_bytes + 1
+    remaining_bytes = most_bytes + 1
     for _ in range(MAX_MEMBERS):
         unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip or zlib
         try:
-            parts.append(unpacker.decompress(body, left_bytes))
+            parts.append(unpacker.decompress(body, remaining_bytes))
         except zlib.error as error:
             raise ApiError(400, f"the body cannot be decompressed: {error}") from error
-        left_bytes -= len(parts[-1])
-        if left_bytes <= 0:
+        remaining_bytes -= len(parts[-1])
+        if remaining_bytes <= 0:
             raise ApiError(413, f"the body is too large; at most {most_bytes} bytes are allowed")
         if not unpacker.eof:
             raise ApiError(400, "the body cannot be decompressed: it ends too early")

@@ -1,22 +1,22 @@
-"""The description of a serving cluster (``cluster.toml``): a store, instances by role, the router. Pure.
+"""Description of a serving cluster (``cluster.toml``): a store, instances by role, the router. Pure.
 
 name = "pd"
 
-[store]                          # one of the three
+[store]                          # exactly one of these three keys
 serve = "memory://1GiB"          # started with the cluster, for processes of one computer
-# address = "redis://cache:6379" # runs already
+# address = "redis://cache:6379" # already running
 # constellation = ["--delay", "off"]   # `skymemory constellation up` with these options
 
 [[instances]]
 name = "prefill"
 role = "prefill"                 # prefill | decode | both
-# elastic = true                 # can do both; its role, at first this one, follows the load
+# elastic = true                 # can do both; the router changes the role with the load, first this role
 engine = "skymemory"             # or vllm
 count = 2
 model = "small"
-port = 8101                      # of the first; 0: any free
-options = ["--cache", "256MiB"]  # of the engine
-resources = { CPU = 4, GPU = 1 } # of one instance, on Ray
+port = 8101                      # port of the first instance; 0: any free
+options = ["--cache", "256MiB"]  # options of the engine
+resources = { CPU = 4, GPU = 1 } # resources of each instance, on Ray
 
 [router]
 listen = "127.0.0.1:8080"
@@ -38,7 +38,7 @@ from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
 
 ROLES = {"prefill": "producer", "decode": "consumer", "both": "both"}
-"""Roles of instances, and what engines call them."""
+"""Roles of instances, with the engines' names for them."""
 ENGINES = ("skymemory", "vllm")
 MOST_INSTANCES = 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -73,7 +73,7 @@ def _name(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """``[store]``: exactly one of the three."""
+    """Table ``[store]``: exactly one of its three keys."""
 
     address: str = setting("address", text, "", "a store that runs already, such as redis://cache:6379")
     serve: str = setting("serve", text, "", "a store to start, such as memory://1GiB")
@@ -82,8 +82,8 @@ class StoreSettings:
     )
 
     def __post_init__(self) -> None:
-        given = [bool(self.address), bool(self.serve), self.constellation is not None]
-        if sum(given) != 1:
+        present = [bool(self.address), bool(self.serve), self.constellation is not None]
+        if sum(present) != 1:
             raise InvalidInput("expected one of address, serve and constellation")
         kind = self.address.partition("?")[0].partition(":")[0]
         if kind in _ONE_PROCESS:
@@ -95,8 +95,6 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """``[[instances]]``: engines that are alike."""
-
     name: str = setting("name", _name, "", "of the group; instances are NAME-1, NAME-2 …; default: the role")
     role: str = setting("role", _one_of(*ROLES), "both", "prefill, decode or both")
     elastic: bool = setting(
@@ -128,7 +126,7 @@ class Instances:
 
     @property
     def engine_role(self) -> str:
-        """What the engine is started as, in its own words."""
+        """Role with which the engine is started, as the engine names it."""
         return ROLES["both" if self.elastic else self.role]
 
     @property
@@ -138,8 +136,6 @@ class Instances:
 
 @dataclass(frozen=True, slots=True)
 class RouterPart:
-    """``[router]``."""
-
     listen: str = setting("listen", text, "127.0.0.1:8080", "address to listen on; port 0: any free")
     settings: Mapping[str, object] = setting("settings", table, {}, "the router's settings, without backends")
 
@@ -156,8 +152,6 @@ class RouterPart:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesPart:
-    """``[kubernetes]``: for manifests."""
-
     image: str = setting("image", text, "skymemory:latest", "of the router: deploy/Dockerfile")
     engine_image: str = setting("engine_image", text, "", "of our engine: with skymemory[hf,router,redis]")
     vllm_image: str = setting("vllm_image", text, "", "of vLLM: with skymemory[redis]")
@@ -176,8 +170,8 @@ class ClusterDescription:
         if not self.instances:
             raise InvalidInput("no instances: expected [[instances]] with a role, an engine and a model")
         names = [name for group in self.instances for name in (group.name, *group.names)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise InvalidInput(f"instances: the name {twice[0]!r} comes twice: give each group its own name")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise InvalidInput(f"instances: the name {duplicates[0]!r} comes twice: give each group its own name")
         ports = [(group.port + at, group.name) for group in self.instances if group.port for at in range(group.count)]
         if self.router is not None and (port := host_and_port(self.router.listen)[1]):
             ports.append((port, "router"))
@@ -191,14 +185,14 @@ class ClusterDescription:
             self._check_elastic(elastic[0].name)
 
     def _check_roles(self) -> None:
-        apart = [group for group in self.instances if group.role != "both"]
-        if apart and self.store is None:
-            raise InvalidInput(f"{apart[0].name}: role {apart[0].role!r} needs a store: expected [store]")
-        # Blocks of another model, or of another engine, are never found.
+        split = [group for group in self.instances if group.role != "both"]
+        if split and self.store is None:
+            raise InvalidInput(f"{split[0].name}: role {split[0].role!r} needs a store: expected [store]")
+        # Blocks of another model or another engine are never hit.
         for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            for group in apart:
-                kin = (one for one in self.instances if (one.engine, one.model) == (group.engine, group.model))
-                if group.role == role and not any(one.role in (other, "both") for one in kin):
+            for group in split:
+                peers = (peer for peer in self.instances if (peer.engine, peer.model) == (group.engine, group.model))
+                if group.role == role and not any(peer.role in (other, "both") for peer in peers):
                     raise InvalidInput(
                         f"{group.name}: role {role!r} and no instance with role {other!r} or 'both' of the same engine "
                         "and model"
@@ -219,16 +213,16 @@ class ClusterDescription:
 
 
 def read_description(path: Path) -> ClusterDescription:
-    """The cluster in a TOML file.
+    """Read a cluster's description from a TOML file.
 
     Raises:
-        InvalidInput: an unreadable file, or what is wrong in it.
+        InvalidInput: an unreadable file or an invalid description.
     """
     try:
         return description_of(read_toml(path))
     except InvalidInput as error:
-        said = str(error)
-        raise InvalidInput(said if str(path) in said else f"{path}: {said}") from error
+        message = str(error)
+        raise InvalidInput(message if str(path) in message else f"{path}: {message}") from error
 
 
 _KEYS = ("name", "store", "instances", "router", "kubernetes")
@@ -240,7 +234,6 @@ class _Top:
 
 
 def description_of(content: Mapping[str, Any]) -> ClusterDescription:
-    """As ``read_description``, from its tables."""
     groups = content.get("instances", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise InvalidInput("instances: expected [[instances]] tables, one for each group")
@@ -248,7 +241,7 @@ def description_of(content: Mapping[str, Any]) -> ClusterDescription:
     for key, part in parts.items():
         if not isinstance(part, dict):
             raise InvalidInput(f"{key}: expected a table, [{key}]")
-    top = filled(_Top, {key: each for key, each in content.items() if key not in _KEYS[1:]}, "", _KEYS)
+    top = filled(_Top, {key: value for key, value in content.items() if key not in _KEYS[1:]}, "", _KEYS)
     return ClusterDescription(
         name=top.name,
         store=filled(StoreSettings, parts["store"], "store") if "store" in parts else None,

@@ -1,7 +1,7 @@
-"""A described cluster as Kubernetes manifests. Pure.
+"""Kubernetes manifests of a described cluster. Pure.
 
-Instances are StatefulSets, as the router addresses each by its name, and must know which of them prefill and which
-decode. Engines have no access control: a NetworkPolicy lets the router alone reach them.
+Instances are StatefulSets because the router addresses each by its name and must know which of them prefill and which
+decode. Engines have no access control: a NetworkPolicy lets only the router reach them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ _PART_OF = "app.kubernetes.io/part-of"
 _NAME = "app.kubernetes.io/name"
 _COMPONENT = "app.kubernetes.io/component"
 _START_PROBES = 120
-"""Every 5 s: how long an engine may load its model."""
 _ENGINE_GRACE_S, _ROUTER_GRACE_S = 60, 45
 
 Manifest = dict[str, Any]
 
 
 def manifests(description: ClusterDescription) -> list[Manifest]:
-    """All objects of the cluster, those that others need first.
+    """Return all objects of the cluster, in order of dependency.
 
     Raises:
         InvalidInput: a store of one computer, or an image that is not named.
     """
     store = _store(description)
-    found: list[Manifest] = []
+    objects: list[Manifest] = []
     for group in description.instances:
-        found += _instances(description, group, store)
-    found.append(_policy(description))
-    return found + (_router(description) if description.router is not None else [])
+        objects += _instances(description, group, store)
+    objects.append(_policy(description))
+    return objects + (_router(description) if description.router is not None else [])
 
 
 def _store(description: ClusterDescription) -> str:
@@ -129,7 +128,7 @@ def _router(description: ClusterDescription) -> list[Manifest]:
         "volumes": [{"name": "settings", "configMap": {"name": name}}],
     }
     deployment = {
-        "replicas": 1,  # each router learns from what it sent itself
+        "replicas": 1,  # each router learns only from the requests that it sent
         "selector": {"matchLabels": {_NAME: name}},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
@@ -154,7 +153,7 @@ def _pod(container: dict[str, Any], grace_s: int) -> dict[str, Any]:
 
 
 def _policy(description: ClusterDescription) -> Manifest:
-    """Engines are reached by the router, or, without one, by pods of the same cluster."""
+    """Return a policy: only the router reaches the engines or, without a router, only pods of the same cluster."""
     engines = {_COMPONENT: "engine", _PART_OF: description.name}
     clients = {_PART_OF: description.name}
     if description.router is not None:
@@ -174,22 +173,21 @@ def _policy(description: ClusterDescription) -> Manifest:
 
 
 def as_yaml(objects: Sequence[Manifest]) -> str:
-    """YAML documents for `kubectl apply -f -`."""
-    return "".join(f"---\n{_block(each, '')}" for each in objects)
+    return "".join(f"---\n{_block(manifest, '')}" for manifest in objects)
 
 
 def _block(value: Any, indent: str) -> str:
-    """A table or list in block style; strings are quoted as in JSON, or literal where they have several lines."""
+    """Return a table or list in block style; strings as in JSON, or literal if they have several lines."""
     lines = []
-    for key, each in value.items() if isinstance(value, dict) else ((None, one) for one in value):
+    for key, child in value.items() if isinstance(value, dict) else ((None, item) for item in value):
         head = f"{indent}{key}:" if key is not None else f"{indent}-"
-        if isinstance(each, dict | list) and each:
-            inner = _block(each, indent + "  ")
+        if isinstance(child, dict | list) and child:
+            inner = _block(child, indent + "  ")
             # A list's item begins on the line of its dash.
             lines.append(f"{head} {inner[len(indent) + 2 :]}" if key is None else f"{head}\n{inner}")
-        elif isinstance(each, str) and each.endswith("\n") and not each.startswith((" ", "\n")):
-            text = "".join(f"{indent}  {line}\n" if line else "\n" for line in each.splitlines())
+        elif isinstance(child, str) and child.endswith("\n") and not child.startswith((" ", "\n")):
+            text = "".join(f"{indent}  {line}\n" if line else "\n" for line in child.splitlines())
             lines.append(f"{head} |\n{text}")
         else:
-            lines.append(f"{head} {json.dumps(each, ensure_ascii=False)}\n")
+            lines.append(f"{head} {json.dumps(child, ensure_ascii=False)}\n")
     return "".join(lines)

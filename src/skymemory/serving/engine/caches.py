@@ -1,4 +1,4 @@
-"""The engine's prefix cache: one memory store with a byte budget, and a ``KVCManager`` per cache salt over it."""
+"""The engine's prefix cache: a memory store with a byte budget, and one ``KVCManager`` per cache salt on top of it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
 KEEP_SALTS = 8
-"""Number of salts whose managers are kept; blocks of all salts stay in the store."""
+"""Number of salts whose managers stay open; the store keeps blocks of all salts."""
 
 Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class OpenPrompt:
-    """A prompt being served and its KV cache; keeps its manager alive."""
+    """Prompt being served; it keeps its manager open."""
 
     manager: KVCManager
     salt: str
@@ -36,10 +36,10 @@ class OpenPrompt:
 
 
 class PrefixCaches:
-    """Used in the engine's thread only. ``on_events`` gets the KV events of each call that changed the cache.
+    """Prefix cache of all salts; used only in the engine's thread.
 
-    When ``budget_bytes`` are used up the store's policy evicts blocks, ends of prompts first. A budget smaller than a
-    block caches nothing.
+    ``on_events`` receives the KV events of each call that changed the cache. When ``budget_bytes`` is used up, the
+    store's policy evicts blocks, the ends of prompts first. A budget smaller than a block caches nothing.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class PrefixCaches:
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
         self._windowed: set[BlockHash] = set()
-        """The same blocks' parts of layers with a window."""
+        """Cached blocks of layers with a window; ``_held`` has those of the first part."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
-        # By the size of a stored value, header and all layers, not by that of the tensors.
+        # The size of a stored value (header and all layers), not of the tensors.
         self.value_bytes = self._manager("").parts.value_bytes
         self.capacity_blocks = budget_bytes // self.value_bytes
         self.evicted_blocks = 0
@@ -75,16 +75,16 @@ class PrefixCaches:
 
     @property
     def store(self) -> MemoryStore:
-        """The blocks' values; may be read in any thread."""
+        """Values of the blocks; may be read in any thread."""
         return self._store
 
     @property
     def states_kept(self) -> bool:
-        """Whether the model has recurrent states: blocks alone do not hand a prompt over."""
+        """True if the model has recurrent states, so that blocks alone cannot hand over a prompt."""
         return self._manager("").states_kept
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:
-        """A KV cache for ``ids`` with its cached prefix; at least the last token is left to compute."""
+        """Return a KV cache for ``ids`` with its cached prefix; at least the last token remains to be computed."""
         manager = self._manager(salt)
         cache = manager.get_cache_ids(ids)
         prompt = OpenPrompt(manager, salt, cache, cache.begin())
@@ -92,21 +92,23 @@ class PrefixCaches:
         return prompt
 
     def keep(self, prompt: OpenPrompt) -> list[list[BlockHash]]:
-        """Store the full blocks of the prompt's KV cache; returns their hashes, for each part of the model. Empty where
-        nothing can be stored.
+        """Store the full blocks of the prompt's KV cache.
+
+        Returns:
+            Their hashes for each part of the model; empty if nothing can be stored.
         """
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
             return []
         chains = prompt.manager.parts.hashes(ids)
-        # Subscribers of events must learn exactly what is in the store, and a put may store less than was missing.
+        # Subscribers of events must learn exactly what is stored, and a put may store fewer blocks than were missing.
         missing = prompt.manager.blocks.missing(chains[0])
         prompt.manager.add_blocks_ids(ids, prompt.cache)
         self._came(prompt.salt, ids, chains, missing, range(len(chains[0])))
         return chains
 
     def look(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
-        """Hashes of the prompt's full blocks, for each part of the model; and how many leading ones are cached."""
+        """Return the hashes of the prompt's full blocks for each part, and the number of cached leading blocks."""
         manager = self._manager(salt)
         return manager.parts.hashes(ids), manager.blocks.prefix(manager.blocks.hashes(ids))
 
@@ -118,12 +120,14 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Take values of the prompt's blocks from ``first`` on, for each part of the model, as another engine stored
-        them. Returns how many leading ones of the first part are cached now.
+        """Store another engine's values of the prompt's blocks, from block ``first`` on, for each part.
+
+        Returns:
+            How many leading blocks of ``values`` are now cached in the first part.
         """
         blocks = range(first, first + len(values[0]))
         present = self._store.lookup(chains[0][blocks.start : blocks.stop])
-        missing = [index for index, there in zip(blocks, present, strict=True) if there is not Presence.HIT]
+        missing = [index for index, status in zip(blocks, present, strict=True) if status is not Presence.HIT]
         for chain, part in reversed(list(zip(chains, values, strict=True))):
             items = [(index, value) for index, value in zip(blocks, part, strict=True) if value is not None]
             places = places_in(chain, [index for index, _ in items])
@@ -134,19 +138,19 @@ class PrefixCaches:
     def _came(
         self, salt: str, ids: Tokens, chains: list[list[BlockHash]], missing: Sequence[int], blocks: range
     ) -> None:
-        """Account for what was put of ``blocks``, where those of the first part that are ``missing`` were absent."""
+        """Record stored blocks and publish their events. ``missing``: blocks of part 0 that were absent before."""
         present = self._store.lookup(chains[0])
-        came = [index for index in missing if present[index] is Presence.HIT]
-        self._held.update(dict.fromkeys(chains[0][index] for index in came))
+        added = [index for index in missing if present[index] is Presence.HIT]
+        self._held.update(dict.fromkeys(chains[0][index] for index in added))
         for chain in chains[1:]:
-            asked = chain[blocks.start : blocks.stop]
-            there = zip(asked, self._store.lookup(asked), strict=True)
-            self._windowed.update(key for key, presence in there if presence is Presence.HIT)
-        self._add_stored_events(salt, ids, chains[0], came)
+            keys = chain[blocks.start : blocks.stop]
+            statuses = zip(keys, self._store.lookup(keys), strict=True)
+            self._windowed.update(key for key, presence in statuses if presence is Presence.HIT)
+        self._add_stored_events(salt, ids, chains[0], added)
         self._publish()
 
     def clear(self) -> int:
-        """Delete all blocks; returns their number."""
+        """Delete all blocks; return their number."""
         count = len(self._held)
         self._store.delete([*self._held, *self._windowed])
         self._held.clear()
@@ -178,7 +182,7 @@ class PrefixCaches:
         return manager
 
     def _close_idle(self, keep: int) -> None:
-        """Close the least recently used managers until ``keep`` are left, but none that serves a prompt."""
+        """Close the least recently used managers until ``keep`` are left, except managers in use."""
         busy = {prompt.salt for prompt in self._open}
         idle = [salt for salt in self._managers if salt not in busy]
         for salt in idle[: max(0, len(self._managers) - keep)]:
@@ -194,11 +198,10 @@ class PrefixCaches:
             self._events.append(BlockRemoved([event_hash(key)], MEDIUM))
 
     def _add_stored_events(self, salt: str, ids: Tokens, hashes: Sequence[BlockHash], came: Sequence[int]) -> None:
-        """One event for each run of consecutive new blocks."""
         size = self.block_tokens
         for first, last in _runs(came):
             extra: list[tuple[str, ...] | None] | None = None
-            # As in vLLM a salt counts in the first block's hash only; the chain carries it on.
+            # As in vLLM, the salt enters only the first block's hash; later blocks inherit it through the chain.
             if salt and first == 0:
                 extra = [(salt,), *[None] * (last - first)]
             self._events.append(
@@ -221,7 +224,7 @@ class PrefixCaches:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers; ``numbers`` ascend."""
+    """Return the first and last number of each run; ``numbers`` ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

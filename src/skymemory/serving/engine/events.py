@@ -1,4 +1,4 @@
-"""KV events over ZeroMQ as vLLM sends them: topic, sequence number (8 bytes, big-endian), msgpack; and their replay."""
+"""KV events over ZeroMQ in vLLM's format: topic, sequence number (8 bytes, big-endian) and msgpack; with replay."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from skymemory.errors import InvalidInput
 REPLAY_BATCHES = 10_000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.05
-"""How long a request for missed batches may wait while no batch is published."""
+"""Longest delay of a replay request while no batch is published."""
 _LINGER_MS = 200
 
 
 class KVPublisher:
-    """A thread with two sockets: PUB for new batches, ROUTER for subscribers that missed some.
+    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
 
-    ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port; the
-    actual ones are ``at`` and ``replay_at``. A replay request has a sequence number; the answer is all kept batches
-    from it on (of the last 10,000), then the number -1.
+    ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port;
+    ``at`` and ``replay_at`` are the actual addresses. A replay request holds a sequence number. The answer is the kept
+    batches from that number on (at most the last 10,000), then the number -1.
 
     Raises:
-        InvalidInput: an endpoint that cannot be bound.
+        InvalidInput: an endpoint cannot be bound.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str) -> None:
@@ -37,13 +37,13 @@ class KVPublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._publish = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        for socket, where in ((self._publish, endpoint), (self._replay, replay_endpoint)):
+        for socket, address in ((self._publish, endpoint), (self._replay, replay_endpoint)):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             try:
-                socket.bind(where)
+                socket.bind(address)
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
-                raise InvalidInput(f"KV events cannot be published at {where!r}: {error}") from error
+                raise InvalidInput(f"KV events cannot be published at {address!r}: {error}") from error
         self.at = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)
         self.replay_at = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
         self._queue: queue.SimpleQueue[KVEventBatch | None] = queue.SimpleQueue()
@@ -80,12 +80,12 @@ class KVPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _answer(self, frames: list[bytes]) -> None:
-        # The frames of a REQ socket: the client's identity, an empty delimiter, the first number wanted.
+        # Frames of a REQ socket: the client's identity, an empty delimiter, the first number wanted.
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         client, _, first = frames
         for at, payload in self._kept:
-            if at >= first:  # big-endian: bytes are ordered as their numbers
+            if at >= first:  # big-endian: bytes sort like their numbers
                 self._replay.send_multipart((client, b"", at, payload))
         self._replay.send_multipart((client, b"", _END_OF_REPLAY, b""))
 
@@ -94,11 +94,11 @@ class KVPublisher:
 
 
 MEDIUM = "GPU"
-"""vLLM's name for the memory that the model computes from, on CPUs too."""
+"""vLLM's name for the memory that the model computes from, also on CPUs."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of one prompt. ``extra_keys``: one entry per block; a salt is in that of the first block."""
+    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block; a salt is in the first block's entry."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -123,7 +123,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, omit_defaults=True):
-    """``ts``: Unix time."""
+    """Events of one engine step. ``ts``: Unix time."""
 
     ts: float
     events: list[KVEvent]
@@ -131,5 +131,5 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 def event_hash(block_hash: bytes) -> int:
-    """A block's number in events: the last 64 bits of its hash, as vLLM truncates its own."""
+    """Return the last 64 bits of the hash, as vLLM truncates its own."""
     return int.from_bytes(block_hash[-8:], "big")

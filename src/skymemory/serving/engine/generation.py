@@ -1,4 +1,4 @@
-"""One generation: its parameters (``Generation``), sampling of tokens (``Sampler``), their text (``TextStream``)."""
+"""A generation: its parameters (``Generation``), token sampling (``Sampler``) and detokenizing (``TextStream``)."""
 
 from __future__ import annotations
 
@@ -22,33 +22,27 @@ class Sampling:
     temperature: float = 1.0
     """0: greedy."""
     top_p: float = 1.0
-    """Sample from the most likely tokens with this total probability."""
     top_k: int = 0
-    """Sample from this many most likely tokens; 0: all."""
+    """0: all."""
     min_p: float = 0.0
-    """Sample from tokens with at least this share of the most likely one's probability."""
     seed: int | None = None
     """None: random."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted once for each occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or answer are divided by it if positive, else multiplied."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
-    """Added to the logits of these tokens."""
     allowed: frozenset[int] | None = None
-    """Only these tokens are sampled; None: any."""
+    """Tokens that may be sampled; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """Another engine computes the prompt and stores its blocks."""
+    """Prefill by another engine, which stores the prompt's blocks."""
 
     tokens: int | None = None
-    """Tokens whose blocks are stored; None: it is still computing, and stores them one by one."""
+    """Tokens whose blocks are stored; None: unknown, because the other engine is still computing."""
     wait_s: float | None = None
-    """How long to wait for the next block; None: the engine's setting."""
+    """Time to wait for the next block; None: the engine's setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +50,31 @@ class Generation:
     ids: npt.NDArray[np.int64] = field(repr=False)
     """The prompt, at least one token."""
     max_tokens: int
-    """At least one; prompt and answer fit into the context."""
+    """Limit of generated tokens, at least 1; prompt and answer together fit into the context."""
     sampling: Sampling = Sampling()
     choices: int = 1
-    """Number of answers."""
     min_tokens: int = 0
-    """The answer has at least this many tokens."""
     stops: tuple[str, ...] = ()
-    """Stop strings; the answer ends before the first one."""
     stop_ids: frozenset[int] = frozenset()
-    """Stop tokens, in addition to the model's EOS."""
     keep_stop: bool = False
-    """Include the stop string in the answer."""
     ignore_eos: bool = False
     skip_special: bool = True
-    """Omit special tokens from the text."""
     logprobs: int | None = None
-    """Report each token's log-probability, and those of this many most likely tokens; None: none."""
+    """Number of most likely tokens to report, besides the sampled token, per step; None: no log-probabilities."""
     salt: str = ""
-    """Cache salt: prompts with different salts never share blocks."""
+    """Cache salt; prompts with different salts never share blocks."""
     stream: bool = False
     include_usage: bool = False
-    """End a stream with a usage chunk."""
     usage_in_chunks: bool = False
-    """Include the usage so far in every chunk."""
     chat: bool = False
     request_id: str = ""
-    """The client's id; empty: generated."""
+    """The client's id; empty: generate an id."""
     remote_decode: bool = False
-    """Another engine goes on: save the prompt's blocks as they are computed, and say how many are stored."""
+    """True if another engine decodes: save the prompt's blocks as they are computed, and report how many are stored."""
     remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
-        """One generation per choice; with a seed each gets its own, as in vLLM."""
+        """Return one generation per choice, with its own seed if a seed is set, as in vLLM."""
         seed = self.sampling.seed
         if self.choices == 1 or seed is None:
             return [self] * self.choices
@@ -97,32 +83,27 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token as text, and its log-probability by the model, before ``Sampling`` is applied."""
+    """Text of a token and its log-probability in the model's own distribution."""
 
     token: str
     logprob: float
     likeliest: tuple[tuple[str, float], ...] = ()
-    """The most likely tokens, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Output of one decoding step. The first one also means that the prompt has been computed."""
+    """Output of a decoding step. The first step also means that the prompt has been computed."""
 
     text: str
-    """New text; may be empty while characters or stop strings are incomplete."""
+    """New text, possibly empty while a character or stop string is incomplete."""
     completion_tokens: int
-    """Tokens generated so far."""
     cached_tokens: int
-    """Prompt tokens from the prefix cache."""
     finish: str | None = None
-    """In the last step: "stop" or "length"."""
+    """"stop" or "length" in the last step."""
     stopped_by: str = ""
-    """In the last step: the stop string that ended it."""
     error: str | None = None
-    """In the last step: why the generation failed."""
     logprob: TokenLogprob | None = None
-    """Of this step's token, if requested; its text may follow in a later step."""
+    """Log-probability of this step's token, if requested; its text may follow in a later step."""
 
     @property
     def last(self) -> bool:
@@ -130,18 +111,19 @@ class Step:
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Below it decoding is greedy: dividing by less overflows."""
+"""Limit below which decoding is greedy: dividing by less overflows."""
 
 
 class Sampler:
-    """Samples the tokens of one answer; the same seed and logits give the same tokens.
+    """Sampler of one answer; the same seed and logits give the same tokens.
 
-    The order is vLLM's (``v1/sample/sampler.py``), so that the same fields mean the same: allowed tokens, no end before
-    ``min_tokens``, bias, penalties; then greedy, or temperature, min_p, top_k, top_p and a random draw.
+    The order of operations is vLLM's (``v1/sample/sampler.py``), so that equal fields have equal effects: allowed
+    tokens, no end before ``min_tokens``, bias, penalties; then greedy, or temperature, min_p, top_k, top_p and a random
+    draw.
     """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
-        """``ends``: tokens that end the answer, and so none of its first ``min_tokens``."""
+        """Create the sampler. ``ends``: tokens that end the answer; not among its first ``min_tokens``."""
         self._sampling = sampling = generation.sampling
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -159,13 +141,11 @@ class Sampler:
         )
         self._prompt = torch.from_numpy(generation.ids)
         self._counts: torch.Tensor | None = None
-        """Occurrences of each token in the answer, if penalties need them."""
         self._seen: torch.Tensor | None = None
-        """Tokens of prompt and answer."""
         self._sampled = 0
 
     def sample(self, logits: torch.Tensor) -> int:
-        """``logits``: (vocabulary,); not modified."""
+        """Sample a token from ``logits``, shape (vocabulary,), without modifying them."""
         adjusted = self._adjusted(logits)
         token = int(adjusted.argmax()) if self._sampling.temperature < _MIN_TEMPERATURE else self._draw(adjusted)
         self._sampled += 1
@@ -178,7 +158,7 @@ class Sampler:
         early = self._sampled < self._min_tokens
         if not (early or self._penalties or self._biased is not None or self._allowed is not None):
             return logits
-        # A copy: log-probabilities are taken from the same logits afterwards.
+        # A copy, because log-probabilities are computed from the same logits afterwards.
         adjusted = logits.float().cpu().clone()
         if self._allowed is not None:
             only = torch.full_like(adjusted, -math.inf)
@@ -196,7 +176,7 @@ class Sampler:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             self._seen[self._prompt] = True
         sampling = self._sampling
-        # Repetition as in CTRL (Keskar et al., 2019), frequency and presence as in OpenAI's API.
+        # Repetition penalty as in CTRL (Keskar et al., 2019); frequency and presence penalties as in OpenAI's API.
         if sampling.repetition_penalty != 1.0:
             factor = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
             logits = torch.where(self._seen, logits * factor, logits)
@@ -208,14 +188,14 @@ class Sampler:
         # On the CPU, so that a seed gives the same tokens on every device.
         scaled = logits.float().cpu() / sampling.temperature
         if sampling.min_p > 0:
-            # p >= min_p * p_max, in logarithms: no softmax is needed yet.
+            # p >= min_p * p_max in logarithms: no softmax is needed yet.
             scaled = scaled.masked_fill(scaled < scaled.max() + math.log(sampling.min_p), -math.inf)
         if 0 < sampling.top_k < len(scaled):
             scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -math.inf)
         chances = scaled.softmax(-1)
         if sampling.top_p < 1:
             likeliest, tokens = chances.sort(descending=True)
-            # The token that reaches top_p is the last one kept.
+            # The token that reaches top_p is the last kept.
             likeliest[likeliest.cumsum(-1) - likeliest >= sampling.top_p] = 0
             return int(tokens[torch.multinomial(likeliest, 1, generator=self._generator)])
         return int(torch.multinomial(chances, 1, generator=self._generator))
@@ -225,9 +205,9 @@ _REPLACEMENT = "�"
 
 
 class TextStream:
-    """Incremental detokenizer: text is held back while it may be part of a character or of a stop string.
+    """Incremental detokenizer. Text is held back while it may be part of a character or of a stop string.
 
-    ``stopped_by``: the stop string that was reached; the text ends before it (``keep_stop``: with it).
+    ``stopped_by``: the stop string that was reached. The text ends before it, or with it if ``keep_stop`` is set.
     """
 
     def __init__(
@@ -244,46 +224,47 @@ class TextStream:
         self._skip_special = skip_special
         self._ids: list[int] = []
         self._window = 0
-        """First token to decode: new tokens need the ones before them for correct spaces."""
+        """First token to decode: correct spaces need the tokens before new tokens."""
         self._read = 0
-        """Number of tokens whose text has been returned or held back."""
+        """Tokens whose text has been returned or held back."""
         self._held = ""
         self._may_stop = True
         self.stopped_by = ""
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Text that became final. Without ``may_stop``, stop strings are ignored."""
+        """Add a token; return the text that became final. Without ``may_stop``, stop strings are ignored."""
         self._may_stop = may_stop
         self._ids.append(token)
-        before, now = self._decode(self._read), self._decode(len(self._ids))
-        # A byte-level token may end within a UTF-8 character: its text is a replacement character until the rest comes.
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+        before_text, after = self._decode(self._read), self._decode(len(self._ids))
+        # A byte-level token may end inside a UTF-8 character: it decodes to a replacement character until the remaining
+        # bytes arrive.
+        if len(after) <= len(before_text) or after.endswith(_REPLACEMENT):
             return ""
         self._window, self._read = self._read, len(self._ids)
-        return self._released(self._held + now[len(before) :], ended=False)
+        return self._released(self._held + after[len(before_text) :], ended=False)
 
     def finish(self) -> str:
-        """The text held back, as no token follows."""
+        """Return the text held back, because no token follows."""
         if self.stopped_by:
             return ""
-        rest = self._decode(len(self._ids))[len(self._decode(self._read)) :]
+        text = self._decode(len(self._ids))[len(self._decode(self._read)) :]
         self._read = len(self._ids)
-        return self._released(self._held + rest, ended=True)
+        return self._released(self._held + text, ended=True)
 
     def _decode(self, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[self._window : end], skip_special_tokens=self._skip_special))
 
     def _released(self, text: str, ended: bool) -> str:
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text] if self._may_stop else []
-        if found:
-            at, stop = min(found)
+        matches = [(text.find(stop), stop) for stop in self._stops if stop in text] if self._may_stop else []
+        if matches:
+            at, stop = min(matches)
             self.stopped_by, self._held = stop, ""
             return text[: at + len(stop)] if self._keep_stop else text[:at]
-        keep = 0 if ended else max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        overlap = 0 if ended else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
 """HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
 
-Responses and Messages are served as the chat completions that they are translated to (``router.apis``). Every error is
-in its API's format, that of a request that is no HTTP, too (``make_runner``).
+Responses and Messages are translated to chat completions (``router.apis``). Every error has its API's format, even for
+malformed HTTP (``make_runner``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from skymemory.serving.engine.thread import EngineStopping, EngineThread, Job, Q
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
-"""Of what a parser says of a malformed request, which may be all of it."""
+"""Longest quote of a parser's error, which may contain the complete request."""
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
-"""Larger bodies are parsed in a thread: tokenizing them would delay running streams."""
+"""Size above which a body is parsed in a thread, because tokenizing it would delay running streams."""
 _LOG = logging.getLogger(__name__)
 _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
@@ -50,8 +50,10 @@ _Steps = asyncio.Queue[tuple[int, Step]]
 
 
 class OpenAIServer:
-    """Handlers over one engine thread. Run the application with ``handler_cancellation=True``, so that a request is
-    cancelled when its client disconnects."""
+    """HTTP handlers of an engine thread.
+
+    Run the application with ``handler_cancellation=True``, so that a request is cancelled when its client disconnects.
+    """
 
     def __init__(
         self,
@@ -64,8 +66,10 @@ class OpenAIServer:
         block_tokens: int = 1,
         wait_s: float = 0.0,
     ) -> None:
-        """``event_sources``: endpoints of the KV events, by rank, with vLLM's field names. ``fetcher``: of blocks that
-        other engines stored. ``wait_s``: how long the answer to a prefill waits for its blocks to be stored.
+        """Create the server.
+
+        ``event_sources``: endpoints of the KV events by rank, with vLLM's field names. ``fetcher``: loader of blocks
+        that other engines stored. ``wait_s``: how long the answer to a prefill waits until its blocks are stored.
         """
         self._fetcher = fetcher
         self._block_tokens = block_tokens
@@ -99,9 +103,9 @@ class OpenAIServer:
         return web.json_response({"object": "list", "data": [self._model()]})
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        named = request.match_info["model"]
-        if named != self._reader.model:
-            raise self._reader.unknown_model(named)
+        name = request.match_info["model"]
+        if name != self._reader.model:
+            raise self._reader.unknown_model(name)
         return web.json_response(self._model())
 
     def _model(self) -> dict[str, object]:
@@ -135,7 +139,7 @@ class OpenAIServer:
         return self._parse(request.path, raw, packed)
 
     def _parse(self, path: str, raw: bytes, packed: bytes) -> tuple[Generation, Translation | None]:
-        """The request; and what translates its answer, where it is no completion and no chat."""
+        """Return the generation, and the translation of its answer for an API other than completions and chat."""
         body = unpacked(raw, packed, MOST_BODY_BYTES)
         if path not in API_PATHS:
             return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None
@@ -150,7 +154,10 @@ class OpenAIServer:
         generation, translation = await self._read(request)
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        jobs = [Job(each, partial(_enqueue, loop, steps, choice)) for choice, each in enumerate(generation.each())]
+        jobs = [
+            Job(choice_generation, partial(_enqueue, loop, steps, choice))
+            for choice, choice_generation in enumerate(generation.each())
+        ]
         for job in jobs:
             job.outgoing.eager = generation.remote_decode
         try:
@@ -158,7 +165,7 @@ class OpenAIServer:
         except QueueFull as error:
             raise ApiError(429, "the request queue is full: try again later", retry_after_s=1) from error
         try:
-            # The status is sent after the prefill: until then an error is a response with its own status.
+            # The status is sent after the prefill: until then, an error is a response with its own status.
             first = _checked(await steps.get())
             writer = ResponseBuilder(self._reader.model, generation)
             if generation.stream:
@@ -166,7 +173,7 @@ class OpenAIServer:
                 return await self._stream(request, generation, writer, first, steps, events)
             by_choice: list[list[Step]] = [[] for _ in jobs]
             by_choice[first[0]].append(first[1])
-            while not all(each and each[-1].last for each in by_choice):
+            while not all(choice_generation and choice_generation[-1].last for choice_generation in by_choice):
                 choice, step = _checked(await steps.get())
                 by_choice[choice].append(step)
             answer = writer.whole(by_choice)
@@ -183,15 +190,15 @@ class OpenAIServer:
         if self._fetcher is None:
             self._engine.submit(*jobs)
             return
-        # Here, so that the engine's thread goes on with other requests while this one waits.
+        # Waiting takes place in the event loop, so that the engine's thread goes on with other requests.
         with self._engine.place():
             await self._fetcher.bring(generation)
             self._engine.submit(*jobs, has_place=True)
 
     async def _stored_tokens(self, generation: Generation, job: Job) -> int:
-        """Tokens of the prompt whose blocks are in the store, once they are, or after ``wait_s``."""
-        ended = asyncio.wrap_future(job.outgoing.ended)
-        await asyncio.wait([ended], timeout=self._wait_s)
+        """Return how many prompt tokens have stored blocks, once all have or ``wait_s`` is over."""
+        saved = asyncio.wrap_future(job.outgoing.ended)
+        await asyncio.wait([saved], timeout=self._wait_s)
         blocks = min(job.outgoing.stored, len(generation.ids) // self._block_tokens)
         return blocks * self._block_tokens
 
@@ -209,7 +216,7 @@ class OpenAIServer:
         )
         await response.prepare(request)
         newest: dict[int, Step] = {}
-        # Log-probabilities of tokens whose text is held back: sent with the next chunk of their choice.
+        # Log-probabilities of tokens whose text is held back; sent with the next chunk of their choice.
         unsent: dict[int, list[TokenLogprob]] = {choice: [] for choice in range(generation.choices)}
         choice, step = first
         while True:
@@ -224,7 +231,7 @@ class OpenAIServer:
                 so_far = [newest[at] for at in sorted(newest)] if generation.usage_in_chunks else ()
                 await response.write(events.chunk(writer.chunk(choice, step, unsent[choice], begins, so_far)))
                 unsent[choice].clear()
-            if len(newest) == generation.choices and all(each.last for each in newest.values()):
+            if len(newest) == generation.choices and all(latest.last for latest in newest.values()):
                 if generation.include_usage:
                     await response.write(events.chunk(writer.usage_chunk([newest[at] for at in sorted(newest)])))
                 break
@@ -235,8 +242,8 @@ class OpenAIServer:
 
 
 def _enqueue(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
-    """Called in the engine's thread; the event loop may have ended."""
-    # Not awaited: a slow client must not hold up the engine's thread, and an answer is bounded by its max_tokens.
+    """Pass a step to the event loop, which may have ended. Called in the engine's thread."""
+    # Not awaited: a slow client must not block the engine's thread, and max_tokens bounds the queue.
     try:
         loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
     except RuntimeError:
@@ -255,7 +262,6 @@ def _failure(words: str) -> ApiError:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as the API's error object."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -282,7 +288,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class _RequestHandler(web.RequestHandler):
-    """Answers in JSON what is no HTTP, too, and says nothing of it in the log: it is its client's fault."""
+    """Handler that answers malformed HTTP in JSON. It does not log it, because it is the client's fault."""
 
     __slots__ = ()
 
@@ -304,16 +310,14 @@ class _RequestHandler(web.RequestHandler):
 
 
 class _Runner(web.AppRunner):
-    """Makes a handler of its own for each connection."""
-
     @property
     def server(self) -> Any:
-        made = super().server
-        if made is None:
+        web_server = super().server
+        if web_server is None:
             return None
-        # Bodies are decompressed by `unpacked`, which explains what it refuses.
+        # `unpacked` decompresses bodies and explains what it refuses.
         return partial(
-            _RequestHandler, made, loop=asyncio.get_running_loop(), access_log=_NO_LOG, auto_decompress=False
+            _RequestHandler, web_server, loop=asyncio.get_running_loop(), access_log=_NO_LOG, auto_decompress=False
         )
 
 
@@ -328,13 +332,10 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def event(content: dict[str, object]) -> bytes:
-    """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class _Events:
-    """The events of a stream: chunks as they are, or as another API has them."""
-
     def __init__(self, made: StreamTranslation | None) -> None:
         self._made = made
 
@@ -351,8 +352,6 @@ class _Events:
 
 
 class ResponseBuilder:
-    """Builds the response objects of one request; all share its id and creation time."""
-
     def __init__(self, model: str, generation: Generation) -> None:
         self._model = model
         self._chat = generation.chat
@@ -361,10 +360,8 @@ class ResponseBuilder:
         self._id = f"{'chatcmpl' if generation.chat else 'cmpl'}-{generation.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
-        """By choice: length of the text whose log-probabilities were sent."""
 
     def whole(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
-        """The response without streaming, from all steps of each choice."""
         answers: list[dict[str, object]] = []
         for index, steps in enumerate(choices):
             text = "".join(step.text for step in steps)
@@ -381,10 +378,10 @@ class ResponseBuilder:
     def chunk(
         self, index: int, step: Step, logprobs: Sequence[TokenLogprob], first: bool, so_far: Sequence[Step] = ()
     ) -> dict[str, object]:
-        """One chunk of a stream: a step of a choice, and the ``logprobs`` not sent yet.
+        """Return a chunk of a stream, with the ``logprobs`` not sent yet.
 
-        The first chunk of a chat's choice names the role. ``so_far``: the last step of each choice, if the chunk is to
-        include the usage.
+        The first chunk of a chat's choice names the role. ``so_far``: the latest step of each choice, to include the
+        usage.
         """
         content: dict[str, object]
         if self._chat:
@@ -396,11 +393,10 @@ class ResponseBuilder:
         return self._object(self._chunk_kind, [answer], **({"usage": self.usage(so_far)} if so_far else {}))
 
     def usage_chunk(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """The final chunk with the usage and no choice."""
         return self._object(self._chunk_kind, [], usage=self.usage(lasts))
 
     def usage(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Usage from the last step of each choice; the prompt, and its cached tokens, count once."""
+        """Return the usage; the prompt and its cached tokens count once for all choices."""
         generated = sum(step.completion_tokens for step in lasts)
         return {
             "prompt_tokens": self._prompt_tokens,
@@ -413,17 +409,17 @@ class ResponseBuilder:
         if self._likeliest is None:
             return None
         if self._chat:
-            return {"content": [_of_chat(each) for each in tokens]}
+            return {"content": [_of_chat(token) for token in tokens]}
         offsets = []
         offset = self._offsets.get(index, 0)
-        for each in tokens:
+        for token in tokens:
             offsets.append(offset)
-            offset += len(each.token)
+            offset += len(token.token)
         self._offsets[index] = offset
         return {
-            "tokens": [each.token for each in tokens],
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [{each.token: each.logprob, **dict(each.likeliest)} for each in tokens],
+            "tokens": [token.token for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{token.token: token.logprob, **dict(token.likeliest)} for token in tokens],
             "text_offset": offsets,
         }
 

@@ -1,4 +1,4 @@
-"""The engine's metrics, with the names of vLLM's /metrics."""
+"""Prometheus metrics of the engine, with the names of vLLM's /metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class EngineMetrics:
-    """Prometheus metrics of one engine."""
-
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
@@ -25,7 +23,7 @@ class EngineMetrics:
         self._hits = counter("prefix_cache_hits", "Of those, the ones the cache supplied.").labels(**self._labels)
         self._prompt = counter("prompt_tokens", "Tokens of prompts.").labels(**self._labels)
         self._generation = counter("generation_tokens", "Tokens generated.").labels(**self._labels)
-        # Not vLLM's: processor time, which other load on the machine does not change.
+        # Not in vLLM: processor time, which other load on the machine does not change.
         self._spent = {
             name: Counter(f"skymemory:{name}_processor_seconds", words, names, registry=self._registry).labels(
                 **self._labels
@@ -50,11 +48,11 @@ class EngineMetrics:
         self._ended = counter("request_success", "Requests ended, by how.", "finished_reason")
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", words, names, buckets=buckets, registry=self._registry)
-            return made.labels(**self._labels)
+            metric = Histogram(f"vllm:{name}", words, names, buckets=buckets, registry=self._registry)
+            return metric.labels(**self._labels)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", _TTFT_S)
-        # Counted when a request has ended, as in vLLM; routers learn the engine's speed from them.
+        # Counted when a request has ended, as in vLLM; routers learn the engine's speed from these.
         self._prompts = histogram("request_prompt_tokens", "Tokens of the prompt.", _TOKENS)
         self._computed = histogram(
             "request_prefill_kv_computed_tokens", "Of those, the ones that the cache did not supply.", _TOKENS
@@ -72,7 +70,7 @@ class EngineMetrics:
         block_tokens: int,
         blocks: int,
     ) -> None:
-        """Gauges that are read from the engine at each scrape."""
+        """Register gauges that read the engine at each scrape."""
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_waiting": ("Requests that wait for their prefill.", waiting),
             "num_requests_running": ("Requests in prefill or being answered.", running),
@@ -98,7 +96,7 @@ class EngineMetrics:
         self._spent["decode"].inc(decode_s)
 
     def prefilled(self, tokens: int, cached: int, seconds: float) -> None:
-        """Count a request that has ended: prompt tokens, cached ones, and seconds of its prefill."""
+        """Count an ended request, with its tokens, cached tokens and seconds of prefill."""
         self._prompts.observe(tokens)
         self._computed.observe(tokens - cached)
         self._prefill.observe(seconds)
@@ -123,5 +121,4 @@ class EngineMetrics:
         self._ended.labels(**self._labels, finished_reason=how).inc()
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)

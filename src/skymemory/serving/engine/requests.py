@@ -1,4 +1,4 @@
-"""Parses request bodies of /v1/completions and /v1/chat/completions into ``Generation``; raises ``ApiError``."""
+"""Parsing of /v1/completions and /v1/chat/completions bodies into ``Generation``; errors are ``ApiError``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_WAIT_MS = 600_000
 _MOST_BIAS = 100.0
-"""Biases are clamped to this, as in vLLM."""
 _Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -33,7 +32,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """Fields of both kinds: OpenAI's, then vLLM's, with their meaning."""
+    """OpenAI's fields, then vLLM's."""
 
     model: str | None = None
     max_tokens: _Positive | None = None
@@ -120,22 +119,22 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
 }
-"""Unsupported fields that would change the answer, with the values that have no effect and are accepted.
+"""Unsupported fields that would change the answer, with the accepted values that have no effect.
 
 All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
-(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM either (``length_penalty``
-without beam search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM, which also ignores them.
+(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM (``length_penalty`` without beam
+search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM.
 """
 
 
 class _TransferParams(msgspec.Struct):
-    """``kv_transfer_params``, in the dialect of vLLM's proxies; ``sky_…`` are ours."""
+    """``kv_transfer_params`` as vLLM's proxies send them; the ``sky_…`` fields are this project's."""
 
     do_remote_decode: bool = False
-    """Prefill only; the answer says what to send to the engine that decodes."""
+    """True to prefill only; the answer has the parameters for the decode engine."""
     do_remote_prefill: bool = False
     sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """Tokens of the prompt that are stored; absent: the other engine is still computing them."""
+    """Tokens of the prompt that are stored; absent: not known yet."""
     sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
 
 
@@ -147,7 +146,7 @@ _TRANSFER_EXPECTED = (
 
 
 class RequestReader:
-    """Parses bodies for one model; thread-safe."""
+    """Parser of request bodies for one model; thread-safe."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class RequestReader:
         saves: bool = False,
         loads: bool = False,
     ) -> None:
-        """``saves``, ``loads``: whether the engine saves prompts' blocks for other engines, and loads theirs."""
+        """Create the reader. ``saves``, ``loads``: true if the engine saves blocks for others, or loads theirs."""
         self._saves = saves
         self._loads = loads
         self.model = model
@@ -174,8 +173,8 @@ class RequestReader:
             body: ChatBody | CompletionBody
             body = msgspec.convert(fields, ChatBody) if chat else msgspec.convert(fields, CompletionBody)
         except msgspec.ValidationError as error:
-            words, _, where = str(error).partition(" - at `$.")
-            raise ApiError(400, f"the body is not as expected: {words}", where.rstrip("`") or None) from error
+            words, _, path = str(error).partition(" - at `$.")
+            raise ApiError(400, f"the body is not as expected: {words}", path.rstrip("`") or None) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         if body.model is not None and body.model != self.model:
@@ -187,13 +186,13 @@ class RequestReader:
                 continue
             raise ApiError(400, f"{name!r} is not supported by this engine; leave it out", name)
         if isinstance(body, ChatBody):
-            ids, asked = self._chat_ids(body), body.max_completion_tokens or body.max_tokens
+            ids, requested = self._chat_ids(body), body.max_completion_tokens or body.max_tokens
         else:
-            ids, asked = self._completion_ids(body), body.max_tokens or COMPLETION_TOKENS
-        max_tokens = self._room(len(ids), asked, "messages" if chat else "prompt")
+            ids, requested = self._completion_ids(body), body.max_tokens or COMPLETION_TOKENS
+        max_tokens = self._room(len(ids), requested, "messages" if chat else "prompt")
         remote_decode, remote_prefill = self._transfer(fields.get(_TRANSFER), bool(body.stream))
         min_tokens = body.min_tokens or 0
-        if remote_decode:  # the client's, for the whole answer; here is its first token
+        if remote_decode:  # the client's value is for the whole answer; this engine computes its first token
             min_tokens = min(min_tokens, max_tokens)
         if min_tokens > max_tokens:
             words = f"'min_tokens' is {body.min_tokens}, and the answer has at most {max_tokens}"
@@ -224,19 +223,19 @@ class RequestReader:
         )
 
     def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
-        """Whether another engine decodes; and, if another engine prefills, what is known of that."""
+        """Return True if another engine decodes; and, if another engine prefills, its parameters."""
         if given is None:
             return False, None
-        # vLLM's proxies name fields of other connectors as null: as if absent.
-        said = given
+        # vLLM's proxies send fields of other connectors as null: treat these as absent.
+        fields = given
         if isinstance(given, dict):
-            said = {name: value for name, value in given.items() if value is not None}
+            fields = {name: value for name, value in given.items() if value is not None}
         try:
-            params = msgspec.convert(said, _TransferParams)
+            params = msgspec.convert(fields, _TransferParams)
         except msgspec.ValidationError as error:
             words = f"{_TRANSFER!r} is not as expected: {error}: {_TRANSFER_EXPECTED}"
             raise ApiError(400, words, _TRANSFER) from error
-        if unknown := sorted({*dict(said)} - {*_TransferParams.__struct_fields__}):
+        if unknown := sorted({*dict(fields)} - {*_TransferParams.__struct_fields__}):
             words = f"{_TRANSFER!r} has an unknown field {unknown[0]!r}: {_TRANSFER_EXPECTED}"
             raise ApiError(400, words, _TRANSFER)
         decode, prefill = params.do_remote_decode, params.do_remote_prefill
@@ -339,11 +338,10 @@ class RequestReader:
         return np.asarray(ids, dtype=np.int64)
 
     def _room(self, prompt_tokens: int, asked: int | None, param: str) -> int:
-        """Bound on the generated tokens."""
-        left = self.context_tokens - prompt_tokens
-        if left < (asked or 1):
+        available = self.context_tokens - prompt_tokens
+        if available < (asked or 1):
             more = f" and the {asked} asked for in the answer" if asked else ", with no room for an answer"
-            # The first words are OpenAI's and vLLM's: litellm and others recognise the error by them.
+            # The first words are OpenAI's and vLLM's: litellm and other clients recognise the error by them.
             raise ApiError(
                 400,
                 f"This model's maximum context length is {self.context_tokens} tokens; "
@@ -351,7 +349,7 @@ class RequestReader:
                 param=param,
                 code="context_length_exceeded",
             )
-        return asked or left
+        return asked or available
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -374,12 +372,12 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], continues: bool = False
 ) -> tuple[str, bool]:
-    """The chat as a prompt, by the model's template or else a plain one; and whether to add special tokens.
+    """Render the chat by the model's template or else a plain format; return it and whether to add special tokens.
 
-    ``continues``: the answer is the rest of the last message, which has begun.
+    ``continues``: the answer continues the last message.
 
     Raises:
-        ApiError: messages that are not text with a role, or that the template refuses.
+        ApiError: messages are not text with a role, or the template refuses them.
     """
     parsed = [_message(at, message) for at, message in enumerate(messages)]
     if not parsed:
@@ -396,12 +394,12 @@ def render_chat(
 
 
 def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> str:
-    """``role: text`` in paragraphs; the next turn's prompt begins with this one and its answer.
+    """Return ``role: text`` in paragraphs, so that the next turn's prompt begins with this prompt and its answer.
 
-    ``continues``: the last message is the answer so far, as it was generated.
+    ``continues``: the last message is the answer so far.
     """
-    done, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
-    return "".join(f"{message['role']}: {message['content']}\n\n" for message in done) + (
+    complete, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
+    return "".join(f"{message['role']}: {message['content']}\n\n" for message in complete) + (
         f"{last['role']}:{last['content']}"
     )
 

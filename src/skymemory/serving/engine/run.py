@@ -1,4 +1,4 @@
-"""Runs the engine: model, prefix cache, engine thread and HTTP server in one process; or several such processes."""
+"""The engine in a process (model, prefix cache, engine thread and HTTP server), or several such processes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ ROLES = ("producer", "consumer", "both")
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     model: str = "small"
-    """One of ``engine.inputs.MODEL_NAMES``, or a folder."""
+    """Name in ``engine.inputs.MODEL_NAMES``, or a folder."""
     served_name: str = ""
-    """The model's name in the API; by default its name or its folder's."""
+    """The model's name in the API; by default ``model`` or the folder's name."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
@@ -57,16 +57,14 @@ class EngineSettings:
     max_running: int = 8
     max_waiting: int = 256
     kv_events: str | None = None
-    """ZeroMQ endpoint for publishing KV events; ``kv_replay``: for requesting missed ones."""
+    """ZeroMQ endpoint for KV events; ``kv_replay`` is for requesting missed batches."""
     kv_replay: str = "tcp://127.0.0.1:*"
     store: str = ""
     """Address of a store that engines share (``testbed.open_store``); empty: none."""
     role: str = "both"
-    """One of ``ROLES``. A producer saves its blocks in the store, a consumer fetches them from there."""
+    """One of ``ROLES``: a producer saves its blocks in the store, a consumer fetches blocks."""
     wait_s: float = 5.0
-    """How long a request waits for the next block that another engine computes, and the answer to a prefill for its
-    blocks to be stored.
-    """
+    """Time limit for the next block that another engine computes, and for the blocks of a prefill to be stored."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -90,10 +88,10 @@ class EngineSettings:
 
 
 class Engine:
-    """All parts of one engine in this process, except its socket."""
+    """Engine in this process, without its socket."""
 
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
-        """``progress``: shows what is loaded, and how far it is; by default nothing does."""
+        """Load the model and start the engine's thread. ``progress`` shows what is loaded; default: none."""
         # Before the model is loaded, so that an error shows quickly.
         self.store: Store | None = open_store(settings.store) if settings.store else None
         try:
@@ -104,7 +102,7 @@ class Engine:
             raise
 
     def _build(self, settings: EngineSettings, progress: Progress) -> None:
-        torch.set_num_threads(settings.threads)  # by default each of several engines would take all cores
+        torch.set_num_threads(settings.threads)  # by default each of several engines would use all cores
         with progress.wait(f"the model {settings.model!r} is loaded") as wait:
             ready = ready_model(settings.model, dtype=settings.dtype, report=wait.on_progress)
         self.name = settings.served_name or Path(settings.model).resolve().name
@@ -191,12 +189,10 @@ def run_engine(
     listener: socket.socket | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, at ``listener`` if given; the first line passed to ``say`` has the address.
-
-    ``progress`` shows what is loaded until then.
+    """Serve until SIGINT or SIGTERM, on ``listener`` if given; the first line passed to ``say`` has the address.
 
     Raises:
-        InvalidInput: an address that cannot be bound, or invalid settings.
+        InvalidInput: the address cannot be bound, or the settings are invalid.
     """
     # Bound before the model is loaded, so that an error shows quickly.
     with listener or bound(settings.host, settings.port) as listening:
@@ -239,14 +235,15 @@ async def _stop_signal() -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket bound to this address, not listening yet."""
+    """Return a socket bound to this address, not yet listening."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            # A restarted engine gets its port at once, though connections of the last one linger in TIME_WAIT.
+            # SO_REUSEADDR: a restarted engine gets its port at once, though connections of the last process are in
+            # TIME_WAIT.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
+            listener.bind(address)
         except OSError:
             listener.close()
             raise
@@ -268,14 +265,14 @@ def _check_can_share(caches: PrefixCaches, settings: EngineSettings) -> None:
 
 
 def _context(ready: ReadyModel, asked: int | None) -> int:
-    most = int(getattr(ready.model.config, "max_position_embeddings", 0) or asked or 4096)
-    if asked is not None and not 2 <= asked <= most:
-        raise InvalidInput(f"--context {asked}: expected 2 to {most}, the model's context length")
-    return asked or most
+    limit = int(getattr(ready.model.config, "max_position_embeddings", 0) or asked or 4096)
+    if asked is not None and not 2 <= asked <= limit:
+        raise InvalidInput(f"--context {asked}: expected 2 to {limit}, the model's context length")
+    return asked or limit
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
-    """Run one prefill, as the first one is slow."""
+    """Run one prefill, because the first is slow."""
     ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
     with torch.inference_mode():
         ready.model(input_ids=ids)
@@ -283,17 +280,18 @@ def _warm(ready: ReadyModel, context_tokens: int) -> None:
 
 # --- several engines, each a process with its own port ---
 #
-# Forked after importing torch, which takes longer than loading a small model; and before torch has computed anything,
-# as its threads would be missing in the child.
+# Forked after importing torch, which takes longer than loading a small model; but before torch has computed anything,
+# because its threads would be missing in the child.
 
 
 def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]) -> None:
-    """Run ``count`` engines until SIGINT or SIGTERM, at consecutive ports if ``settings`` has one. They end with this
-    process, however it ends.
+    """Run ``count`` engines until SIGINT or SIGTERM, at consecutive ports if ``settings`` has a port.
+
+    They end with this process, however it ends.
 
     Raises:
-        InvalidInput: an address that cannot be bound, or a KV event endpoint that all would share.
-        SkyMemoryError: one of them failed; the others were stopped.
+        InvalidInput: an address cannot be bound, or all engines would share a KV event endpoint.
+        SkyMemoryError: an engine failed; the others were stopped.
     """
     for endpoint in (settings.kv_events, settings.kv_replay) if settings.kv_events is not None else ():
         if endpoint is not None and not endpoint.endswith(":*"):
@@ -302,16 +300,16 @@ def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]
     try:
         for at in range(count):
             listeners.append(bound(settings.host, settings.port + at if settings.port else 0))
-        sys.stdout.flush()  # else each child would print what is buffered, too
-        line, held = os.pipe()
+        sys.stdout.flush()  # otherwise each child would print the buffered output, too
+        read_end, write_end = os.pipe()
         with interrupts_held():
-            children = {_forked(settings, at, listeners, line, held, say) for at in range(count)}
+            children = {_forked(settings, at, listeners, read_end, write_end, say) for at in range(count)}
     finally:
         for listener in listeners:
             listener.close()
-    os.close(line)
+    os.close(read_end)
     _wait_for(children)
-    os.close(held)
+    os.close(write_end)
 
 
 def _forked(
@@ -322,19 +320,19 @@ def _forked(
     held: int,
     say: Callable[[str], None],
 ) -> int:
-    """Fork a process that serves at ``listeners[at]``; returns its pid."""
+    """Fork a process that serves on ``listeners[at]``; return its pid."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent forwards it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(held)
         for listener in (*listeners[:at], *listeners[at + 1 :]):
             listener.close()
         threading.Thread(target=_end_with, args=(line,), name="line", daemon=True).start()
-        # They load at the same time: one of them speaks for all.
+        # All engines load at the same time: the first shows progress for all.
         progress = Progress(sys.stderr if at == 0 else io.StringIO())
         run_engine(replace(settings, port=listeners[at].getsockname()[1]), say, listeners[at], progress)
         code = 0
@@ -343,19 +341,20 @@ def _forked(
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # not sys.exit: what the parent registered to run at exit is not ours
+        os._exit(code)  # not sys.exit: the parent's exit handlers must not run here
 
 
 def _end_with(line: int) -> None:
-    """Exit when the parent does: only the parent holds the pipe's other end."""
+    """Exit when the parent exits: only the parent holds the other end of the pipe."""
     while os.read(line, 1):
         pass
     os._exit(1)
 
 
 def _wait_for(children: set[int]) -> None:
-    """Wait for all. Forwards SIGINT and SIGTERM as SIGTERM, which ends those that still load; when one fails, the
-    others are stopped.
+    """Wait for all children; if a child fails, stop the others.
+
+    SIGINT and SIGTERM are forwarded as SIGTERM, which also ends children that are still loading.
     """
     stopped = False
 
@@ -365,7 +364,7 @@ def _wait_for(children: set[int]) -> None:
         for pid in children:
             os.kill(pid, signal.SIGTERM)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     failed = 0
     try:
         while children:
@@ -376,7 +375,7 @@ def _wait_for(children: set[int]) -> None:
                 failed = pid
                 stop()
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     if failed:
         raise SkyMemoryError(f"the engine with pid {failed} failed; the others were stopped")

@@ -1,6 +1,7 @@
 """The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served.
 
-Each turn: drop cancelled requests, prefill one chunk of the current prompt, decode one token of every running request.
+In each turn it drops cancelled requests, prefills one chunk of the current prompt, and decodes one token of every
+running request.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request; ``on_step`` is called in the engine's thread with each step."""
+    """One choice of a request; ``on_step`` gets each step, in the engine's thread."""
 
     generation: Generation
     on_step: Callable[[Step], object]
     cancelled: bool = False
-    """Set by the handler when its client has disconnected."""
+    """True if the client has disconnected; set by the handler."""
     outgoing: Outgoing = field(default_factory=Outgoing)
-    """What of it is saved in the store, if the engine has one."""
     arrived_s: float = field(default_factory=time.perf_counter)
 
 
@@ -48,21 +48,22 @@ class _Running:
     job: Job
     sequence: Sequence
     began_s: float
-    """Start of its prefill."""
     prefill_s: float | None = None
-    """Duration of its prefill, once done."""
 
 
 class QueueFull(Exception):
-    """The request queue is full."""
+    pass
 
 
 class EngineStopping(SkyMemoryError):
-    """The engine is being closed."""
+    pass
 
 
 class EngineThread:
-    """Serves jobs until closed: at most ``max_running`` at a time, ``max_waiting`` in the queue. Thread-safe."""
+    """Continuous batching of jobs in its own thread, until closed. Thread-safe.
+
+    At most ``max_running`` jobs run at a time and ``max_waiting`` are queued.
+    """
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class EngineThread:
         max_waiting: int,
         saver: BlockSaver | None = None,
     ) -> None:
-        """``saver``: of the blocks of each prompt and answer; closed by the caller."""
+        """Start the thread. ``saver``: stores the blocks of each prompt and answer; the caller closes it."""
         self._saver = saver
         self._model = model
         self._tokenizer = tokenizer
@@ -89,7 +90,7 @@ class EngineThread:
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
         self._fetching = 0
-        """Requests that wait for blocks of another engine before they are queued."""
+        """Requests that wait for another engine's blocks before they are queued."""
         self._calls: deque[Callable[[], object]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -105,10 +106,9 @@ class EngineThread:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens in the KV caches of running requests."""
         prefilling = self._prefilling
         busy = [*self._running, *([prefilling] if prefilling else [])]
-        return sum(one.sequence.tokens for one in busy)
+        return sum(running.sequence.tokens for running in busy)
 
     @property
     def alive(self) -> bool:
@@ -116,7 +116,11 @@ class EngineThread:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place in the queue for a request that waits for blocks first. Raises QueueFull if there is none."""
+        """Reserve a place in the queue while a request waits for blocks.
+
+        Raises:
+            QueueFull: no place is left.
+        """
         with self._change:
             self._check_room()
             self._fetching += 1
@@ -127,11 +131,16 @@ class EngineThread:
                 self._fetching -= 1
 
     def submit(self, *jobs: Job, has_place: bool = False) -> None:
-        """Queue all of them, or raise and take none: QueueFull unless they have a ``place``, EngineStopping."""
+        """Queue all jobs, or raise and queue none.
+
+        Raises:
+            QueueFull: the queue is full and the jobs have no ``place``.
+            EngineStopping: the engine is being closed.
+        """
         with self._change:
             if not self.alive:  # no thread would answer them
                 raise EngineStopping("the engine is stopping")
-            # Choices of one request are taken together: the queue may exceed its bound by those of the last one.
+            # Choices of a request are queued together, so the queue may exceed its limit.
             if not has_place:
                 self._check_room()
             self._waiting.extend(jobs)
@@ -149,13 +158,16 @@ class EngineThread:
             self._change.notify()
 
     def clear_cache(self) -> Future[int]:
-        """Drop all cached blocks between two turns; resolves to their number."""
+        """Delete all cached blocks between two turns; return a future of their number."""
         return self.call(self._caches.clear)
 
     def call(self, act: Callable[[], T]) -> Future[T]:
-        """``act``'s result, or its exception, between two turns. EngineStopping if there is no other turn."""
+        """Run ``act`` between two turns; return a future of its result or exception.
+
+        The exception is EngineStopping if no turn follows.
+        """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # a caller that has left does not cancel it
+        future.set_running_or_notify_cancel()  # a caller that has disconnected does not cancel it
 
         def turn() -> None:
             try:
@@ -181,19 +193,19 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        # A turn: what frees memory, one chunk of one prompt, then a token for everyone. So a long prompt delays the
-        # tokens of others by one chunk at a time (chunked prefill: Sarathi-Serve, OSDI 2024).
+        # A turn first frees memory, then computes one chunk of one prompt, then one token of every running request. So
+        # a long prompt delays the tokens of others by one chunk at a time (chunked prefill: Sarathi-Serve, OSDI 2024).
         while self._wait():
             while self._calls:
                 self._calls.popleft()()
             self._drop_cancelled()
             self._prefill()
-            for one in list(self._running):
-                self._guarded(one, self._decode)
-        # Closed: every handler is waiting for a last step, or for a call.
+            for running in list(self._running):
+                self._guarded(running, self._decode)
+        # The thread is stopping: every handler waits for a last step or for a call.
         while self._calls:
             self._calls.popleft()()
-        for job in [*(one.job for one in self._busy()), *self._waiting]:
+        for job in [*(running.job for running in self._busy()), *self._waiting]:
             self._end(job, Step("", 0, 0, error="the engine is stopping"), "abort")
         self._prefilling, self._running = None, []
         self._waiting.clear()
@@ -202,7 +214,6 @@ class EngineThread:
         return [*([self._prefilling] if self._prefilling else []), *self._running]
 
     def _wait(self) -> bool:
-        """Wait for work; False to stop."""
         with self._change:
             self._change.wait_for(
                 lambda: self._stopping or self._calls or self._waiting or self._prefilling or self._running
@@ -211,14 +222,14 @@ class EngineThread:
 
     def _drop_cancelled(self) -> None:
         with self._change:
-            gone = [job for job in self._waiting if job.cancelled]
-            for job in gone:
+            cancelled = [job for job in self._waiting if job.cancelled]
+            for job in cancelled:
                 self._waiting.remove(job)
-        for _ in gone:
+        for _ in cancelled:
             self._metrics.ended("abort")
-        for one in self._busy():
-            if one.job.cancelled:
-                self._guarded(one, self._abandon)
+        for running in self._busy():
+            if running.job.cancelled:
+                self._guarded(running, self._abandon)
 
     def _prefill(self) -> None:
         if self._prefilling is None and len(self._running) < self._max_running:
@@ -230,22 +241,22 @@ class EngineThread:
             self._guarded(self._prefilling, self._prefill_more)
 
     def _begin(self, job: Job) -> None:
-        # Thread time is what ``skymemory fit`` measures, as other load does not change it; wall time is what users see.
-        began_s, since_s = time.thread_time(), time.perf_counter()
+        # ``skymemory fit`` measures thread time, which other load does not change; wall time is what users see.
+        thread_started_s, started_s = time.thread_time(), time.perf_counter()
         try:
             prompt = self._caches.open(job.generation.salt, job.generation.ids)
             sequence = Sequence(job.generation, prompt, self._model, self._tokenizer, self._eos)
-            self._metrics.spent(prefill_s=time.thread_time() - began_s)
+            self._metrics.spent(prefill_s=time.thread_time() - thread_started_s)
         except Exception as error:
             self._end(job, Step("", 0, 0, error=f"{type(error).__name__}: {error}"), "error")
             return
         self._metrics.looked_up(len(job.generation.ids), prompt.cached_tokens)
-        self._prefilling = _Running(job, sequence, since_s)
+        self._prefilling = _Running(job, sequence, started_s)
 
     def _prefill_more(self, one: _Running) -> None:
-        began_s = time.thread_time()
+        started_s = time.thread_time()
         step = one.sequence.prefill(PREFILL_TOKENS)
-        self._metrics.spent(prefill_s=time.thread_time() - began_s)
+        self._metrics.spent(prefill_s=time.thread_time() - started_s)
         if step is None:
             if one.job.outgoing.eager:
                 self._keep(one)
@@ -261,15 +272,14 @@ class EngineThread:
             self._keep(one)
 
     def _keep(self, one: _Running) -> None:
-        """Store the full blocks so far."""
         chains = self._caches.keep(one.sequence.prompt)
         if self._saver is not None and chains:
             self._saver.offer(chains, one.job.outgoing)
 
     def _decode(self, one: _Running) -> None:
-        began_s = time.thread_time()
+        started_s = time.thread_time()
         step = one.sequence.decode()
-        self._metrics.spent(decode_s=time.thread_time() - began_s)
+        self._metrics.spent(decode_s=time.thread_time() - started_s)
         self._emit(one, step)
 
     def _emit(self, one: _Running, step: Step) -> None:
@@ -278,7 +288,7 @@ class EngineThread:
             one.job.on_step(step)
             return
         self._running.remove(one)
-        self._keep(one)  # with the answer: the next turn of a chat begins with it
+        self._keep(one)  # including the answer: the next turn of a chat begins with it
         if self._saver is not None:
             self._saver.end(one.job.outgoing)
         self._count_prefill(one)
@@ -292,10 +302,10 @@ class EngineThread:
         self._forget(one)
         self._metrics.ended("abort")
         self._count_prefill(one)
-        self._keep(one)  # computed already: a repeated request will hit it
+        self._keep(one)  # already computed: a repeated request will hit it
 
     def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:
-        """An exception ends this request, not the engine."""
+        """Run ``act``; an exception ends this request, not the engine."""
         try:
             act(one)
         except Exception as error:
@@ -314,20 +324,20 @@ class EngineThread:
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """EOS tokens of the model's generation config, or else of its tokenizer."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    if named is None:
-        named = getattr(tokenizer, "eos_token_id", None)
-    return frozenset([named] if isinstance(named, int) else named or ())
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(tokenizer, "eos_token_id", None)
+    return frozenset([eos] if isinstance(eos, int) else eos or ())
 
 
 _MIN_LOGPROB = -9999.0
-"""JSON has no infinity."""
+"""Lowest log-probability reported, because JSON has no infinity."""
 
 
 class Sequence:
-    """One request in the model: ``prefill`` until it returns a step, then ``decode`` until a step is the last. Used in
-    the engine's thread only.
+    """A request in the model: call ``prefill`` until it returns a step, then ``decode`` until a step is the last.
+
+    Used only in the engine's thread.
     """
 
     def __init__(
@@ -349,18 +359,16 @@ class Sequence:
             tokenizer, generation.stops, keep_stop=generation.keep_stop, skip_special=generation.skip_special
         )
         self._prefilled = prompt.cached_tokens
-        """Tokens of the prompt in its cache."""
         self._last_token = 0
         self.generated = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens in its cache."""
         # The newest token enters the cache only with the next forward pass.
         return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
-        """Compute up to ``at_most`` more tokens of the prompt; returns the first step when it is complete."""
+        """Compute up to ``at_most`` more tokens of the prompt; return the first step after its end."""
         ids = self._generation.ids[self._prefilled : self._prefilled + at_most]
         logits = self._forward(torch.from_numpy(ids)[None])
         self._prefilled += len(ids)
@@ -370,7 +378,7 @@ class Sequence:
         return self._next(self._forward(torch.tensor([[self._last_token]])))
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits behind the last of ``ids``: (vocabulary,)."""
+        """Return the logits after the last token of ``ids``, shape (vocabulary,)."""
         with torch.inference_mode():
             cached = cache_option(self._model, self.prompt.cache)
             out = self._model(input_ids=ids.to(self._model.device), use_cache=True, **cached, **self._options)
@@ -393,8 +401,7 @@ class Sequence:
         return self._step(text, None, logprob)
 
     def _logprob(self, logits: torch.Tensor, likeliest: int) -> TokenLogprob:
-        """Log-probabilities of the last token, and of the ``likeliest`` most likely ones."""
-        # By the model's own distribution, before penalties and temperature, as vLLM reports them by default.
+        # From the model's own distribution, before penalties and temperature, as vLLM reports them by default.
         logprobs = logits.float().cpu().log_softmax(-1)
         best = logprobs.topk(min(likeliest, len(logprobs)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

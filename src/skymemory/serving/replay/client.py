@@ -1,4 +1,4 @@
-"""Streaming client of one OpenAI endpoint that records when the chunks of an answer arrive."""
+"""Streaming client of an OpenAI endpoint that records the arrival of an answer's chunks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from skymemory.serving.replay.report import REFUSALS, Outcome, Status
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
-"""Optional request fields, most first: some servers refuse fields that are not OpenAI's."""
+"""Optional request fields, most fields first: some servers refuse fields that are not OpenAI's."""
 _AFTER_DONE_S = 1.0
-"""Time to read a stream to its end after ``[DONE]``, so that the connection can be reused."""
+"""Time to read the stream after ``[DONE]``, so that the connection can be reused."""
 _WORDS_OF_ERROR = 300
 
 Clock = Callable[[], float]
@@ -29,14 +29,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint, and how to call it."""
-
     url: str
-    """Base URL, without /v1."""
     model: str
     chat: bool = False
     patience_s: float = 300.0
-    """Timeout of a whole answer."""
+    """Timeout of a complete answer."""
     features: dict[str, Any] = field(default_factory=lambda: FEATURES[0])
 
     @property
@@ -44,14 +41,14 @@ class Target:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: Prompt, output_tokens: int) -> bytes:
-        """Body of a streaming request with greedy decoding."""
-        what = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        asked = {"max_tokens": output_tokens, "temperature": 0, "stream": True, **self.features}
-        return json.dumps({"model": self.model, **what, **asked}).encode()
+        """Return the body of a streaming request with greedy decoding."""
+        prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        options = {"max_tokens": output_tokens, "temperature": 0, "stream": True, **self.features}
+        return json.dumps({"model": self.model, **prompt_fields, **options}).encode()
 
 
 def base_url(text: str) -> str:
-    """``text`` without /v1 and what follows.
+    """Return ``text`` without /v1 and the path after it.
 
     Raises:
         InvalidInput: not an http address.
@@ -75,24 +72,24 @@ class Client:
         on_outcome: Callable[[Outcome], object],
         held_up_s: float = 0.0,
     ) -> None:
-        """Send it and call ``on_outcome`` once, whatever happens: also when this is cancelled."""
+        """Send the request and call ``on_outcome`` exactly once, even if cancelled."""
         sent_s = clock()
         reader = AnswerReader()
-        found: dict[str, Any] = {"status": Status.INTERRUPTED}
+        fields: dict[str, Any] = {"status": Status.INTERRUPTED}
         try:
-            await self._exchange(body, clock, reader, found)
-            found["status"] = Status.COMPLETED
+            await self._exchange(body, clock, reader, fields)
+            fields["status"] = Status.COMPLETED
         except _Refused as refusal:
-            found |= {"status": Status.REFUSED, "error": str(refusal), "retry_after_s": refusal.retry_after_s}
+            fields |= {"status": Status.REFUSED, "error": str(refusal), "retry_after_s": refusal.retry_after_s}
         except BadAnswer as error:
-            found |= {"status": Status.FAILED, "error": str(error)}
+            fields |= {"status": Status.FAILED, "error": str(error)}
         except TimeoutError:
-            what = "no token" if math.isnan(reader.first_s) else "no end of the answer"
-            found |= {"status": Status.FAILED, "error": f"{what} in time: within {self.target.patience_s:g} s"}
+            missing = "no token" if math.isnan(reader.first_s) else "no end of the answer"
+            fields |= {"status": Status.FAILED, "error": f"{missing} in time: within {self.target.patience_s:g} s"}
         except aiohttp.ClientConnectorError as error:
-            found |= {"status": Status.FAILED, "error": f"no connection: {connection_reason(error)}"}
+            fields |= {"status": Status.FAILED, "error": f"no connection: {connection_reason(error)}"}
         except (aiohttp.ClientError, OSError) as error:
-            found |= {"status": Status.FAILED, "error": f"connection broken: {connection_reason(error)}"}
+            fields |= {"status": Status.FAILED, "error": f"connection broken: {connection_reason(error)}"}
         finally:
             on_outcome(
                 Outcome(
@@ -103,49 +100,49 @@ class Client:
                     wanted_prompt_tokens=request.prompt_tokens,
                     wanted_output_tokens=request.output_tokens,
                     first_s=reader.first_s,
-                    end_s=found.pop("end_s", clock()),
+                    end_s=fields.pop("end_s", clock()),
                     gaps_s=tuple(reader.gaps_s),
                     prompt_tokens=reader.prompt_tokens,
                     cached_tokens=reader.cached_tokens,
                     output_tokens=reader.output_tokens,
                     whole=reader.done,
-                    **found,
+                    **fields,
                 )
             )
 
     async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> Outcome:
-        """One request outside of any schedule."""
-        got: list[Outcome] = []
+        """Send a request outside of any schedule."""
+        outcomes: list[Outcome] = []
         wanted = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         request = PlannedRequest(0, clock(), (), wanted, output_tokens)
-        await self.send(request, self.target.body(prompt, output_tokens), clock, got.append)
-        return got[0]
+        await self.send(request, self.target.body(prompt, output_tokens), clock, outcomes.append)
+        return outcomes[0]
 
     async def models(self) -> list[tuple[str, int | None]]:
-        """The models that the endpoint lists, with their context lengths if reported.
+        """Return the models that the endpoint lists, with their context lengths if reported.
 
         Raises:
-            SkyMemoryError: no list; the message has the answer instead.
+            SkyMemoryError: no list; the message quotes the answer.
         """
-        where = f"{self.target.url}/v1/models"
+        url = f"{self.target.url}/v1/models"
         try:
             timeout = aiohttp.ClientTimeout(total=min(10.0, self.target.patience_s))
-            async with self._session.get(where, timeout=timeout, allow_redirects=False) as answer:
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as answer:
                 if answer.status != 200:
-                    raise SkyMemoryError(f"{where} answered {answer.status}: {await _words(answer)}")
+                    raise SkyMemoryError(f"{url} answered {answer.status}: {await _words(answer)}")
                 listed = await answer.json(content_type=None)
-            return [(str(one["id"]), _tokens(one.get("max_model_len"))) for one in listed["data"]]
+            return [(str(model["id"]), _tokens(model.get("max_model_len"))) for model in listed["data"]]
         except TimeoutError as error:
-            raise SkyMemoryError(f"{where} did not answer in time") from error
+            raise SkyMemoryError(f"{url} did not answer in time") from error
         except aiohttp.InvalidURL as error:
-            raise InvalidInput(f"{where} is not a valid address") from error
+            raise InvalidInput(f"{url} is not a valid address") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise SkyMemoryError(f"{where} cannot be reached: {connection_reason(error)}") from error
+            raise SkyMemoryError(f"{url} cannot be reached: {connection_reason(error)}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SkyMemoryError(f"{where} lists no models as OpenAI's endpoints do") from error
+            raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
-        """Raises the errors that ``send`` distinguishes."""
+        """Post the body and read the answer; raise the errors that ``send`` distinguishes."""
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -165,7 +162,7 @@ class Client:
                 if reader.done:
                     break
             reader.close()
-            found["end_s"] = clock()  # before the rest of the stream is read, which is no part of the answer
+            found["end_s"] = clock()  # before the remaining stream is read, which is not part of the answer
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with asyncio.timeout(_AFTER_DONE_S):
                     await answer.content.read()
@@ -178,7 +175,7 @@ class _Refused(Exception):
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """The message of an OpenAI error, or the start of any other body, in one line."""
+    """Return the message of an OpenAI error, or the start of another body, in one line."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(text)
@@ -188,7 +185,7 @@ async def _words(answer: aiohttp.ClientResponse) -> str:
 
 
 def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; 0 for a date."""
+    """Return Retry-After in seconds; 0 for a date."""
     if header is None:
         return None
     with contextlib.suppress(ValueError):
@@ -201,14 +198,14 @@ def _tokens(value: object) -> int | None:
 
 
 class BadAnswer(ValueError):
-    """A malformed answer; the message begins with the kind of fault, for counting."""
+    """Malformed answer. The message begins with the kind of fault, for counting."""
 
 
 class AnswerReader:
-    """Parses one streamed answer (completion or chat): ``feed`` its bytes as they arrive, then ``close``.
+    """Parser of a streamed answer (completion or chat): call ``feed`` with its bytes as they arrive, then ``close``.
 
-    Chunks count that carry text, or a token without text yet (half of a character); not the first chunk of a chat,
-    which only names the role: some servers send it before computing.
+    It counts chunks that carry text, or a token without text yet (half of a character). It does not count the first
+    chunk of a chat, which only names the role: some servers send it before computing.
     """
 
     def __init__(self) -> None:
@@ -223,7 +220,11 @@ class AnswerReader:
         self._last_s = math.nan
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Raises BadAnswer: not events, not JSON, or an error object."""
+        """Parse received bytes.
+
+        Raises:
+            BadAnswer: the bytes are not events, not JSON, or an error object.
+        """
         try:
             events = self._events.feed(piece)
         except MalformedStream as error:
@@ -235,10 +236,14 @@ class AnswerReader:
                 self._take(data, now_s)
 
     def close(self) -> None:
-        """The stream ended. Raises BadAnswer if the answer had not."""
+        """End the stream.
+
+        Raises:
+            BadAnswer: the answer is incomplete.
+        """
         if not self.done and self.finish is None:
-            how = "in mid-event" if self._events.unfinished else "without finish_reason or [DONE]"
-            raise BadAnswer(f"stream cut short: it ended {how}")
+            ending = "in mid-event" if self._events.unfinished else "without finish_reason or [DONE]"
+            raise BadAnswer(f"stream cut short: it ended {ending}")
 
     def _take(self, data: str, now_s: float) -> None:
         try:
@@ -277,11 +282,13 @@ class AnswerReader:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Whether it carries text, or stands for a token without text yet."""
+    """Return True if the choice carries text or stands for a token without text yet."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        said = any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal"))
-        return said or ("role" not in delta and choice.get("finish_reason") is None)
+        has_content = any(
+            delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+        )
+        return has_content or ("role" not in delta and choice.get("finish_reason") is None)
     return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 
@@ -293,7 +300,7 @@ MOST_LINE_BYTES = 8 << 20
 
 
 class MalformedStream(ValueError):
-    """The bytes are not server-sent events."""
+    pass
 
 
 class EventReader:
@@ -301,7 +308,8 @@ class EventReader:
 
     An event ends with an empty line; an incomplete last event is dropped. Fields other than ``data`` are ignored.
 
-    Raises MalformedStream for a line that is not UTF-8, is too long, or is not a field.
+    Raises:
+        MalformedStream: a line is not UTF-8, is too long, or is not a field.
     """
 
     def __init__(self) -> None:
@@ -311,21 +319,20 @@ class EventReader:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last bytes began an event."""
         return bool(self._rest or self._data)
 
     def feed(self, piece: bytes) -> list[str]:
-        waiting = self._rest + piece
+        buffered = self._rest + piece
         if self._first:
-            if len(waiting) < 3 and b"\xef\xbb\xbf".startswith(waiting):
-                self._rest = waiting
+            if len(buffered) < 3 and b"\xef\xbb\xbf".startswith(buffered):
+                self._rest = buffered
                 return []
             self._first = False
-            waiting = waiting.removeprefix(b"\xef\xbb\xbf")
-        # A carriage return at the very end may be half of a line end: kept until more arrives.
-        held = waiting.endswith(b"\r")
-        lines = (waiting[:-1] if held else waiting).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = lines.pop() + (b"\r" if held else b"")
+            buffered = buffered.removeprefix(b"\xef\xbb\xbf")
+        # A carriage return at the very end may be half of a line end: it is kept until more bytes arrive.
+        ends_in_cr = buffered.endswith(b"\r")
+        lines = (buffered[:-1] if ends_in_cr else buffered).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = lines.pop() + (b"\r" if ends_in_cr else b"")
         if len(self._rest) > MOST_LINE_BYTES:
             raise MalformedStream(f"a line of more than {MOST_LINE_BYTES} bytes")
         events = []

@@ -1,6 +1,6 @@
-"""Open-loop load: every request is sent at its due time, whatever became of earlier ones; and how to set it up.
+"""Open-loop load: every request is sent at its due time, independently of the outcome of earlier requests.
 
-Before a replay: ``find_model``, ``negotiate_features`` (which fields the endpoint accepts), ``calibrate`` (how it
+Before a replay: ``find_model``, ``negotiate_features`` (which fields the endpoint accepts) and ``calibrate`` (how it
 counts tokens). Then ``OpenLoop.play``.
 """
 
@@ -18,21 +18,20 @@ from skymemory.serving.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt
 from skymemory.serving.replay.report import Outcome, Status
 
 AHEAD = 64
-"""Bodies built in advance, as building one takes some milliseconds."""
 _SPARE_S = 0.03
-"""No body is built in advance this shortly before the next request is due."""
+"""Time before a due request in which no body is built in advance."""
 _TICK_S = 0.02
 _PROBE_ANSWER = 2
 
 Send = Callable[[PlannedRequest, bytes, Callable[[], float], float], Awaitable[None]]
-"""Arguments: the request, its body, the clock, and the seconds that it waited for the concurrency limit."""
+"""Sender of a request: gets the request, its body, the clock, and the seconds it waited for the concurrency limit."""
 
 
 class OpenLoop:
-    """Plays ``requests``. ``under_way`` and ``begun`` are live counts.
+    """Player of ``requests``. ``under_way`` and ``begun`` are live counts.
 
-    ``concurrency``: bound on the requests in flight; others wait. ``stalls_s``: lateness of the event loop, sampled
-    every 20 ms; chunks were seen this much later than they arrived.
+    ``concurrency``: limit of requests in flight; further requests wait. ``stalls_s``: lateness of the event loop,
+    sampled every 20 ms; chunks were read this much later than they arrived.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class OpenLoop:
         self.stalls_s: list[float] = []
 
     def clock(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self._began_s
 
     async def play(self) -> None:
@@ -90,23 +88,22 @@ class OpenLoop:
         while self.under_way >= self._concurrency:
             self._free.clear()
             await self._free.wait()
-        # Kept as spans: a request due within one was held up by the limit, not sent late by this client.
+        # Kept as spans: a request due within a span was delayed by the limit, not by this client.
         self._full.append((since_s, self.clock()))
 
     def _held_up_s(self, due_s: float) -> float:
-        """Seconds since ``due_s`` in which the concurrency limit was reached."""
+        """Return the seconds since ``due_s`` during which the concurrency limit was reached."""
         while self._full and self._full[0][1] <= due_s:
             self._full.popleft()
         return sum(until_s - max(since_s, due_s) for since_s, until_s in self._full)
 
     async def _until(self, due_s: float) -> None:
-        """Sleep until ``due_s``, building bodies in advance while there is time."""
         while len(self._bodies) < AHEAD and self._made < len(self._requests) and self.clock() < due_s - _SPARE_S:
             self._make_one()
-            await asyncio.sleep(0)  # between any two bodies chunks are read, or they would seem to come late
-        left_s = due_s - self.clock()
-        # Also when it is late, so that chunks are read between any two requests.
-        await asyncio.sleep(max(0.0, left_s))
+            await asyncio.sleep(0)  # chunks are read between any two bodies; otherwise they would appear late
+        remaining_s = due_s - self.clock()
+        # Also sleep when late, so that chunks are read between any two requests.
+        await asyncio.sleep(max(0.0, remaining_s))
 
     def _next_body(self) -> bytes:
         if not self._bodies:
@@ -119,9 +116,9 @@ class OpenLoop:
 
     async def _watch(self) -> None:
         while True:
-            asked_s = time.perf_counter()
+            started_s = time.perf_counter()
             await asyncio.sleep(_TICK_S)
-            self.stalls_s.append(time.perf_counter() - asked_s - _TICK_S)
+            self.stalls_s.append(time.perf_counter() - started_s - _TICK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +129,11 @@ class Endpoint:
 
 
 async def find_model(client: Client, model: str | None) -> Endpoint:
-    """Choose the model and set it as the client's.
+    """Choose the model and set it in the client.
 
     Raises:
-        InvalidInput: several models and none named, or an unknown one.
-        SkyMemoryError: the endpoint lists none.
+        InvalidInput: several models and none named, or an unknown model.
+        SkyMemoryError: the endpoint lists no model.
     """
     listed = await client.models()
     names = [name for name, _ in listed]
@@ -150,7 +147,7 @@ async def find_model(client: Client, model: str | None) -> Endpoint:
 
 
 async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tuple[Outcome, tuple[str, ...]]:
-    """Ask with as many of ``FEATURES`` as the endpoint accepts; returns the first answer, and notes.
+    """Send a probe with as many of ``FEATURES`` as the endpoint accepts; return the first answer, and notes.
 
     Raises:
         SkyMemoryError: no request succeeds.
@@ -178,7 +175,7 @@ async def calibrate(
     """Measure how the endpoint counts ``words``, and set the fields that it accepts.
 
     Raises:
-        SkyMemoryError: it does not answer, or reports no usage.
+        SkyMemoryError: the endpoint does not answer, or reports no usage.
     """
     most = PROBE_WORDS if context_tokens is None else min(PROBE_WORDS, context_tokens // 4)
     short, long = probes(words, seed, max(8, most))

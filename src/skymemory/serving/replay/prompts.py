@@ -1,8 +1,8 @@
-"""The load plan (which request is sent when) and its prompts: equal block ids give equal text in the same place.
+"""The load plan (due times of requests) and its prompts: equal block ids give equal text in the same place.
 
-``plan_requests`` turns a trace into requests. A prompt's text is made block by block: a block begins with its number,
-written in words of the vocabulary, so that no two blocks are equal however short; the rest is drawn by its number and
-the seed. How many tokens a word makes is measured by two probes of the server (``TokensPerWord``).
+``plan_requests`` turns a trace into requests. A prompt's text is made block by block. A block begins with its number,
+written in words of the vocabulary, so that even short blocks are distinct. Its other words are random, seeded by the
+number and the seed. ``TokensPerWord`` is measured by two probes of the server.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ PROBE_WORDS = 600
 class TokensPerWord:
     tokens_per_word: float
     added_tokens: float = 0.0
-    """Added by the server to every prompt (BOS, chat template)."""
+    """Tokens that the server adds to every prompt (BOS, chat template)."""
 
     def words(self, tokens: int) -> int:
-        """Words for ``tokens`` tokens, at least one."""
         return max(1, round((tokens - self.added_tokens) / self.tokens_per_word))
 
 
 def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tuple[str, str]:
-    """A prompt of one word, and one of ``most_words`` in which all words are about equally frequent."""
+    """Return a prompt of one word, and a prompt of ``most_words`` with all words about equally frequent."""
     dice = random.Random(f"probe {seed}")
     drawn: list[str] = []
     while len(drawn) < most_words:
@@ -40,7 +39,7 @@ def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tu
 
 
 def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> TokensPerWord:
-    """From the server's token counts of both probes.
+    """Compute the ratio from the server's token counts of both probes.
 
     Raises:
         SkyMemoryError: implausible counts.
@@ -56,7 +55,7 @@ def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> Toke
 
 
 class TraceEntry(Protocol):
-    """A request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no text."""
+    """Request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no text."""
 
     @property
     def at_s(self) -> float: ...
@@ -66,16 +65,13 @@ class TraceEntry(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def ids(self) -> tuple[int, ...]:
-        """One per block of the prompt, the last perhaps partial; equal ids mean equal prefixes."""
+        """Block ids, the last perhaps of a partial block; equal ids mean equal prefixes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to be sent."""
-
     number: int
-    """Its index in the trace."""
     due_s: float
     """Seconds after the start of the replay."""
     ids: tuple[int, ...]
@@ -85,11 +81,9 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Requests in order of their due times."""
-
     requests: tuple[PlannedRequest, ...]
     too_long: int
-    """Requests left out, as prompt and answer exceed the model's context."""
+    """Requests dropped because they exceed the model's context."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,10 +99,10 @@ def plan_requests(
     span_s: float | None = None,
     most: int | None = None,
 ) -> LoadPlan:
-    """``shapes`` as requests to be sent, the first of them at 0.
+    """Turn a trace into requests to be sent, the first of them at time 0.
 
-    Lengths are multiplied by ``scale``, answers then limited to ``most_output`` tokens. Left out are requests that do
-    not fit ``context_tokens``, are due after ``span_s``, or come after the first ``most``.
+    Lengths are multiplied by ``scale``; answers are then limited to ``most_output`` tokens. Requests are dropped if
+    they do not fit ``context_tokens``, are due after ``span_s``, or exceed the number ``most``.
 
     Raises:
         InvalidInput: an invalid scale or limit, or no request left.
@@ -141,16 +135,16 @@ def plan_requests(
 
 
 def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> float:
-    """Share of all prompt tokens in a prefix that an earlier prompt had: the hit ratio of one unbounded cache.
+    """Return the fraction of prompt tokens in prefixes of earlier prompts: the hit ratio of an unbounded cache.
 
     ``block_tokens``: tokens per block id, after scaling; a prompt's last block may be shorter.
     """
-    seen: set[int] = set()
+    known: set[int] = set()
     reused = 0.0
     for request in requests:
-        leading = next((at for at, one in enumerate(request.ids) if one not in seen), len(request.ids))
+        leading = next((at for at, block in enumerate(request.ids) if block not in known), len(request.ids))
         reused += min(float(request.prompt_tokens), leading * block_tokens)
-        seen.update(request.ids)
+        known.update(request.ids)
     total = sum(request.prompt_tokens for request in requests)
     return reused / total if total else 0.0
 
@@ -163,7 +157,7 @@ _KEPT_BLOCKS = 2048
 
 
 class Pieces:
-    """Blocks as lists of pieces, numbers below ``kinds`` that stand for words or token ids.
+    """Blocks as lists of pieces: numbers below ``kinds`` that stand for words or token ids.
 
     ``per_block``: mean number of pieces of a block; it is rounded up or down at random by the block's number.
     """
@@ -179,8 +173,8 @@ class Pieces:
         self._seed = seed
         self._numbers: dict[int, int] = {}
         self._names = kinds**HEAD
-        # Numbers are spread over all names, or most blocks would begin with the same few words. The factor is coprime
-        # to the number of names, so that no two numbers get the same name.
+        # Numbers are spread over all names; otherwise most blocks would begin with the same few words. The factor is
+        # coprime to the number of names, so that no two numbers get the same name.
         dice = random.Random(f"names {seed}")
         self._offset = dice.randrange(self._names)
         self._factor = dice.randrange(self._names)
@@ -189,18 +183,18 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """About ``count`` pieces for ``ids``; exactly, where the last block can be cut or extended to fit."""
+        """Return about ``count`` pieces for ``ids``; exactly ``count`` if the last block can be cut or extended."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)
-        left = max(HEAD, count - len(pieces))
+        size = max(HEAD, count - len(pieces))
         last = self._block(ids[-1])
-        if left > len(last):  # blocks before it were a piece or two shorter than the average
-            last = self._drawn(ids[-1], left)
-        return pieces + last[:left]
+        if size > len(last):  # earlier blocks were slightly shorter than the average
+            last = self._drawn(ids[-1], size)
+        return pieces + last[:size]
 
     def _drawn(self, block: int, at_least: int = 0) -> list[int]:
-        """A block's pieces, at least ``at_least``; the first ones do not depend on that."""
+        """Return a block's pieces, at least ``at_least``; its first pieces do not depend on that."""
         number = self._numbers.setdefault(block, len(self._numbers))
         if number >= self._names:
             raise InvalidInput(f"more than {self._names:,} distinct blocks: send fewer requests")
@@ -212,17 +206,19 @@ class Pieces:
 
 
 def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWord, seed: int) -> MakePrompt:
-    """Prompts in ``words``, as many as make the planned number of tokens."""
+    """Make prompts of words, to the planned number of tokens."""
     pieces = Pieces(len(words), block_tokens / measure.tokens_per_word, seed)
 
     def prompt(request: PlannedRequest) -> str:
-        return " ".join(words[one] for one in pieces.prompt(request.ids, measure.words(request.prompt_tokens)))
+        return " ".join(words[piece] for piece in pieces.prompt(request.ids, measure.words(request.prompt_tokens)))
 
     return prompt
 
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
-    """Prompts as token ids from ``first`` to ``last``, of exactly the planned length, for servers that accept ids.
+    """Make prompts of token ids from ``first`` to ``last``, of exactly the planned length.
+
+    For servers that accept token ids.
 
     Raises:
         InvalidInput: fewer than 16 ids.
@@ -232,13 +228,13 @@ def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePro
     pieces = Pieces(last - first + 1, block_tokens, seed)
 
     def prompt(request: PlannedRequest) -> list[int]:
-        return [first + one for one in pieces.prompt(request.ids, request.prompt_tokens)]
+        return [first + piece for piece in pieces.prompt(request.ids, request.prompt_tokens)]
 
     return prompt
 
 
 def character_prompts(words: Sequence[str], block_characters: float, seed: int) -> MakePrompt:
-    """Prompts in ``words`` with the planned number of characters, for servers that report no usage."""
+    """Make prompts of the planned number of characters, for servers that report no usage."""
     longest = max(len(word) for word in words)
     mean = sum(len(word) + 1 for word in words) / len(words)
     if block_characters < HEAD * (longest + 1):
@@ -252,10 +248,10 @@ def character_prompts(words: Sequence[str], block_characters: float, seed: int) 
     @lru_cache(_KEPT_BLOCKS)
     def block(one: int) -> str:
         count = HEAD + size // 2  # more than enough: the shortest word and its space are two characters
-        return " ".join(words[each] for each in pieces.prompt((one,), count))[: size - 1] + " "
+        return " ".join(words[piece] for piece in pieces.prompt((one,), count))[: size - 1] + " "
 
     def prompt(request: PlannedRequest) -> str:
-        text = "".join(block(one) for one in request.ids)
+        text = "".join(block(block_id) for block_id in request.ids)
         return text[: max((len(request.ids) - 1) * size + HEAD * (longest + 1), request.prompt_tokens)]
 
     return prompt

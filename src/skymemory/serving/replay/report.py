@@ -1,4 +1,4 @@
-"""Outcomes of a replay's requests, and their report: counts and percentiles, as JSON and as text."""
+"""Outcomes of a replay's requests and their report: counts and percentiles, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from enum import StrEnum
 from skymemory.metrics import Spread, percentile, spread
 
 REFUSALS = frozenset({429, 503})
-"""HTTP statuses of an overloaded server."""
 
 
 class Status(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Answered with one of ``REFUSALS``."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """The replay was stopped before the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Times in seconds since the start of the replay; None and nan: it did not get that far, or was not reported."""
+    """Outcome of a request, with times in seconds since the start of the replay.
+
+    None and nan mean that the request did not get that far, or that the server did not report the value.
+    """
 
     number: int
     status: Status
@@ -35,46 +35,44 @@ class Outcome:
     wanted_prompt_tokens: int
     wanted_output_tokens: int
     first_s: float = math.nan
-    """When the first chunk with content arrived."""
+    """Arrival of the first chunk with content."""
     end_s: float = math.nan
     gaps_s: tuple[float, ...] = ()
-    """Between consecutive chunks of the answer."""
     prompt_tokens: int | None = None
-    """As reported by the server, like the next two."""
+    """Tokens that the server reported, as in the next two fields."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     http_status: int | None = None
     retry_after_s: float | None = None
     error: str = ""
-    """Why it was refused or failed: kind of fault, colon, details."""
+    """Reason of a refusal or failure: kind of fault, colon, details."""
     whole: bool = True
-    """Whether the stream ended with ``[DONE]``."""
+    """True if the stream ended with ``[DONE]``."""
     held_up_s: float = 0.0
-    """The part of its lateness spent waiting for the concurrency limit."""
+    """Part of ``late_s`` due to the concurrency limit."""
 
     @property
     def late_s(self) -> float:
-        """From its due time until it was sent."""
+        """Seconds from due to sent."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first chunk."""
         return self.first_s - self.sent_s
 
     @property
     def due_ttft_s(self) -> float:
-        """From its due time to the first chunk: the user's wait, where the client sent late."""
+        """Seconds from due to the first chunk: the user's wait, even if the client sent late."""
         return self.first_s - self.due_s
 
     @property
     def tbt_s(self) -> float:
-        """Mean time between tokens: from the first to the last chunk, over the tokens after the first."""
-        after = (self.output_tokens or len(self.gaps_s) + 1) - 1
-        return sum(self.gaps_s) / after if after > 0 else math.nan
+        """Seconds from the first to the last chunk, per token after the first."""
+        later_tokens = (self.output_tokens or len(self.gaps_s) + 1) - 1
+        return sum(self.gaps_s) / later_tokens if later_tokens > 0 else math.nan
 
     def as_json(self) -> dict[str, object]:
-        """As a JSON object: no nan, times to the microsecond."""
+        """Return a JSON object without nan, times to the microsecond."""
         fields: dict[str, object] = {"number": self.number, "status": str(self.status)}
         for name in ("due_s", "sent_s", "late_s", "ttft_s", "tbt_s", "end_s"):
             fields[name] = _rounded(getattr(self, name))
@@ -98,25 +96,24 @@ def _rounded(seconds: float) -> float | None:
 
 
 EXAMPLES = 8
-"""Kinds of faults that a report lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective; None: no bound."""
+    """Service-level objective; None: no limit."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
 
     def met(self, outcome: Outcome) -> bool:
-        """Completed, with its first token in time (counted from its due time) and its mean time between tokens."""
+        """Return True if completed with TTFT (from the due time) and mean time between tokens within the limits."""
         return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
 
     def ttft_met(self, outcome: Outcome) -> bool:
         return self.ttft_s is None or outcome.due_ttft_s <= self.ttft_s
 
     def tbt_met(self, outcome: Outcome) -> bool:
-        """An answer of one token has no time between tokens."""
+        """Return True if the limit is met; an answer of one token has no time between tokens."""
         return self.tbt_s is None or math.isnan(outcome.tbt_s) or outcome.tbt_s <= self.tbt_s
 
 
@@ -125,55 +122,48 @@ class Report:
     """Counts of requests and tokens; times in seconds."""
 
     asked: int
-    """Requests planned; ``unsent`` of them were not sent."""
     unsent: int
     completed: int
     refused: int
     failed: int
     interrupted: int
     seconds: float
-    """From the start until the last answer's end."""
+    """Time from the start until the last answer's end."""
     ttft: Spread
     quick_ttft_s: float
-    """Of the quickest hundredth: a server's own time, as far as its queue does not add to it."""
+    """1st percentile of TTFT: the server's own time with the least queueing."""
     due_ttft: Spread
     tbt_gaps: Spread
-    """Times between chunks, over all answers."""
     tbt_means: Spread
-    """Each answer's mean time between tokens."""
     late: Spread
-    """From due until sent, without waits for the concurrency limit."""
+    """Time from due to sent, without waits for the concurrency limit."""
     held_up: int
-    """Requests that waited for the concurrency limit."""
     held_up_s: float
-    """The longest wait."""
     slo: Slo
     within_ttft: int
     within_tbt: int
     within_both: int
     retry_after: int
-    """Refusals with Retry-After."""
     prompt_tokens: int
-    """Of the ``usage_answers``: completed requests whose answer reported usage."""
+    """Prompt tokens of the ``usage_answers``: completed requests whose answer reported usage."""
     usage_answers: int
     cached_tokens: int
-    """Of the ``cached_answers``, which also reported cached tokens; their prompts have ``cached_of_tokens``."""
+    """Cached tokens of the ``cached_answers``, whose prompts have ``cached_of_tokens`` tokens in total."""
     cached_of_tokens: int
     cached_answers: int
     output_tokens: int
     pieces: int
-    """Chunks of all answers."""
     short: int
     """Answers with fewer tokens than requested."""
     without_done: int
     length_errors: Spread
     """Reported over planned prompt tokens, minus 1."""
     faults: tuple[tuple[str, int, str], ...]
-    """Kinds of refusals and failures, their counts, and the first message of each."""
+    """Kinds of refusals and failures, with count and first message."""
     stall: Spread
     """Lateness of the client's event loop."""
     reusable: float
-    """Hit ratio of one unbounded cache; nan: unknown."""
+    """Hit ratio of a single unbounded cache; nan: unknown."""
 
     @property
     def sent(self) -> int:
@@ -181,18 +171,20 @@ class Report:
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests within the SLO, per second."""
         return self.within_both / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def hit_ratio(self) -> float | None:
-        """Share of prompt tokens served from caches; None: not reported."""
+        """Fraction of prompt tokens served from caches; None: not reported."""
         return self.cached_tokens / self.cached_of_tokens if self.cached_of_tokens else None
 
     @property
     def client_kept_up(self) -> bool:
-        """Whether the client's own delays are negligible: p99 of sending and reading late at most 10 ms, or a tenth of
-        the TTFT of the quickest hundredth. Past saturation the median is the queue's, and would excuse any client."""
+        """True if the client's own delays are negligible.
+
+        The p99 of late sending and of late reading is at most 10 ms, or a tenth of ``quick_ttft_s``. Past saturation,
+        the median TTFT is mostly queueing and would excuse any client.
+        """
         return self.sent_in_time and self.looked_in_time
 
     @property
@@ -205,8 +197,8 @@ class Report:
 
     @property
     def already_cached(self) -> bool:
-        """Whether caches held more than these prompts share: the server was sent them before."""
-        # Some slack: an engine's blocks are not the trace's, so that its hits end elsewhere.
+        """True if caches held more than these prompts share, because the server has received them before."""
+        # A tolerance, because engine blocks differ from the trace's, so hits end at other tokens.
         return (self.hit_ratio or 0.0) > self.reusable + 0.05
 
     @property
@@ -223,14 +215,16 @@ def report_of(
     wanted_in_tokens: bool = True,
     seconds: float | None = None,
 ) -> Report:
-    """``asked``: requests planned; ``outcomes``: of those sent.
+    """Build the report of a replay.
 
-    ``wanted_in_tokens``: False where prompts were made by characters, so that their lengths in tokens were not planned.
-    ``seconds``: the duration, if not until the last answer's end.
+    Args:
+        asked: requests planned; ``outcomes`` are of the requests sent.
+        wanted_in_tokens: False if prompts were made by characters, so that their lengths in tokens were not planned.
+        seconds: the duration, if not until the last answer's end.
     """
     by = Counter(outcome.status for outcome in outcomes)
-    done = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
-    with_usage = [outcome for outcome in done if outcome.prompt_tokens is not None]
+    completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
+    with_usage = [outcome for outcome in completed if outcome.prompt_tokens is not None]
     hits = [outcome for outcome in with_usage if outcome.cached_tokens is not None]
     return Report(
         asked=asked,
@@ -239,34 +233,34 @@ def report_of(
         refused=by[Status.REFUSED],
         failed=by[Status.FAILED],
         interrupted=by[Status.INTERRUPTED],
-        seconds=max((one.end_s for one in outcomes if not math.isnan(one.end_s)), default=0.0)
+        seconds=max((outcome.end_s for outcome in outcomes if not math.isnan(outcome.end_s)), default=0.0)
         if seconds is None
         else seconds,
-        ttft=spread(outcome.ttft_s for outcome in done),
-        quick_ttft_s=percentile([outcome.ttft_s for outcome in done if not math.isnan(outcome.ttft_s)], 1),
-        due_ttft=spread(outcome.due_ttft_s for outcome in done),
-        tbt_gaps=spread(gap for outcome in done for gap in outcome.gaps_s),
-        tbt_means=spread(outcome.tbt_s for outcome in done),
+        ttft=spread(outcome.ttft_s for outcome in completed),
+        quick_ttft_s=percentile([outcome.ttft_s for outcome in completed if not math.isnan(outcome.ttft_s)], 1),
+        due_ttft=spread(outcome.due_ttft_s for outcome in completed),
+        tbt_gaps=spread(gap for outcome in completed for gap in outcome.gaps_s),
+        tbt_means=spread(outcome.tbt_s for outcome in completed),
         late=spread(outcome.late_s - outcome.held_up_s for outcome in outcomes),
         held_up=sum(outcome.held_up_s > 0 for outcome in outcomes),
         held_up_s=max((outcome.held_up_s for outcome in outcomes), default=0.0),
         slo=slo,
-        within_ttft=sum(slo.ttft_met(outcome) for outcome in done),
-        within_tbt=sum(slo.tbt_met(outcome) for outcome in done),
-        within_both=sum(slo.met(outcome) for outcome in done),
+        within_ttft=sum(slo.ttft_met(outcome) for outcome in completed),
+        within_tbt=sum(slo.tbt_met(outcome) for outcome in completed),
+        within_both=sum(slo.met(outcome) for outcome in completed),
         retry_after=sum(outcome.retry_after_s is not None for outcome in outcomes),
         prompt_tokens=sum(outcome.prompt_tokens or 0 for outcome in with_usage),
         usage_answers=len(with_usage),
         cached_tokens=sum(outcome.cached_tokens or 0 for outcome in hits),
         cached_of_tokens=sum(outcome.prompt_tokens or 0 for outcome in hits),
         cached_answers=len(hits),
-        output_tokens=sum(_tokens_of(outcome) for outcome in done),
-        pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in done),
+        output_tokens=sum(_tokens_of(outcome) for outcome in completed),
+        pieces=sum(len(outcome.gaps_s) + (not math.isnan(outcome.first_s)) for outcome in completed),
         short=sum(
             outcome.output_tokens is not None and outcome.output_tokens < outcome.wanted_output_tokens
-            for outcome in done
+            for outcome in completed
         ),
-        without_done=sum(not outcome.whole for outcome in done),
+        without_done=sum(not outcome.whole for outcome in completed),
         length_errors=spread(
             (outcome.prompt_tokens or 0) / outcome.wanted_prompt_tokens - 1
             for outcome in with_usage
@@ -279,7 +273,6 @@ def report_of(
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """The report as one JSON object."""
     fields: dict[str, object] = {
         name: getattr(report, name)
         for name in (
@@ -319,12 +312,11 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _tokens_of(outcome: Outcome) -> int:
-    """Tokens of an answer as reported, or else its chunks."""
+    """Return the reported tokens of an answer, or else its number of chunks."""
     return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
 
 
 def _faults(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int, str], ...]:
-    """By kind, the most frequent first."""
     first: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     for outcome in outcomes:
@@ -345,22 +337,21 @@ _NAME = 16
 
 
 def lines_of(report: Report) -> list[str]:
-    """The report as lines of text."""
     parts = (_counts, _lateness, _times, _slos, _tokens, _answers, _fault_lines)
     return [line for part in parts for line in part(report)]
 
 
 def _counts(report: Report) -> Iterator[str]:
-    how = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
+    outcomes = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
     if report.interrupted or report.unsent:
-        how += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
-    yield f"{report.asked:,} requests in {report.seconds:.1f} s: {how}"
+        outcomes += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
+    yield f"{report.asked:,} requests in {report.seconds:.1f} s: {outcomes}"
 
 
 def _lateness(report: Report) -> Iterator[str]:
-    late = report.late
-    if late.count:
-        words = f"p50 {_time(late.p50)}, p99 {_time(late.p99)}, most {_time(late.most)}"
+    lateness = report.late
+    if lateness.count:
+        words = f"p50 {_time(lateness.p50)}, p99 {_time(lateness.p99)}, most {_time(lateness.most)}"
         if report.stall.count:
             words += f"; it saw answers up to {_time(report.stall.most)} late (p99 {_time(report.stall.p99)})"
         yield _line("client late by", words)
@@ -415,10 +406,11 @@ def _tokens(report: Report) -> Iterator[str]:
             f"{report.prompt_tokens / report.seconds:,.0f} prompt" if report.usage_answers else "unknown of prompts"
         )
         yield _line("tokens/s", f"{prompts}, {report.output_tokens / report.seconds:,.0f} answered")
-    off = report.length_errors
-    if off.count:
+    errors = report.length_errors
+    if errors.count:
         yield _line(
-            "prompt lengths", f"actual over planned: mean {off.mean:+.1%}, p50 {off.p50:+.1%}, most {off.most:+.1%}"
+            "prompt lengths",
+            f"actual over planned: mean {errors.mean:+.1%}, p50 {errors.p50:+.1%}, most {errors.most:+.1%}",
         )
 
 
@@ -434,10 +426,10 @@ def _answers(report: Report) -> Iterator[str]:
 
 def _fault_lines(report: Report) -> Iterator[str]:
     for kind, count, first in report.faults:
-        again = ""
+        retries = ""
         if kind.startswith("refused"):
-            again = f"; {report.retry_after:,} of all refusals with Retry-After"
-        yield _line("faults", f"{count:,} × {first[:200]}{again}")
+            retries = f"; {report.retry_after:,} of all refusals with Retry-After"
+        yield _line("faults", f"{count:,} × {first[:200]}{retries}")
 
 
 def _line(name: str, words: str) -> str:
@@ -480,17 +472,18 @@ class EngineCounts:
     output_tokens: float | None = None
 
     def since(self, before: EngineCounts) -> EngineCounts:
-        return EngineCounts(*(_both(now, then, -1) for now, then in zip(self.all(), before.all(), strict=True)))
+        return EngineCounts(
+            *(_both(current, earlier, -1) for current, earlier in zip(self.all(), before.all(), strict=True))
+        )
 
     def plus(self, other: EngineCounts) -> EngineCounts:
-        return EngineCounts(*(_both(one, more, 1) for one, more in zip(self.all(), other.all(), strict=True)))
+        return EngineCounts(*(_both(mine, theirs, 1) for mine, theirs in zip(self.all(), other.all(), strict=True)))
 
     def all(self) -> tuple[float | None, ...]:
-        return tuple(getattr(self, one.name) for one in dataclasses.fields(self))
+        return tuple(getattr(self, count_field.name) for count_field in dataclasses.fields(self))
 
 
 def samples_of(text: str) -> dict[str, float]:
-    """Values of /metrics by name, summed over labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, float] = {}
@@ -502,7 +495,7 @@ def samples_of(text: str) -> dict[str, float]:
 
 def counts_of(text: str) -> EngineCounts:
     samples = samples_of(text)
-    counts = {what: next((samples[name] for name in names if name in samples), None) for what, names in NAMES.items()}
+    counts = {field: next((samples[name] for name in names if name in samples), None) for field, names in NAMES.items()}
     return EngineCounts(**counts)
 
 

@@ -1,15 +1,16 @@
-"""Memory that clients share: bytes of values that are received and sent, and of commands that wait for EXEC.
+"""Memory budget that clients share: bytes of values being received and sent, and of commands queued for EXEC.
 
-Who waits for room waits in order of arrival. A client that holds some and does not take or send what it asked for pays
-for those that wait, not they for it:
+Clients wait for memory in order of arrival. If a client must give way so that the first waiting client can proceed, it
+is chosen as follows:
 
-1. the largest that is overdue: what it is to move next did not move within ``SLOW_S`` and its bytes at
-   ``LEAST_SHARED_BYTES_PER_S``;
-2. once the first has waited for ``fair_s``: the largest that holds more than its share, which is the limit divided by
-   all that hold or wait, unless the first wants more than a share itself;
-3. where all that hold wait themselves, the largest of these is refused.
+1. The largest overdue client: it did not move its next bytes within ``SLOW_S`` plus the time these bytes take at
+   ``LEAST_SHARED_BYTES_PER_S``.
+2. Once the first has waited for ``fair_s``: the largest client in a transfer that holds more than its share, which is
+   the limit divided by the number of clients that hold memory or wait. This rule does not apply if the first wants more
+   than a share itself.
+3. If all clients that hold memory are waiting themselves, the largest of these is refused.
 
-Who pays loses its connection (1, 2) or hears BUSY (3).
+The chosen client loses its connection (1, 2) or receives BUSY (3).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 BRIEF_BYTES = 64 << 10
-"""Smaller values never wait for room: slow clients of large values hold up no quick one of small values."""
+"""Size up to which values bypass the wait, so that slow large transfers cannot block small values."""
 SLOW_S = 1.0
 LEAST_SHARED_BYTES_PER_S = 1 << 20
-"""While others wait for room."""
+"""Required speed while other clients wait for memory."""
 _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """What one client holds. ``end`` disconnects it; any thread calls it."""
+    """Memory that a client holds. ``end`` disconnects the client; any thread may call it."""
 
     end: Callable[[], object]
     held_bytes: int = 0
     due_s: float = math.inf
-    """When what the client moves now is overdue; infinite while the client is not waited for."""
+    """Deadline of the client's transfer; infinite while the server does not wait for the client."""
     waits: bool = False
     is_ended: bool = False
 
@@ -50,7 +51,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Room:
-    """The rule: who has room, and who pays. Not thread-safe."""
+    """Policy: which client gets memory, and which gives way. Not thread-safe."""
 
     limit_bytes: int
     fair_s: float
@@ -59,7 +60,7 @@ class Room:
     waiting: list[Waiter] = field(default_factory=list)
 
     def fits(self, size_bytes: int) -> bool:
-        """What is larger than the limit is admitted alone."""
+        """Return True if ``size_bytes`` fit; a value larger than the limit is admitted alone."""
         return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
 
     def change(self, claim: Claim, by_bytes: int) -> None:
@@ -71,7 +72,10 @@ class Room:
             self.holders.pop(claim, None)
 
     def payer(self, now_s: float) -> Claim | None:
-        """Who pays so that the first that waits has room; None: room is on its way, or no client is to blame yet."""
+        """Return the client that must give way to the first waiting client.
+
+        None means that memory is about to be freed, or that no client is at fault yet.
+        """
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):
             return None
@@ -92,21 +96,20 @@ def _largest(claims: Iterable[Claim]) -> Claim | None:
 
 
 class ByteBudget:
-    """``Room`` for threads. ``fair_s``: how long the first waits before shares count."""
+    """Thread-safe ``Room``. ``fair_s``: how long the first client waits before shares count."""
 
     def __init__(self, limit_bytes: int, fair_s: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._room = Room(limit_bytes, fair_s)
         self._clock = clock
         self._freed = threading.Condition()
         self.ended_clients = 0
-        """Clients that paid."""
 
     @property
     def used_bytes(self) -> int:
         return self._room.used_bytes
 
     def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
-        """Wait for room; False where none came in about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
+        """Wait for memory; return False after about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
@@ -123,13 +126,13 @@ class ByteBudget:
 
     def _wait(self, waiter: Waiter, timeout_s: float) -> bool:
         room, claim = self._room, waiter.claim
-        ends_s = waiter.since_s + timeout_s
+        deadline_s = waiter.since_s + timeout_s
         room.waiting.append(waiter)
         claim.waits = True
         try:
             while not (room.waiting[0] is waiter and room.fits(waiter.size_bytes)):
                 now_s = self._clock()
-                if now_s >= ends_s or waiter.is_refused or claim.is_ended:
+                if now_s >= deadline_s or waiter.is_refused or claim.is_ended:
                     return False
                 if room.waiting[0] is waiter and (payer := room.payer(now_s)) is not None:
                     self._charge(payer)
@@ -152,5 +155,4 @@ class ByteBudget:
 
 
 def due_s(size_bytes: int) -> float:
-    """When ``size_bytes`` that a client is to move from now on are overdue."""
     return time.monotonic() + SLOW_S + size_bytes / LEAST_SHARED_BYTES_PER_S

@@ -1,20 +1,20 @@
-"""The commands of the Redis protocol over any store: what ``redis-cli``, redis-py, LMCache and others ask of a cache.
+"""The Redis commands over any store, as ``redis-cli``, redis-py, LMCache and others need them of a cache.
 
-Two kinds of keys:
+There are two kinds of keys:
 
-- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. Its value lies in the store as every other
-  door of SkyMemory stores it, without the trailer (a mark and a CRC) that ``store.redis`` puts behind it: the trailer
-  is checked and taken off here, and made again for each reader. So blocks stored through the daemon, by transformers
+- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The store holds its value in the same form
+  as for every other SkyMemory client: without the trailer (a mark and a CRC) that ``store.redis`` appends. The trailer
+  is checked and removed here, and computed again for each reader. So blocks stored through the daemon, by transformers
   or in the sky are the same blocks.
 - Any other key is a name, and its value a named value (``store.named``), as ``skymemory kv`` stores it.
 
-**EXISTS leases.** Clients ask EXISTS and then GET; LMCache's native client waits without end on a GET that misses. So a
-key for which EXISTS said 1 is leased for ``LEASE_S``, for its lifetime, or until the next GET. A store that leases
-nothing itself (Redis; satellites lease part of their memory) is read at once: the value is held in the daemon's own
-bounded memory, and where that is full EXISTS says 0. A leased GET that misses all the same ends the connection; it
-never says nil. Only a write or an EXPIRE of 0 ends a lease before: what a client deletes is gone.
+**EXISTS leases.** Clients call EXISTS and then GET; LMCache's native client waits forever if the GET misses. So a key
+for which EXISTS answered 1 is leased for ``LEASE_S``, for its lifetime, or until the next GET. If a store cannot lease
+(Redis; satellites lease only part of their memory), the value is read immediately and held in the daemon's own bounded
+memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection ends; the answer is never
+nil. Only a write or an EXPIRE of 0 ends a lease earlier: a deleted value is gone.
 
-MULTI and EXEC: ``transactions``. Lines that are no command: ``inline``. Who waits for room, and who pays: ``budget``.
+MULTI and EXEC: ``transactions``. Lines that are not commands: ``inline``. Waiting for memory: ``budget``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from skymemory.store.named import Listing, bare, named_payload
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
-"""Largest number of requests, and bytes of values, in one call of the store (``Run``)."""
+"""Limits of a store call: requests, and bytes of values."""
 _REDIS_VERSION = b"7.2.0"
-"""Clients choose by it what they may ask."""
+"""Version from which clients derive the commands that they may use."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _NOT_AN_INTEGER = "value is not an integer or out of range"
@@ -63,13 +63,11 @@ _MAX_CLIENT_NAME_BYTES = 1024
 
 
 class Close(Exception):
-    """The connection ends without another word."""
+    """End of the connection without a reply."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection's state."""
-
     number: int
     authenticated: bool
     claim: Claim
@@ -79,25 +77,22 @@ class Session:
     transaction: Transaction | None = None
     watch: Watch = field(default_factory=Watch)
     kept: ExitStack | None = None
-    """While EXEC holds the keys of its commands, which then wait for nothing: what is released once their replies are
-    sent.
+    """Resources of the replies to EXEC, released once they are sent.
+
+    It is set while EXEC holds the keys of its commands, which then do not wait.
     """
 
 
 @dataclass(slots=True)
 class Run:
-    """GETs, or plain SETs, that a client sent without waiting for replies: one call of the store, in which a
-    constellation is asked for all at once, not value by value.
-    """
+    """Pipelined GETs or plain SETs, executed in one store call, so that a constellation is asked for all at once."""
 
     verb: bytes
     requests: list[Sequence[Word]] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     size_bytes: int = 0
-    """Of the values set."""
 
     def takes(self, verb: bytes) -> bool:
-        """Whether a request may be the next of this run."""
         return verb == self.verb and len(self.keys) < RUN_VALUES and self.size_bytes < RUN_BYTES
 
     def add(self, key: Key, words: Sequence[Word]) -> None:
@@ -109,13 +104,12 @@ class Run:
 
 
 Pieces = list[Buffer]
-"""Buffers to send one after the other."""
 
 
 class Commands:
-    """The commands over ``store``, shared by all connections; every call may come from any thread.
+    """Commands over ``store``, shared by all connections. Thread-safe.
 
-    ``password``: what AUTH must give (and ``user``, where it names one); None: no AUTH.
+    ``password``: what AUTH must give (with the user ``default``, if it names a user); None: no AUTH.
     """
 
     def __init__(
@@ -138,15 +132,14 @@ class Commands:
         self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()
         self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
-        """No other process writes to the store."""
+        """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
-        """Its values are views of what it holds: nothing to wait for, to lease or to give back."""
+        """The store, if its values are views of its memory: they need no wait, no lease and no release."""
         self._unix_time = unix_time
         self._writing = KeyLocks()
-        """A write may be several calls of the store: a lookup for NX, the value, its lifetime."""
+        """Locks of keys being written, because a write may be several store calls (NX, value, lifetime)."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
-        """Connections now; the server counts them."""
         self.counters = SharedCounters()
 
     @property
@@ -154,13 +147,17 @@ class Commands:
         return self._password is not None
 
     def on_stranger(self) -> bool:
-        """Counts it; whether it is the first."""
+        """Count a stranger; return True if it is the first."""
         with self._strangers_lock:
             self.counters.add("strangers")
             return self.counters.get("strangers") == 1
 
     def check_inline(self, words: Sequence[Word]) -> None:
-        """Raises Stranger for a line of words that is no command: it may be another protocol's."""
+        """Check a line of words, which may belong to another protocol.
+
+        Raises:
+            Stranger: the line is not a command.
+        """
         if not words:
             return
         verb = _verb(words)
@@ -171,8 +168,9 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """What is stored in front of the value of ``size_bytes`` that is the next word, and how many of its last bytes
-        are not stored: so that it is received into its place and never copied.
+        """Return the header of the next word, a value, and how many of its last bytes are not stored.
+
+        The value can then be received after its header, without a copy.
 
         Raises:
             Refused, InvalidInput: the command will be refused; its value need not be received.
@@ -202,7 +200,7 @@ class Commands:
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Replies to one request, in parts: what holds a part's memory is given back when the next is asked for.
+        """Yield the replies to a request, in parts. A part's memory is released when the next is requested.
 
         Raises:
             Close: the connection ends.
@@ -237,7 +235,7 @@ class Commands:
             yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
-        """Verb and key of a request that may be part of a ``Run``; None for any other."""
+        """Return verb and key of a request that may join a ``Run``; None for any other."""
         if self._memory is not None or len(words) not in (2, 3):
             return None
         if not session.authenticated or session.transaction is not None:
@@ -249,7 +247,6 @@ class Commands:
             return None
 
     def call_run(self, session: Session, run: Run) -> Iterator[Pieces]:
-        """As ``call`` for each of the requests."""
         if len(run.requests) == 1:
             yield from self.call(session, run.requests[0])
             return
@@ -259,7 +256,7 @@ class Commands:
             return
         try:
             replies = self._set_run(session, run)
-        except InvalidInput:  # one of them: nothing is stored yet
+        except InvalidInput:  # a key is invalid: nothing is stored yet
             for words in run.requests:
                 yield from self.call(session, words)
             return
@@ -276,10 +273,9 @@ class Commands:
                 yield [error_reply(error)] * len(part)
 
     def _parts(self, keys: Sequence[Key]) -> Iterator[Sequence[Key]]:
-        """What is read and sent at once."""
         try:
             sizes = self._store.sizes([key.stored for key in keys])
-        except SkyMemoryError:  # reading says it
+        except SkyMemoryError:  # the read will report it
             sizes = [None] * len(keys)
         first = part_bytes = 0
         for number, size in enumerate(sizes, 1):
@@ -289,7 +285,6 @@ class Commands:
                 first, part_bytes = number, 0
 
     def _set_run(self, session: Session, run: Run) -> list[bytes]:
-        """The replies."""
         replies, stored, places = [_OK] * len(run.keys), list[tuple[bytes, Buffer]](), list[int]()
         for place, (key, words) in enumerate(zip(run.keys, run.requests, strict=True)):
             try:
@@ -298,9 +293,9 @@ class Commands:
             except Refused as refused:
                 replies[place] = error_reply(refused)
         with self._written(session, [key for key, _ in stored]):
-            done = self._put_lasting(stored)
-        for place, one in zip(places, done, strict=True):
-            if not one:
+            results = self._put_lasting(stored)
+        for place, is_stored in zip(places, results, strict=True):
+            if not is_stored:
                 replies[place] = error_reply(Refused(_NO_ROOM, "OOM"))
         return replies
 
@@ -313,15 +308,15 @@ class Commands:
         version = _bytes(words[0]) if words else b"%d" % session.reply.version
         if version not in (b"2", b"3"):
             raise Refused("unsupported protocol version", "NOPROTO")
-        rest = [_bytes(word) for word in words[1:]]
+        options = [_bytes(word) for word in words[1:]]
         name = session.name
-        while rest:
-            what = rest[0].upper()
-            if what == b"AUTH" and len(rest) >= 3:
-                self._check_password(session, rest[1], rest[2])
-                rest = rest[3:]
-            elif what == b"SETNAME" and len(rest) >= 2:
-                name, rest = _client_name(rest[1]), rest[2:]
+        while options:
+            option = options[0].upper()
+            if option == b"AUTH" and len(options) >= 3:
+                self._check_password(session, options[1], options[2])
+                options = options[3:]
+            elif option == b"SETNAME" and len(options) >= 2:
+                name, options = _client_name(options[1]), options[2:]
             else:
                 raise Refused("syntax error in HELLO: expected [2|3 [AUTH user password] [SETNAME name]]")
         if not session.authenticated:
@@ -346,8 +341,8 @@ class Commands:
         yield [_OK]
 
     def _check_password(self, session: Session, user: bytes, password: bytes) -> None:
-        known = self._password is None or hmac.compare_digest(password, self._password)
-        if user != b"default" or not known:
+        is_correct = self._password is None or hmac.compare_digest(password, self._password)
+        if user != b"default" or not is_correct:
             raise Refused("invalid username-password pair", "WRONGPASS")
         session.authenticated = True
 
@@ -357,34 +352,33 @@ class Commands:
         yield [_OK]
 
     def _client(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        what = _bytes(words[0]).upper()
-        if what == b"SETNAME" and len(words) == 2:
+        subcommand = _bytes(words[0]).upper()
+        if subcommand == b"SETNAME" and len(words) == 2:
             session.name = _client_name(_bytes(words[1]))
             yield [_OK]
-        elif what == b"SETINFO" and len(words) == 3:
+        elif subcommand == b"SETINFO" and len(words) == 3:
             yield [_OK]
-        elif what == b"GETNAME" and len(words) == 1:
+        elif subcommand == b"GETNAME" and len(words) == 1:
             yield [protocol.bulk(session.name) if session.name else session.reply.null()]
-        elif what == b"ID" and len(words) == 1:
+        elif subcommand == b"ID" and len(words) == 1:
             yield [protocol.integer(session.number)]
         else:
             raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
 
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """What a client asks at its start; an empty list is a valid answer for all that we know of."""
+        """Answer the queries of starting clients; an empty list is valid for all known clients."""
         if words and _bytes(words[0]).upper() == b"COUNT":
             yield [protocol.integer(len(COMMANDS))]
         else:
             yield [protocol.array(())]
 
     def _config(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """GET of what benchmarks ask for; nothing can be set."""
         if _bytes(words[0]).upper() != b"GET":
             raise Refused("CONFIG: only GET; settings are options of `skymemory store serve`")
-        known = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
-        asked = {_bytes(word).lower() for word in words[1:]}
-        found = {key: protocol.bulk(value) for key, value in known.items() if key in asked or b"*" in asked}
-        yield [session.reply.mapping(found)]
+        settings = {b"save": b"", b"appendonly": b"no", b"databases": b"1"}
+        names = {_bytes(word).lower() for word in words[1:]}
+        answers = {key: protocol.bulk(value) for key, value in settings.items() if key in names or b"*" in names}
+        yield [session.reply.mapping(answers)]
 
     def _info(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         lines = [
@@ -423,15 +417,15 @@ class Commands:
             except (Refused, SkyMemoryError):
                 if session.kept is not None:
                     raise
-                raise Close from None  # an array that has begun cannot end in an error
+                raise Close from None  # an array that has begun cannot end with an error
 
     def _values(self, session: Session, keys: Sequence[Key]) -> Iterator[Pieces]:
         stored = [key.stored for key in keys]
         leases: dict[bytes, Lease | None] = {}
         booked_bytes, ticket = 0, None
         try:
-            for one in dict.fromkeys(stored):
-                leases[one] = self.leases.take(one)
+            for stored_key in dict.fromkeys(stored):
+                leases[stored_key] = self.leases.take(stored_key)
             values: Sequence[memoryview | None] | None = None
             if self._memory is not None and not any(leases.values()):
                 values = self._memory.get_now(stored)
@@ -445,13 +439,13 @@ class Commands:
                 values = self._loaded(ticket, leases)
             pieces: Pieces = []
             for key, value in zip(keys, values, strict=True):
-                shown = None if value is None else self._shown(key, value)
+                value_pieces = None if value is None else self._shown(key, value)
                 lease = leases[key.stored]
-                if shown is None and lease is not None and lease.until_s > self._clock():
+                if value_pieces is None and lease is not None and lease.until_s > self._clock():
                     self.counters.add("lost_leases")
                     raise Close
-                self.counters.add("misses" if shown is None else "hits")
-                pieces += [session.reply.null()] if shown is None else _bulk_pieces(shown)
+                self.counters.add("misses" if value_pieces is None else "hits")
+                pieces += [session.reply.null()] if value_pieces is None else _bulk_pieces(value_pieces)
             yield pieces
         finally:
             if session.kept is None:
@@ -462,7 +456,6 @@ class Commands:
     def _release(
         self, session: Session, ticket: LoadTicket | None, leases: dict[bytes, Lease | None], booked_bytes: int
     ) -> None:
-        """Ends the use of values that were sent."""
         if ticket is not None:
             self._store.release(ticket)
         for lease in filter(None, leases.values()):
@@ -475,23 +468,24 @@ class Commands:
             raise Refused(NO_BYTES, "BUSY")
 
     def _loaded(self, ticket: LoadTicket, leases: dict[bytes, Lease | None]) -> list[memoryview | None]:
-        """The values of a load; one that a lease holds is not read again."""
-        held = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
-        if len(held) == len(ticket.keys):
+        leased = {key: lease.value for key, lease in leases.items() if lease is not None and lease.value is not None}
+        if len(leased) == len(ticket.keys):
             self._store.release(ticket)
-            return [held[key] for key in ticket.keys]
-        return [held.get(key, value) for key, value in zip(ticket.keys, self._store.complete_load(ticket), strict=True)]
+            return [leased[key] for key in ticket.keys]
+        return [
+            leased.get(key, value) for key, value in zip(ticket.keys, self._store.complete_load(ticket), strict=True)
+        ]
 
     def _shown(self, key: Key, value: memoryview) -> Pieces | None:
-        """A stored value as the client gave it; None where it is not what its key says."""
+        """Return a stored value in the client's form; None if it does not fit its key."""
         if key.name:
             payload = named_payload(value, key.name)
             return None if isinstance(payload, str) else [payload]
         return [value, trailer_of(key.stored, value)]
 
     def _set(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        word, value, *rest = words
-        options, key = self._options("set", rest, _SET_OPTIONS), _key(word)
+        word, value, *option_words = words
+        options, key = self._options("set", option_words, _SET_OPTIONS), _key(word)
         if not options.get:
             yield [_OK if self._put(session, [(key, value)], options) else session.reply.null()]
             return
@@ -534,20 +528,18 @@ class Commands:
         yield from self._exchange(session, key, change)
 
     def _exchange(self, session: Session, key: Key, change: Callable[[bool], object]) -> Iterator[Pieces]:
-        """The value under ``key`` before ``change``, which is called with whether there is any; no other client writes
-        in between.
-        """
+        """Yield the value before ``change``, which gets True if there is a value; no other client writes in between."""
         with ExitStack() as reading:
             with self._written(session, [key.stored]):
-                shown = reading.enter_context(self._reading(session, key))
-                change(shown is not None)
-            yield [session.reply.null()] if shown is None else _bulk_pieces(shown)
+                pieces = reading.enter_context(self._reading(session, key))
+                change(pieces is not None)
+            yield [session.reply.null()] if pieces is None else _bulk_pieces(pieces)
             if session.kept is not None:
                 session.kept.push(reading.pop_all())
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
-        """The value under ``key`` as its client gave it, until the end."""
+        """Yield the value under ``key`` in its client's form, valid within the context."""
         (size_bytes,) = self._store.sizes([key.stored])
         self._book(session, size_bytes or 0)
         ticket = None
@@ -575,7 +567,6 @@ class Commands:
         return [_OK]
 
     def _setnx(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Also MSETNX."""
         yield [protocol.integer(self._put(session, _pairs(words, "msetnx"), Options(b"NX")))]
 
     def _mset(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -597,8 +588,8 @@ class Commands:
     def _add(self, session: Session, word: Word, by: int) -> Pieces:
         key = _key(word)
         with self._written(session, [key.stored]):
-            with self._reading(session, key) as shown:
-                text = b"".join(piece[: _INT64_BYTES + 1] for piece in shown) if shown is not None else b"0"
+            with self._reading(session, key) as pieces:
+                text = b"".join(piece[: _INT64_BYTES + 1] for piece in pieces) if pieces is not None else b"0"
             number = _int64(text) + by
             if not -(1 << 63) <= number < 1 << 63:
                 raise Refused("increment or decrement would overflow")
@@ -606,13 +597,12 @@ class Commands:
         return [protocol.integer(number)]
 
     def _put(self, session: Session, items: Sequence[tuple[Key, Word]], options: Options) -> bool:
-        """Stores ``items``, with their lifetime or not at all; False where the condition does not hold."""
+        """Store ``items`` with their lifetime, or not at all; return False if the condition does not hold."""
         stored = [(key.stored, _to_store(key, value)) for key, value in items]
         with self._written(session, [key for key, _ in stored]):
             return self._put_held(stored, options)
 
     def _put_held(self, stored: Sequence[tuple[bytes, Buffer]], options: Options) -> bool:
-        """As ``_put``, of keys that are held."""
         keys, ttl_s = [key for key, _ in stored], options.ttl_s
         if options.condition:
             wanted = Presence.HIT if options.condition == b"XX" else Presence.MISS
@@ -622,34 +612,35 @@ class Commands:
             self._delete_held(keys)
             return True
         if options.keeps:
-            left_s = min(map(self.lifetimes.left_s, keys))
-            ttl_s = left_s if 0 < left_s < math.inf else None
+            remaining_s = min(map(self.lifetimes.left_s, keys))
+            ttl_s = remaining_s if 0 < remaining_s < math.inf else None
         if not all(self._put_lasting(stored)):
             raise Refused(_NO_ROOM, "OOM")
         if ttl_s is not None and not self.lifetimes.give(keys, ttl_s):
-            gone = None not in self._store.delete(keys)
-            raise Refused(f"the store did not promise the lifetime: {'nothing' if gone else 'it may be'} stored")
+            is_deleted = None not in self._store.delete(keys)
+            raise Refused(f"the store did not promise the lifetime: {'nothing' if is_deleted else 'it may be'} stored")
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Stores them without lifetimes: those of the values before end."""
+        """Store values without lifetimes, ending the lifetimes of previous values."""
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
-                done = [True]
+                results = [True]
             else:
-                done = self._store.put_many(stored)
+                results = self._store.put_many(stored)
         finally:
             self.watches.on_write(keys)
-        self.counters.add("stored", sum(done))
-        self.counters.add("refused", len(done) - sum(done))
-        self.lifetimes.end([key for key, one in zip(keys, done, strict=True) if one])
-        return done
+        self.counters.add("stored", sum(results))
+        self.counters.add("refused", len(results) - sum(results))
+        self.lifetimes.end([key for key, is_stored in zip(keys, results, strict=True) if is_stored])
+        return results
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Holds ``keys`` against other writers, and ends their leases: those of before, and those that read what was
-        there while it was written.
+        """Lock ``keys`` against other writers, and end their leases before and after the write.
+
+        A lease that begins during the write may hold the previous value.
         """
         with self._held(session, keys):
             try:
@@ -662,7 +653,7 @@ class Commands:
 
     @contextmanager
     def _held(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Holds ``keys`` against other writers; EXEC holds those of its commands already."""
+        """Lock ``keys`` against other writers, unless EXEC has locked them already."""
         if session.kept is not None:
             yield
             return
@@ -698,23 +689,23 @@ class Commands:
     def _del(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         keys = [_key(word).stored for word in words]
         with self._written(session, keys):
-            gone = self._delete_held(keys)
-        yield [protocol.integer(gone.count(True))]
+            deleted = self._delete_held(keys)
+        yield [protocol.integer(deleted.count(True))]
 
     def _delete_held(self, keys: Sequence[bytes]) -> list[bool | None]:
         try:
-            gone = self._store.delete(keys)
+            deleted = self._store.delete(keys)
         except BaseException:
             self.watches.on_write(keys)
             raise
-        self.watches.on_write([key for key, known in zip(keys, gone, strict=True) if known is not False])
+        self.watches.on_write([key for key, is_deleted in zip(keys, deleted, strict=True) if is_deleted is not False])
         self.lifetimes.forget(keys)
-        return gone
+        return deleted
 
     def _touch(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         keys = [_key(word).stored for word in words]
         self._store.touch(keys)
-        yield [protocol.integer(sum(one is Presence.HIT for one in self._store.lookup(keys)))]
+        yield [protocol.integer(sum(presence is Presence.HIT for presence in self._store.lookup(keys)))]
 
     def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         yield self._expire_in(session, words, _whole(words[1]))
@@ -734,12 +725,12 @@ class Commands:
         if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
             raise Refused("syntax error: expected NX, or XX and one of GT and LT")
         with (self._written if ttl_s <= 0 else self._held)(session, [key]):
-            left_s = self.lifetimes.left_s(key)
+            remaining_s = self.lifetimes.left_s(key)
             holds = {
-                b"NX": math.isinf(left_s),
-                b"XX": left_s < math.inf,
-                b"GT": ttl_s > left_s,
-                b"LT": ttl_s < left_s,
+                b"NX": math.isinf(remaining_s),
+                b"XX": remaining_s < math.inf,
+                b"GT": ttl_s > remaining_s,
+                b"LT": ttl_s < remaining_s,
             }
             if not all(holds[condition] for condition in conditions):
                 return [protocol.integer(0)]
@@ -754,7 +745,6 @@ class Commands:
             yield [protocol.integer(self._persist_held(key))]
 
     def _persist_held(self, key: bytes) -> bool:
-        """Whether it had a lifetime, and has none."""
         return self.lifetimes.left_s(key) < math.inf and self._give_lifetime(key, math.inf)
 
     def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
@@ -764,12 +754,12 @@ class Commands:
         yield [protocol.integer(self._left(words[0], 1e-3))]
 
     def _left(self, word: Word, unit_s: float) -> int:
-        """-2: no such key; -1: no lifetime that was given here."""
+        """Return the lifetime; -2: no such key; -1: no known lifetime."""
         key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
             return -2
-        left_s = self.lifetimes.left_s(key)
-        return -1 if math.isinf(left_s) else max(0, math.floor(left_s / unit_s + 0.5))  # as Redis rounds
+        remaining_s = self.lifetimes.left_s(key)
+        return -1 if math.isinf(remaining_s) else max(0, math.floor(remaining_s / unit_s + 0.5))  # rounded as in Redis
 
     def _type(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         is_there = self._store.lookup([_key(words[0]).stored]) == [Presence.HIT]
@@ -817,16 +807,16 @@ class Commands:
             if transaction.abort:
                 raise Refused(f"Transaction discarded because of {transaction.abort}.", "EXECABORT")
             keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
-            with ExitStack() as kept:
+            with ExitStack() as resources:
                 with self._held(session, keys):
                     replies = None
                     if not self._is_changed(session.watch):
-                        session.kept = kept
+                        session.kept = resources
                         try:
                             replies = self._execute(session, transaction)
                         finally:
                             session.kept = None
-                # No key is held while the client takes its time.
+                # No key is locked while the client reads its replies.
                 if replies is None:
                     yield [session.reply.null_array()]
                 else:
@@ -837,11 +827,10 @@ class Commands:
     def _is_changed(self, watch: Watch) -> bool:
         if watch.is_changed or not watch.keys:
             return watch.is_changed
-        now = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
-        return now != list(watch.keys.values())
+        present = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]
+        return present != list(watch.keys.values())
 
     def _execute(self, session: Session, transaction: Transaction) -> Pieces:
-        """The replies of all its commands, one after the other."""
         replies: Pieces = []
         closes = False
         for words in transaction.requests:
@@ -850,7 +839,7 @@ class Commands:
                 replies += chain.from_iterable(parts)
             except (Refused, SkyMemoryError) as error:
                 replies.append(error_reply(error))
-            except Close:  # the others are executed all the same
+            except Close:  # the other commands are executed nevertheless
                 closes = True
         if closes:
             raise Close
@@ -860,24 +849,26 @@ class Commands:
 
     def _dbsize(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         figures = self._store.stats()
-        entries = figures.get("entries", figures.get("values"))  # what is here; of the sky, what its index knows
+        # Memory and disk: stored values; sky: values in its index.
+        entries = figures.get("entries", figures.get("values"))
         if entries is None:
             raise Refused(f"a {self._store.name} store does not count its values")
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """All names in one answer, with the cursor 0: a listing of satellites has no position to go on from. Blocks
-        have no names.
+        """List all names in one answer, with the cursor 0.
+
+        A listing of satellites has no position from which to continue. Blocks have no names.
         """
-        cursor, *rest = map(_bytes, words)
+        cursor, *option_words = map(_bytes, words)
         if not cursor.isdigit():
             raise Refused("invalid cursor")
         options = {b"MATCH": b"*", b"COUNT": b"10", b"TYPE": b"string"}
-        for option, value in zip(map(bytes.upper, rest[::2]), rest[1::2], strict=False):
+        for option, value in zip(map(bytes.upper, option_words[::2]), option_words[1::2], strict=False):
             if option not in options:
                 raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
             options[option] = value
-        if len(rest) % 2 or _whole(options[b"COUNT"]) < 1:
+        if len(option_words) % 2 or _whole(options[b"COUNT"]) < 1:
             raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
         head = protocol.array_head(2) + protocol.bulk(b"0")
         if cursor.strip(b"0") or options[b"TYPE"].lower() != b"string":
@@ -889,8 +880,9 @@ class Commands:
         yield from self._names(session, _bytes(words[0]))
 
     def _names(self, session: Session, glob: bytes, head: bytes = b"") -> Iterator[Pieces]:
-        """An array of the names that match, behind ``head``. They count as in flight, and are listed for one client at
-        a time.
+        """Yield an array of the matching names, after ``head``.
+
+        The names count as bytes in flight, and are listed for one client at a time.
         """
         matches = pattern_of(glob)
         if matches is None:
@@ -899,8 +891,8 @@ class Commands:
             self.counters.add("busy")
             raise Refused("other clients' names are being listed", "BUSY")
         try:
-            found = (client_key(value.name) for value in self._listing().names())
-            reply = head + protocol.array(protocol.bulk(name) for name in found if matches.match(name))
+            names = (client_key(value.name) for value in self._listing().names())
+            reply = head + protocol.array(protocol.bulk(name) for name in names if matches.match(name))
             self._book(session, len(reply))
         finally:
             self._listing_lock.release()
@@ -922,12 +914,12 @@ class Commands:
         if words and _bytes(words[0]).upper() not in (b"ASYNC", b"SYNC"):
             raise Refused("syntax error: FLUSHDB [ASYNC | SYNC]")
         store = bare(self._store)
-        found = (
-            store.stored_keys() if isinstance(store, BudgetedStore) else [one.key for one in self._listing().names()]
+        all_keys = (
+            store.stored_keys() if isinstance(store, BudgetedStore) else [name.key for name in self._listing().names()]
         )
         unknown = 0
-        for at in range(0, len(found), _FLUSHED_AT_ONCE):
-            keys = found[at : at + _FLUSHED_AT_ONCE]
+        for at in range(0, len(all_keys), _FLUSHED_AT_ONCE):
+            keys = all_keys[at : at + _FLUSHED_AT_ONCE]
             with self._written(session, keys):
                 unknown += self._delete_held(keys).count(None)
         if unknown:
@@ -936,7 +928,7 @@ class Commands:
 
 
 class Refused(Exception):
-    """A command is not executed, or not all of it; with the code of the error reply."""
+    """Error of a command that is not executed, or not completely. ``code``: of the error reply."""
 
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
@@ -944,7 +936,6 @@ class Refused(Exception):
 
 
 def error_reply(error: Refused | SkyMemoryError) -> bytes:
-    """The error reply."""
     if isinstance(error, Refused):
         return protocol.error(str(error), error.code)
     return protocol.error(str(error) if isinstance(error, InvalidInput) else f"{type(error).__name__}: {error}")
@@ -983,7 +974,7 @@ def _key(word: Word) -> Key:
 
 
 def _keys_of(transaction: Transaction) -> Iterator[bytes]:
-    """Stored keys of all its commands. One that is none is refused by its command."""
+    """Yield the stored keys of all commands; a command refuses its invalid keys."""
     for words in transaction.requests:
         keys = COMMANDS[_verb(words)].keys
         for word in words[keys.start : keys.stop : keys.step]:
@@ -998,18 +989,17 @@ def _pairs(words: Sequence[Word], verb: str) -> list[tuple[Key, Word]]:
 
 
 def _to_store(key: Key, value: Word) -> Buffer:
-    """A client's value as it is stored."""
-    found: Buffer | str
+    stored: Buffer | str
     if isinstance(value, Framed):
-        sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
-        found = value.data if sound else "corrupt"
+        is_sound = key.name or is_trailer_of(key.stored, value.data, value.trailer)
+        stored = value.data if is_sound else "corrupt"
     elif key.name:
-        found = key.front(memoryview(value).nbytes) + bytes(value)
+        stored = key.front(memoryview(value).nbytes) + bytes(value)
     else:
-        found = opened(key.stored, value)
-    if isinstance(found, str):
+        stored = opened(key.stored, value)
+    if isinstance(stored, str):
         raise Refused("a block's value ends in a mark and a CRC of key and value, as the redis:// store sends it")
-    return found
+    return stored
 
 
 def _whole(word: Word) -> int:
@@ -1035,25 +1025,19 @@ _SET_OPTIONS = lifetimes.LIFETIMES | {b"KEEPTTL", b"NX", b"XX", b"GET"}
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a command is called, and what runs it."""
-
     form: str
-    """Its arguments, for the documentation."""
     least: int
-    """Arguments."""
     most: int
     run: Callable[[Commands, Session, Sequence[Word]], Iterator[Pieces]]
     keys: range = _NONE
-    """Positions of keys; the verb's is 0."""
+    """Positions of keys; the verb's position is 0."""
     values: range = _NONE
     """Positions of values, which are received as they are stored."""
     is_at_once: bool = False
-    """Also between MULTI and EXEC."""
+    """True if executed immediately between MULTI and EXEC, too."""
     is_never_queued: bool = False
     needs_no_password: bool = False
-    """Also before AUTH."""
     differs: str = ""
-    """From Redis, for the documentation."""
 
 
 _LASTS = "of satellites it knows lifetimes given through this daemon; refused where the store has none"

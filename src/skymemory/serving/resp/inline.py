@@ -1,7 +1,7 @@
-"""Inline commands: lines of words, as telnet sends them; and which lines are another protocol's.
+"""Inline commands: lines of words, as telnet sends them; and the detection of other protocols.
 
-A web page may send HTTP requests, and TLS, to any port of the computer that shows it. So a line of HTTP, or whatever
-begins with a byte that no line begins with, ends the connection: a command behind it is the page's, not the user's.
+A web page may send HTTP requests and TLS to any port of the computer that displays it. So a line of HTTP, or a first
+byte that cannot begin a line, ends the connection: a command after it would come from the page, not from the user.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import string
 
 _HTTP = re.compile(rb"\sHTTP/[0-9](?:\.[0-9])?\s*$|^\s*host:", re.IGNORECASE)
-"""A request line of any method, also one that is a command's name; or the header that all requests have."""
+"""Request line of any method, even if that is a command's name; or the header of all requests."""
 _FIRST = frozenset(string.printable.encode())
 _SPACE = frozenset(string.whitespace.encode())
 _ESCAPED = {ord(short): code for short, code in zip("nrtba", b"\n\r\t\b\a", strict=True)}
@@ -20,7 +20,7 @@ _BACKSLASH, _QUOTE, _APOSTROPHE = b"\\\"'"
 
 
 def may_begin_with(byte: int) -> bool:
-    """Whether a line of words may begin so: neither TLS, HTTP/2's frames, STUN nor databases' greetings do."""
+    """Return True if a line of words may begin with ``byte``; TLS, HTTP/2, STUN and database greetings do not."""
     return byte in _FIRST
 
 
@@ -29,8 +29,9 @@ def is_http(line: bytes) -> bool:
 
 
 def words_of(line: bytes) -> list[bytes] | None:
-    """The words of ``line``. Within ``"…"`` a backslash escapes (``\\n``, ``\\x00`` …), within ``'…'`` only an
-    apostrophe. None: a quote is not closed, or a word follows its end without a space.
+    r"""Return the words of ``line``; None if a quote is not closed or no space follows it.
+
+    Within ``"…"`` a backslash escapes (``\n``, ``\x00`` …), within ``'…'`` only an apostrophe.
     """
     if b'"' not in line and b"'" not in line:
         return line.split()
@@ -43,9 +44,9 @@ def words_of(line: bytes) -> list[bytes] | None:
             return words
         word = bytearray()
         while at < len(line) and line[at] not in _SPACE:
-            if (plain := _UNQUOTED.match(line, at)) is not None:
-                word += plain[0]
-                at = plain.end()
+            if (unquoted := _UNQUOTED.match(line, at)) is not None:
+                word += unquoted[0]
+                at = unquoted.end()
                 continue
             at = _quoted(line, at, word)
             if at < 0 or (at < len(line) and line[at] not in _SPACE):
@@ -54,7 +55,7 @@ def words_of(line: bytes) -> list[bytes] | None:
 
 
 def _quoted(line: bytes, at: int, word: bytearray) -> int:
-    """Adds the quoted text that begins at ``at``; where it ends, or -1 where it does not."""
+    """Append the quoted text that begins at ``at``; return the position after it, or -1 if the quote is not closed."""
     quote = line[at]
     at += 1
     while at < len(line):

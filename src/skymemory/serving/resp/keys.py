@@ -1,4 +1,4 @@
-"""Keys of the protocol and the store's keys (``commands`` says which is which)."""
+"""Mapping between the protocol's keys and the store's keys (``commands`` defines it)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from skymemory.store.named import named_key
 from skymemory.store.redis import NAMESPACE, TRAILER_BYTES
 
 _ODD_NAME = "\0bytes:"
-"""In front of the name of a key that is not text."""
+"""Prefix of the name of a key that is not text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of the protocol as the store knows it. ``name`` is empty for a block's key."""
+    """Key of the protocol and the store. ``name`` is empty for a block's key."""
 
     stored: bytes
     name: str = ""
@@ -40,19 +40,19 @@ class Key:
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
-        """Bytes that the stored value has more than the client's (a block's: fewer)."""
+        """Return how many bytes the stored value has more than the client's (negative for a block)."""
         return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
 
     def front(self, size_bytes: int) -> bytes:
-        """What is stored in front of ``size_bytes`` bytes of a client's value."""
+        """Return the header that is stored before a client's value of ``size_bytes``."""
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 
 _key_of = lru_cache(256)(Key.of_bytes)
-"""A SET asks before its value arrives and after, and a GET follows an EXISTS: a digest each."""
+"""Cache of ``Key.of_bytes``, which computes a digest: a SET needs it before and after its value, a GET after EXISTS."""
 
 
 def client_key(name: str) -> bytes:
-    """The key by which a client knows a named value."""
+    """Return the key by which a client knows a named value."""
     odd = name.startswith(_ODD_NAME)
     return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()

@@ -1,4 +1,4 @@
-"""Keys for which EXISTS said 1 (``commands``: EXISTS leases)."""
+"""Leases of keys for which EXISTS has answered 1 (``commands``: EXISTS leases)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LEASES = 1 << 16
 
 
 class Leases:
-    """A lease is a load that has begun, or the value itself. Bounded; thread-safe."""
+    """Leases of all clients. A lease is a started load, or the value itself. Bounded; thread-safe."""
 
     def __init__(
         self,
@@ -23,23 +23,26 @@ class Leases:
         clock: Callable[[], float],
         left_s: Callable[[Sequence[bytes]], Sequence[float]],
     ) -> None:
-        """``left_s``: of the lifetimes of values, by their keys."""
+        """Create the table. ``left_s``: returns the remaining lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
         self._protects = bare(store).leases
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
-        """By stored key, the one that began first in front."""
+        """Leases by stored key, oldest first."""
         self._beginning: dict[bytes, object] = {}
-        """Keys that are being leased now, each with a mark of its last ``begin``; a write takes the mark away."""
+        """Keys being leased now, with the mark of their last ``begin``; a write removes the mark."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Lease those that are there; per key, whether the next GET will find it."""
-        there = [presence is Presence.HIT for presence in self._store.lookup(keys)]
-        left_s = self._left_s(keys) if any(there) else [0.0] * len(keys)
-        return [yes and self._begin(key, left) for key, yes, left in zip(keys, there, left_s, strict=True)]
+        """Lease the keys that exist; return for each key whether the next GET will find it."""
+        exists = [presence is Presence.HIT for presence in self._store.lookup(keys)]
+        lifetimes_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
+        return [
+            is_present and self._begin(key, remaining_s)
+            for key, is_present, remaining_s in zip(keys, exists, lifetimes_s, strict=True)
+        ]
 
     def _begin(self, key: bytes, left_s: float) -> bool:
         now_s = self._clock()
@@ -59,12 +62,12 @@ class Leases:
         added = False
         try:
             if self._protects:
-                # It may have been evicted since the lookup: only what is there now is protected.
-                there = self._store.lookup([key]) == [Presence.HIT]
+                # The value may have been evicted since the lookup: prepare_load protects only values that still exist.
+                exists = self._store.lookup([key]) == [Presence.HIT]
             else:
                 (lease.value,) = self._store.complete_load(ticket)
-                there = lease.value is not None
-            added = there and self._add(key, lease, mark)
+                exists = lease.value is not None
+            added = exists and self._add(key, lease, mark)
             return added
         finally:
             with self._lock:
@@ -76,7 +79,7 @@ class Leases:
     def _add(self, key: bytes, lease: Lease, mark: object) -> bool:
         size_bytes = 0 if lease.value is None else lease.value.nbytes
         with self._lock:
-            # Written or deleted meanwhile: what was read may be the value before.
+            # If the key was written or deleted meanwhile, the loaded value may be the previous value.
             fits = self._beginning.get(key) is mark and self._used_bytes + size_bytes <= self._held_bytes
             if fits:
                 self._drop(key)
@@ -85,26 +88,26 @@ class Leases:
         return fits
 
     def take(self, key: bytes) -> Lease | None:
-        """The lease of ``key``, which ends: the caller completes or releases its ticket."""
+        """Remove and return the lease of ``key``; the caller completes or releases its ticket."""
         if not self._leases:
             return None
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
             lease = self._leases.get(key)
-            if lease is not None and lease.until_s <= now_s:  # behind others that end later
+            if lease is not None and lease.until_s <= now_s:  # it may stand after leases that end later
                 self._drop(key)
             return self._pop(key)
 
     def shorten(self, key: bytes, left_s: float) -> None:
-        """The value under ``key`` will expire in ``left_s``, and its lease with it."""
+        """End the lease of ``key`` in ``left_s`` at the latest, when its value expires."""
         with self._lock:
             lease = self._leases.get(key)
             if lease is not None:
                 lease.until_s = min(lease.until_s, self._clock() + left_s)
 
     def end(self, key: bytes) -> None:
-        """Another value is stored under ``key``, or none; to be called before and after the store has it."""
+        """Drop the lease of a key that is written or deleted. Call it before and after the store is changed."""
         if not self._leases and not self._beginning:
             return
         with self._lock:
@@ -116,7 +119,7 @@ class Leases:
             self._drop(key)
 
     def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """The oldest few: enough that all expire over time, without walking all at each call."""
+        """Yield the oldest leases: few per call, but enough that all expired leases are dropped over time."""
         for number, item in enumerate(self._leases.items()):
             if number == 64:
                 return
@@ -140,7 +143,10 @@ class Leases:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """``value`` is set where the store protects nothing: then the load has ended, and the ticket keeps its views."""
+    """Lease of a key.
+
+    ``value`` is set if the store cannot protect values: then the load has ended, and the ticket keeps its views valid.
+    """
 
     until_s: float
     ticket: LoadTicket

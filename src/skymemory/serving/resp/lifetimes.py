@@ -1,4 +1,4 @@
-"""Lifetimes of keys, as clients give them and as TTL reports them. The store ends them."""
+"""Lifetimes of keys, as clients set them and as TTL reports them. The store deletes expired values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named import bare
 
 MAX_GIVEN = 1 << 16
-"""Lifetimes under way that were given through one daemon, in a store that cannot say them."""
+"""Limit of active lifetimes given by a daemon to a store that cannot report them."""
 
 
 class Lifetimes:
-    """What the store says of its lifetimes. Of a store that cannot say them (satellites): those that were given here,
-    about ``MAX_GIVEN`` at most. Thread-safe.
+    """Lifetimes as the store reports them. Thread-safe.
+
+    For a store that cannot report them (satellites), the lifetimes that were set here, at most about ``MAX_GIVEN``.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -35,22 +36,22 @@ class Lifetimes:
     @property
     def is_full(self) -> bool:
         with self._lock:
-            self._given.ended(self._clock())  # which forgets them
+            self._given.ended(self._clock())  # drops the ended lifetimes
             return len(self._given) >= MAX_GIVEN
 
     def left_s(self, key: bytes) -> float:
-        """Infinite: none, or none that is known."""
+        """Return the remaining seconds; infinite if no lifetime is known."""
         return self.all_left_s([key])[0]
 
     def all_left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """``left_s`` of each key, in one call of the store."""
+        """Return ``left_s`` of each key, with one store call."""
         if self._lasting is not None:
             return self._lasting.left_s(keys)
         now_s = self._clock()
         return [self._given.of(key) - now_s for key in keys]
 
     def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
-        """Whether the store promises that all ``keys`` end in ``ttl_s`` (infinite: never)."""
+        """Set the lifetime of ``keys`` (infinite: never); return True if the store promises it for all."""
         if self._lasting is not None:
             return all(self._lasting.expire(keys, ttl_s))
         if self._expiring is None or (ttl_s < math.inf and self.is_full):
@@ -63,7 +64,7 @@ class Lifetimes:
         return promised
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """Other values are stored under ``keys``."""
+        """Remove the lifetimes of ``keys``, because other values are stored under them."""
         mortal = [] if self._lasting is not None else [key for key in keys if self._given.of(key) < math.inf]
         if mortal:
             self.give(mortal, math.inf)
@@ -76,31 +77,27 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of SET and GETEX."""
-
     condition: bytes = b""
-    """NX or XX."""
     get: bool = False
     ttl_s: float | None = None
-    """0 or less: it has ended already."""
+    """Lifetime; 0 or less: it has already ended."""
     persist: bool = False
     keeps: bool = False
-    """KEEPTTL."""
 
 
 _UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """The options in ``words``; None where they are not of those ``allowed``, or contradict each other.
+    """Return the options in ``words``; None if an option is not ``allowed`` or contradicts another.
 
     Raises:
-        ValueError: a lifetime that is not a whole number above 0.
+        ValueError: a lifetime is not a whole number above 0.
     """
     condition, get, ttl_s, lifetime = b"", False, None, b""
-    rest = list(words)
-    while rest:
-        option = rest.pop(0).upper()
+    remaining = list(words)
+    while remaining:
+        option = remaining.pop(0).upper()
         if option not in allowed:
             return None
         if option in (b"NX", b"XX"):
@@ -114,9 +111,9 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
         else:
             lifetime = option
             if option in _UNITS:
-                if not rest:
+                if not remaining:
                     return None
-                number = whole(rest.pop(0))
+                number = whole(remaining.pop(0))
                 if number <= 0:
                     raise ValueError("invalid expire time")
                 ttl_s = number * _UNITS[option] - (unix_s if option.endswith(b"AT") else 0.0)
@@ -124,7 +121,11 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
 
 
 def whole(word: bytes) -> int:
-    """Raises ValueError for what is not a whole number of at most 15 digits."""
+    """Parse a whole number.
+
+    Raises:
+        ValueError: not a whole number of at most 15 digits.
+    """
     if not (word.removeprefix(b"-").isdigit() and len(word) <= 15):
         raise ValueError("value is not an integer or out of range")
     return int(word)

@@ -1,17 +1,17 @@
-"""Patterns of KEYS and SCAN: ``*``, ``?``, ``[abc]``, ``[^a-z]``, and ``\\`` in front of a literal, as in Redis."""
+r"""Patterns of KEYS and SCAN: ``*``, ``?``, ``[abc]``, ``[^a-z]``, and ``\`` before a literal, as in Redis."""
 
 from __future__ import annotations
 
 import re
 
 MAX_PATTERN_BYTES = 1024
-"""A pattern is compiled in time that grows with its square, and is remembered."""
+"""Size limit, because compiling takes quadratic time and compiled patterns are cached."""
 
 
 def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
-    """Matches whole names, in time linear in the name for each ``*``: what a ``*`` has skipped is not tried again.
+    """Compile a pattern that matches complete names, in time linear in the name for each ``*``.
 
-    None: the pattern is longer than ``MAX_PATTERN_BYTES``.
+    Text that a ``*`` has skipped is not tried again. Return None if the pattern is longer than ``MAX_PATTERN_BYTES``.
     """
     if len(glob) > MAX_PATTERN_BYTES:
         return None
@@ -24,22 +24,22 @@ def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
         elif byte == b"?":
             parts[-1] += b"."
         elif byte == b"[":
-            one, at = _one_of(glob, at)
-            parts[-1] += one
+            character_set, at = _one_of(glob, at)
+            parts[-1] += character_set
         else:
             if byte == b"\\" and at < len(glob):
                 byte, at = glob[at : at + 1], at + 1
             parts[-1] += re.escape(byte)
-    first, *others = parts
-    if not others:
+    first, *later_parts = parts
+    if not later_parts:
         return re.compile(first + rb"\Z", re.DOTALL)
-    *between, last = others
+    *between, last = later_parts
     inner = b"".join(b"(?>.*?" + part + b")" for part in between if part)
     return re.compile(first + inner + b".*" + last + rb"\Z", re.DOTALL)
 
 
 def _one_of(glob: bytes, at: int) -> tuple[bytes, int]:
-    """A set that begins behind ``[``, and where it ends; one that is not closed ends with the pattern."""
+    """Translate the set after ``[``; return it and its end. A set that is not closed ends with the pattern."""
     excluded = glob[at : at + 1] == b"^"
     at += excluded
     members = b""

@@ -1,9 +1,9 @@
-"""The Redis serialization protocol, versions 2 and 3, a server's side: requests in, replies out. No I/O.
+r"""Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
 
 A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (``inline``).
-``RequestParser`` takes bytes as they arrive. An argument of ``LARGE_BYTES`` or more is not collected here: ``next``
-returns a ``LargeArgument``, and the owner of the socket receives the rest of it right into its place, or lets
-``discard`` read over the request.
+``RequestParser`` takes bytes as they arrive. It does not collect an argument of ``LARGE_BYTES`` or more. Instead,
+``next`` returns a ``LargeArgument``, and the owner of the socket receives the remaining bytes directly into their final
+buffer, or lets ``discard`` skip the request.
 
 Source: redis.io/docs/latest/develop/reference/protocol-spec.
 """
@@ -19,62 +19,62 @@ from skymemory.serving.resp import inline
 from skymemory.store.base import Buffer
 
 LARGE_BYTES = 32 << 10
-"""Smaller arguments arrive with their request in one or two reads; copying them costs less than a call."""
+"""Size from which an argument is received separately.
+
+Smaller arguments arrive with their request in one or two reads; copying them costs less than a call.
+"""
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
-"""What is larger is no length. How large a value may be, the owner of the socket says (``discard``)."""
+"""Largest number accepted as a length; the socket's owner limits values (``discard``)."""
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
-"""Of all arguments of one request that are smaller than ``LARGE_BYTES``, together."""
+"""Limit of a request's arguments below ``LARGE_BYTES``, together."""
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
-"""Most arguments, and most bytes of one, before a client has said who it is (as Redis has it)."""
+"""Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
-"""Memory of an argument beside its bytes."""
 
 _CRLF = b"\r\n"
 
 
 class ProtocolError(SkyMemoryError):
-    """What a client sent is not the protocol, or exceeds a limit. The connection ends after the error is said."""
+    """Malformed request, or a limit exceeded. The connection ends after the error reply."""
 
 
 class Stranger(ProtocolError):
-    """A client speaks another protocol; nothing that it sent from there on is executed."""
+    """Request of another protocol. Nothing from that point on is executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """A value that was received as it is stored (``Commands.frame``): behind its header, or without its ``trailer``."""
+    """Value received as it is stored (``Commands.frame``): after its header, or without its ``trailer``."""
 
     data: bytes
     trailer: bytes = b""
 
 
 Word = Buffer | Framed
-"""An argument of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LargeArgument:
-    """An argument of ``size_bytes`` follows. ``head``: its first bytes, which have arrived already."""
+    """Announcement of a following argument of ``size_bytes``. ``head``: its first bytes, which have arrived already."""
 
     words: tuple[Word, ...]
-    """The arguments before it."""
     size_bytes: int
     head: bytes
 
 
 class NeedData:
-    """``next`` has no whole request: read from the socket and ``feed``."""
+    """Result of ``next`` without a complete request: read from the socket and ``feed``."""
 
 
 NEED_DATA = NeedData()
 
 
 class RequestParser:
-    """Requests from bytes, one at a time: ``feed``, then ``next`` until it needs data.
+    """Incremental parser of requests: ``feed``, then ``next`` until it needs data.
 
-    ``trusted``: whether the client has said who it is; may be changed between requests.
+    ``trusted``: true if the client is authenticated; may be changed between requests.
     """
 
     def __init__(self, max_bulk_bytes: int, *, trusted: bool = True) -> None:
@@ -84,17 +84,13 @@ class RequestParser:
         self._at = 0
         self._words: list[Word] = []
         self._missing = 0
-        """Arguments of the request under way that have not been read."""
         self._small_bytes = 0
         self._large: LargeArgument | None = None
         self._ends = False
-        """The CRLF behind a large argument is due."""
+        """True if the CRLF after a large argument must follow."""
         self._discards = False
-        """The request under way is not kept."""
         self._unread_bytes = 0
-        """Of a large argument that is not kept."""
         self.is_inline = False
-        """Whether the last request was a line."""
 
     def feed(self, data: Buffer) -> None:
         if self._at:
@@ -104,28 +100,26 @@ class RequestParser:
 
     @property
     def idle(self) -> bool:
-        """Whether it is between two requests."""
         return not self._missing and not self._ends and self._at == len(self._data)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the arguments of the request under way, without large ones."""
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
     def head_of(self, large: LargeArgument) -> bytes:
-        """Its first bytes: also those that were fed since ``next`` returned it."""
+        """Return the argument's first bytes, including bytes fed since ``next`` returned it."""
         more_bytes = len(self._data) - self._at - self.bytes_behind(large)
         with memoryview(self._data) as data:
-            more = bytes(data[self._at : self._at + more_bytes])
+            rest_of_head = bytes(data[self._at : self._at + more_bytes])
         self._at += more_bytes
-        return large.head + more
+        return large.head + rest_of_head
 
     def bytes_behind(self, large: LargeArgument) -> int:
-        """What is here already that follows it."""
+        """Return the number of received bytes that follow the argument."""
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, behind: Buffer = b"") -> None:
-        """The whole value of the last ``LargeArgument``, and what was received behind it."""
+        """Add the value of the last ``LargeArgument``, and the bytes received after it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
@@ -133,16 +127,16 @@ class RequestParser:
         self.feed(behind)
 
     def discard(self) -> None:
-        """Drops the request of the last ``LargeArgument``: ``next`` reads over the rest of it, however long it is."""
+        """Drop the request of the last ``LargeArgument``: ``next`` skips its remaining bytes."""
         assert self._large is not None
         self._unread_bytes = self._large.size_bytes - len(self._large.head) + len(_CRLF)
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """The next request's words (an empty list for an empty line), or what is needed for it.
+        """Return the next request's words (an empty list for an empty line), or what is needed for it.
 
         Raises:
-            ProtocolError: the message is for the client.
+            ProtocolError: a malformed request; the message is for the client.
         """
         if self._large is not None:
             return self._large
@@ -186,16 +180,15 @@ class RequestParser:
         return list(words)
 
     def _read_over(self) -> bool:
-        """Whether all of the request that is not kept has been read."""
         while self._missing:
             if not self._unread_bytes:
                 line = self._line()
                 if line is None:
                     return False
                 self._unread_bytes = self._bulk_bytes(line) + len(_CRLF)
-            read_bytes = min(self._unread_bytes, len(self._data) - self._at)
-            self._at += read_bytes
-            self._unread_bytes -= read_bytes
+            skipped_bytes = min(self._unread_bytes, len(self._data) - self._at)
+            self._at += skipped_bytes
+            self._unread_bytes -= skipped_bytes
             if self._unread_bytes:
                 return False
             self._missing -= 1
@@ -203,7 +196,7 @@ class RequestParser:
         return True
 
     def _whole_words(self) -> list[Word] | None:
-        """Takes all that a well-formed request needs no second look for, at once; its words, if that is all of it."""
+        """Take all arguments that are certainly complete in one call; return the words of a complete request."""
         most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
         most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
         before, under_way = self._at, self._missing
@@ -227,20 +220,19 @@ class RequestParser:
         return self._max_bulk_bytes if self.trusted else min(_STRANGERS_BYTES, self._max_bulk_bytes)
 
     def _argument(self) -> LargeArgument | NeedData | None:
-        """Reads one argument; None once it is read."""
         begin = self._at
         line = self._line()
         if line is None:
             return NEED_DATA
         size_bytes = self._bulk_bytes(line)
-        here = len(self._data) - self._at
+        available_bytes = len(self._data) - self._at
         if size_bytes >= LARGE_BYTES:
             with memoryview(self._data) as data:
                 head = bytes(data[self._at : self._at + size_bytes])
             self._at += len(head)
             self._large = LargeArgument(tuple(self._words), size_bytes, head)
             return self._large
-        if here < size_bytes + 2:
+        if available_bytes < size_bytes + 2:
             self._at = begin
             return NEED_DATA
         self._expect_crlf(self._at + size_bytes)
@@ -275,7 +267,7 @@ class RequestParser:
     def _number(line: bytes, most: int, what: str) -> int:
         digits = line[1:]
         if what == "multibulk" and digits[:1] == b"-" and digits[1:].isdigit():
-            return 0  # no request, as in Redis
+            return 0  # not a request, as in Redis
         if not (digits.isdigit() and len(digits) <= 12 and int(digits) <= most):
             raise ProtocolError(f"invalid {what} length, expected 0 to {most}")
         return int(digits)
@@ -285,8 +277,6 @@ class RequestParser:
 
 
 class Reply:
-    """Replies of one connection in its version of the protocol, as buffers to send in order."""
-
     def __init__(self, version: int = 2) -> None:
         self.version = version
 
@@ -297,7 +287,7 @@ class Reply:
         return b"_\r\n" if self.version == 3 else b"*-1\r\n"
 
     def mapping(self, pairs: Mapping[bytes, bytes]) -> bytes:
-        """A map; in version 2 an array of keys and values."""
+        """Return a map; in version 2, an array of keys and values."""
         head = b"%%%d\r\n" % len(pairs) if self.version == 3 else array_head(2 * len(pairs))
         return head + b"".join(bulk(key) + value for key, value in pairs.items())
 
@@ -307,7 +297,6 @@ def simple(text: str) -> bytes:
 
 
 def error(text: str, code: str = "ERR") -> bytes:
-    """An error; ``text`` becomes one line."""
     return f"-{code} {' '.join(text.split())}\r\n".encode()
 
 
@@ -316,7 +305,7 @@ def integer(number: int) -> bytes:
 
 
 def bulk_head(size_bytes: int) -> bytes:
-    """What goes before ``size_bytes`` bytes; CRLF goes behind them."""
+    """Return the bytes that precede the data; CRLF must follow it."""
     return b"$%d\r\n" % size_bytes
 
 
@@ -329,6 +318,5 @@ def array_head(length: int) -> bytes:
 
 
 def array(items: Iterable[bytes]) -> bytes:
-    """An array of replies."""
     items = list(items)
     return array_head(len(items)) + b"".join(items)

@@ -1,11 +1,12 @@
-"""Sockets of the store daemon: a thread for each connection, values received into their place and sent from where they
-lie.
+"""Sockets of the store daemon, with a thread for each connection.
 
-A thread that waits for a slow client, or for a satellite, holds up no other connection. What all connections share is
-bounded: how many there are, the bytes of values being received and sent, the size of a value. A client that neither
-reads nor writes in the middle of a value for ``stall_s``, or takes longer for all of it than ``stall_s`` and its bytes
-at ``LEAST_BYTES_PER_S``, is disconnected; one that is idle between requests is not. Where others wait for the room that
-it holds (``budget``), it is disconnected sooner.
+Values are received directly into their final buffer and sent without copying.
+
+A thread that waits for a slow client, or for a satellite, blocks no other connection. Everything that connections share
+is bounded: their number, the bytes of values in transfer, the size of a value. A client is disconnected if it neither
+reads nor writes within a value for ``stall_s``, or needs longer for the value than ``stall_s`` plus the time of its
+bytes at ``LEAST_BYTES_PER_S``. A client that is idle between requests stays connected. While others wait for the memory
+that it holds (``budget``), a client is disconnected sooner.
 """
 
 from __future__ import annotations
@@ -50,48 +51,50 @@ from skymemory.serving.resp.protocol import (
 log = logging.getLogger("skymemory.store.daemon")
 
 _READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
-"""Of one read; and of one where a large value may follow, whose first bytes are copied to their place."""
+"""Bytes of a read; and of a read before a large value, whose first bytes must be copied into place."""
 _CRLF_BYTES = 2
-"""Behind a value: received with it, in the same call."""
 _MAX_PIECES = 512
-"""Of one ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
+"""Most buffers of a ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
-"""Smaller replies are collected: several answers to a pipeline go out in one call."""
+"""Size below which replies are collected, so that answers to a pipeline go out in one call."""
 _PART_BYTES = 1 << 20
-"""Of one ``sendmsg``: to a Unix socket it has its timeout for every 32 KiB, and so would go on with a slow reader."""
+"""Most bytes of a ``sendmsg``.
+
+On a Unix socket its timeout applies to every 32 KiB, so a larger call would not notice a slow reader.
+"""
 _SEND_BUFFER_BYTES = 512 << 10
-"""Of a Unix socket, or what ``net.core.wmem_max`` allows. With the system's 208 KiB writer and reader wait for each
-other 14 times in a value of 2.9 MB; more than this falls out of the processor's cache before it is read.
+"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``.
+
+With the system's 208 KiB, writer and reader wait for each other 14 times in a value of 2.9 MB; a larger buffer falls
+out of the processor's cache before it is read.
 """
 _UNBOOKED_BYTES = 64 << 10
-"""Of a request's small arguments, beside the budget of bytes in flight."""
 _WHOLE_BYTES = 4 << 20
-"""Largest value that is received in one call; of larger ones the daemon sees whether they move."""
+"""Largest value that is received in one call. For larger values the daemon checks the progress."""
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _BLOCKED_S = 0.1
-"""After this long a reply that cannot be sent lets what the client sends be read meanwhile."""
+"""Time without progress after which input is read while a reply waits."""
 _REPLACED_S = 2.0
-"""For so long a daemon that replaces a socket file waits for others that do."""
+"""Time to wait for other daemons that replace socket files."""
 _GRACE_S, _END_S = 2.0, 8.0
-"""At the end: for replies under way, and for calls of the store."""
+"""Time limits at the end, for pending replies and for store calls."""
 
 LEAST_BYTES_PER_S = 64 << 10
-"""A client in the middle of a value, a request or a reply that is slower over its whole length is disconnected."""
+"""Lowest average speed of a client within a value, a request or a reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one daemon."""
-
     connections: int = 1024
     value_bytes: int = 256 << 20
     stall_s: float = 30.0
 
 
 class Pace:
-    """The time in which a client must send, or read, what is under way: ``stall_s``, and what its bytes take at
-    ``LEAST_BYTES_PER_S``. So one that moves a byte now and then does not hold memory without end.
+    """Deadline of a client's transfer: ``stall_s`` plus the time of its bytes at ``LEAST_BYTES_PER_S``.
+
+    So a client that moves a byte now and then cannot hold memory forever.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -102,7 +105,11 @@ class Pace:
         self._until_s = time.monotonic() + self._stall_s
 
     def moved(self, size_bytes: int) -> None:
-        """``size_bytes`` more are here, or sent; TimeoutError where that took too long."""
+        """Count transferred bytes.
+
+        Raises:
+            TimeoutError: the transfer is too slow.
+        """
         self._until_s += size_bytes / LEAST_BYTES_PER_S
         if time.monotonic() > self._until_s:
             raise TimeoutError("slower than a client may be in the middle of a request or a reply")
@@ -113,14 +120,12 @@ class Pace:
 
 @dataclass(slots=True)
 class Connection:
-    """A client's socket, which TLS replaces by another, and the thread that serves it."""
-
     sock: socket.socket
     thread: threading.Thread | None = None
 
 
 class Daemon:
-    """Serves ``commands`` on the listening sockets until ``stop``; once."""
+    """Server of ``commands`` on the listening sockets until ``stop``. Use it once."""
 
     def __init__(self, commands: Commands, limits: Limits = Limits(), tls: ssl.SSLContext | None = None) -> None:
         self._commands = commands
@@ -139,12 +144,14 @@ class Daemon:
         return len(self._open)
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accepts connections until ``stop`` is called, from a signal handler or another thread; then ends them all:
-        none uses the store afterwards, unless it has not answered for ``_END_S``.
+        """Accept connections until ``stop`` is called, from a signal handler or another thread; then end them.
+
+        No connection uses the store afterwards, unless the store has not answered for ``_END_S``.
         """
-        before = threading.stack_size(_STACK_BYTES)
+        previous_size = threading.stack_size(_STACK_BYTES)
         in_main = threading.current_thread() is threading.main_thread()
-        # A signal that comes right before `select` waits, or to another thread, would else be handled once it returns.
+        # Without the wakeup descriptor, a signal that arrives just before `select` waits, or in another thread, would
+        # be handled only after it returns.
         fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False) if in_main else -1
         try:
             with selectors.DefaultSelector() as selector:
@@ -159,7 +166,7 @@ class Daemon:
         finally:
             if in_main:
                 signal.set_wakeup_fd(fd)
-            threading.stack_size(before)
+            threading.stack_size(previous_size)
             self._stopping.set()
             for listener in (*listeners, self._wake, self._woken):
                 listener.close()
@@ -171,24 +178,24 @@ class Daemon:
             self._wake.send(b"\0")
 
     def _end_all(self) -> None:
-        """First nothing more is read, and replies under way are sent; then the connections end."""
-        for how, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
+        """End reading first, so that pending replies are sent; then the connections."""
+        for shutdown_mode, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
             with self._lock:
-                rest = list(self._open.values())
-            for connection in rest:
-                with suppress(OSError):  # by the plain socket's method: TLS's own would first forget its keys
-                    socket.socket.shutdown(connection.sock, how)
-            ends_s = time.monotonic() + patience_s
-            for connection in rest:
+                connections = list(self._open.values())
+            for connection in connections:
+                with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
+                    socket.socket.shutdown(connection.sock, shutdown_mode)
+            deadline_s = time.monotonic() + patience_s
+            for connection in connections:
                 if connection.thread is not None:
-                    connection.thread.join(max(0.0, ends_s - time.monotonic()))
+                    connection.thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._open:
             log.warning("%d connections still wait for the store", len(self._open))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError as error:  # no descriptors left, or a client that has gone
+        except OSError as error:  # no descriptors left, or a client that has disconnected
             log.warning("a connection could not be accepted: %s", error.strerror)
             self._stopping.wait(0.05)
             return
@@ -232,7 +239,7 @@ class Daemon:
         except (BlockingIOError, TimeoutError):
             self._counters.add("stalled_connections")
         except (OSError, Close):
-            pass  # the client has gone, or is to go
+            pass  # the client has disconnected, or must be disconnected
         except Exception:
             log.exception("connection %d ends by a fault of the daemon", number)
         finally:
@@ -240,18 +247,17 @@ class Daemon:
             self._forget(number)
 
     def _prepare(self, connection: Connection) -> None:
-        """Timeouts, and TLS if there is any."""
         sock = connection.sock
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None or sock.family == socket.AF_UNIX:
-            # Timeouts of the system, not of Python: a socket of Python's with a timeout asks ``poll`` before each call.
+            # Timeouts of the system, not of Python: a Python socket with a timeout calls ``poll`` before each call.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_BLOCKED_S))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._limits.stall_s))
             return
-        sock.settimeout(self._limits.stall_s)  # TLS begins again where the system's has passed
+        sock.settimeout(self._limits.stall_s)  # TLS retries after the system's timeout
         secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection.sock = secured
         secured.do_handshake()
@@ -262,8 +268,6 @@ def _timeval(seconds: float) -> bytes:
 
 
 class Conversation:
-    """One client's requests and replies."""
-
     def __init__(
         self, number: int, sock: socket.socket, commands: Commands, limits: Limits, stopping: threading.Event
     ) -> None:
@@ -278,18 +282,17 @@ class Conversation:
         self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
-        """Of the budget, for what has been received of the request under way."""
+        """Budget of the received part of the current request."""
         self._booked_small_bytes = 0
         self._queued_bytes = 0
-        """Of the budget, for commands that wait for EXEC."""
+        """Budget of commands that wait for EXEC."""
         self._collected: Run | None = None
-        """Requests that have come and are not answered: another of the kind seems to follow."""
+        """Received requests without an answer, because another of the same kind seems to follow."""
         self._collected_bytes = 0
-        """Of the budget, for these."""
         self._ahead_bytes = 0
-        """Of the budget, for what was read while replies were being sent."""
+        """Budget of data that was read while replies were being sent."""
         self._is_fed = False
-        """Something was, since the parser last said what it needs."""
+        """True if the parser has been fed since it last asked for data."""
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -304,7 +307,7 @@ class Conversation:
             self._on_stranger(stranger)
         except ProtocolError as error:
             self._end_with(protocol.error(f"Protocol error: {error}"))
-        except OSError:  # in the middle of a value: those that have come whole are stored
+        except OSError:  # in the middle of a value: values received completely are stored
             self._answer_collected()
             raise
         finally:
@@ -314,7 +317,7 @@ class Conversation:
             self._settle_ahead()
 
     def _step(self) -> bool:
-        """Takes one request, or what is needed for it; False where the client has gone, or is to go."""
+        """Process one request, or read what it needs; return False if the connection must end."""
         self._is_fed = False
         request = self._parser.next()
         if isinstance(request, NeedData | LargeArgument):
@@ -331,7 +334,7 @@ class Conversation:
         return True
 
     def _on_stranger(self, stranger: Stranger) -> None:
-        """Says it once, and counts it. What else has come, or is on its way, is dropped."""
+        """Count and log the stranger, and end the connection; its other data is dropped."""
         level = logging.WARNING if self._commands.on_stranger() else logging.DEBUG
         log.log(
             level,
@@ -343,26 +346,25 @@ class Conversation:
         self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
 
     def _end_for_others(self) -> None:
-        """From another thread, which waits for the room that this client holds."""
+        """Disconnect the client. Called by another thread, which waits for memory."""
         log.info("connection %d held room that others waited for, and moved too little", self._session.number)
-        with suppress(OSError):  # by the plain socket's method: TLS's own would first forget its keys
+        with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
-        """Keep the request for a run; False for one that is to be answered now, as those before it are."""
-        found = self._commands.run_key(self._session, words)
-        if self._collected is not None and not (found and self._collected.takes(found[0])):
+        """Keep the request for a run; return False if it must be answered now."""
+        match = self._commands.run_key(self._session, words)
+        if self._collected is not None and not (match and self._collected.takes(match[0])):
             self._answer_collected()
-        if found is None:
+        if match is None:
             return False
-        verb, key = found
+        verb, key = match
         self._collected = self._collected or Run(verb)
         self._collected.add(key, words)
         self._collected_bytes, self._booked_small_bytes = self._booked_bytes, 0
         return True
 
     def _follows(self, run: Run) -> bool:
-        """Whether more has come than what was parsed."""
         if run.verb == b"GET" and self._parser.idle:
             return False  # GETs arrive in one read
         return (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0) or bool(self._readable.poll(0))
@@ -386,7 +388,6 @@ class Conversation:
         self._pace.begin()
 
     def _read(self) -> bool:
-        """Some more of a request; False where the client has gone, or is to go."""
         self._outbox.flush()
         if self._is_fed:
             return True
@@ -403,7 +404,7 @@ class Conversation:
         try:
             data = self._sock.recv(self._read_bytes)
         except (BlockingIOError, TimeoutError):
-            # Between requests a client may take its time; in the middle of one it may not stall.
+            # Between requests a client may take its time; within a request it must not stall.
             if not idle:
                 raise
             return True
@@ -418,8 +419,10 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Reads what a client sends that does not read its replies yet, as one does that writes all of a pipeline
-        first; how many bytes. 0: there is no room for it, or no more will come.
+        """Read input while the client does not read its replies; some clients write a complete pipeline first.
+
+        Returns:
+            The number of bytes; 0 without budget or data.
         """
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
@@ -430,7 +433,7 @@ class Conversation:
             size_bytes = len(data)
             self._parser.feed(data)
             self._is_fed = True
-        except (BlockingIOError, TimeoutError):  # a part of what TLS sends at once
+        except (BlockingIOError, TimeoutError):  # TLS has received only a part of a record
             pass
         finally:
             self._ahead_bytes += size_bytes
@@ -438,14 +441,14 @@ class Conversation:
         return size_bytes
 
     def _settle_ahead(self, left_bytes: int = 0) -> None:
-        """What was read ahead is parsed, but for ``left_bytes``."""
         left_bytes = min(left_bytes, self._ahead_bytes)
         self._commands.budget.give_back(self._claim, self._ahead_bytes - left_bytes)
         self._ahead_bytes = left_bytes
 
     def _receive(self, large: LargeArgument) -> None:
-        """The rest of a large argument, into one piece of memory with what is stored in front of it; of a command that
-        is refused anyway, nothing is kept.
+        """Receive the remaining bytes of a large argument after its stored header, into one buffer.
+
+        Nothing is kept if the command will be refused anyway.
         """
         self._outbox.flush()
         try:
@@ -463,13 +466,13 @@ class Conversation:
         tail = bytearray(end_bytes - len(end) + _CRLF_BYTES if missing_bytes else 0)
         allowed_s = self._pace.allowed_s(missing_bytes)
         data = receive_all(self._sock, front + head, body_bytes - len(head), allowed_s, tail, self._claim)
-        end, behind = end + tail[: end_bytes - len(end)], tail[end_bytes - len(end) :]
-        self._parser.deliver(Framed(data, bytes(end)) if front or end_bytes else data, behind)
+        end, following = end + tail[: end_bytes - len(end)], tail[end_bytes - len(end) :]
+        self._parser.deliver(Framed(data, bytes(end)) if front or end_bytes else data, following)
         self._read_bytes = _FRONT_BYTES
         self._pace.begin()
 
     def _refuse(self, reply: bytes) -> None:
-        """Answers a request before all of it is here: a client reads the reply once it has sent the rest."""
+        """Answer a request that has not arrived completely: the client reads the reply after sending it."""
         self._answer_collected()
         self._outbox.send([reply])
         self._outbox.flush()
@@ -480,20 +483,20 @@ class Conversation:
         self._pace.begin()
 
     def _book(self, size_bytes: int) -> bool:
-        """Room in the budget; False where there is none. A client that holds some waits for no more."""
+        """Reserve budget; return False if there is none. A client that holds some does not wait for more."""
         patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
-        taken = self._commands.budget.take(self._claim, size_bytes, patience_s)
-        if not taken and self._collected is not None:
+        granted = self._commands.budget.take(self._claim, size_bytes, patience_s)
+        if not granted and self._collected is not None:
             self._answer_collected()
-            taken = self._commands.budget.take(self._claim, size_bytes, self._limits.stall_s)
-        if taken:
+            granted = self._commands.budget.take(self._claim, size_bytes, self._limits.stall_s)
+        if granted:
             self._booked_bytes += size_bytes
         else:
             self._commands.counters.add("busy")
-        return taken
+        return granted
 
     def _settle(self) -> None:
-        """The request has ended: what remains booked is that of commands which wait for EXEC."""
+        """Release the budget of an ended request, except for commands queued for EXEC."""
         budget, transaction = self._commands.budget, self._session.transaction
         booked_bytes = self._booked_bytes + self._queued_bytes
         queued_bytes = 0 if transaction is None else transaction.size_bytes
@@ -510,52 +513,56 @@ class Conversation:
         self._queued_bytes = queued_bytes
 
     def _end_with(self, last: bytes) -> None:
-        """Says ``last``, and lets the client read it: closing with unread bytes would reset the connection."""
+        """Send ``last`` and let the client read it: closing with unread bytes would reset the connection."""
         self._answer_collected()
         self._outbox.send([last])
         self._outbox.flush()
         socket.socket.shutdown(self._sock, socket.SHUT_WR)
-        left_bytes = _DRAINED_BYTES
+        remaining_bytes = _DRAINED_BYTES
         self._pace.begin()
-        while left_bytes > 0 and (data := self._sock.recv(_READ_BYTES)):
-            left_bytes -= len(data)
+        while remaining_bytes > 0 and (data := self._sock.recv(_READ_BYTES)):
+            remaining_bytes -= len(data)
             self._pace.moved(len(data))
 
 
 def receive_all(
     sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
 ) -> bytes:
-    """``head`` and the next ``size_bytes`` from the socket; what follows fills ``tail``. OSError where they do not
-    come, or not in time. ``claim`` is due for each part of them.
+    """Return ``head`` and the next ``size_bytes`` from the socket; the bytes after them fill ``tail``.
+
+    ``claim`` gets a deadline for each part.
+
+    Raises:
+        OSError: the bytes did not arrive, or not in time.
     """
     secured = isinstance(sock, ssl.SSLSocket)
     try:
         if size_bytes <= _WHOLE_BYTES and not secured:
             claim.due_s = due_s(size_bytes)
             return native.receive_all(sock.fileno(), head, size_bytes, timeout_s, tail)
-        until_s = time.monotonic() + timeout_s
-        data = io.BytesIO(bytes(len(head) + size_bytes))  # neither fills nor copies its memory
+        deadline_s = time.monotonic() + timeout_s
+        data = io.BytesIO(bytes(len(head) + size_bytes))  # BytesIO neither fills nor copies its memory
         data.getbuffer()[: len(head)] = head
-        for rest in (data.getbuffer()[len(head) :], memoryview(tail)):
-            while rest:
+        for remaining in (data.getbuffer()[len(head) :], memoryview(tail)):
+            while remaining:
                 claim.due_s = due_s(_PART_BYTES)
-                received = sock.recv_into(rest[:_PART_BYTES], 0, 0 if secured else socket.MSG_WAITALL)
+                received = sock.recv_into(remaining[:_PART_BYTES], 0, 0 if secured else socket.MSG_WAITALL)
                 if not received:
                     raise ConnectionError("the client went in the middle of a value")
-                rest = rest[received:]
-                if rest and time.monotonic() > until_s:
-                    raise TimeoutError(f"{len(rest)} bytes of the value did not come in time")
-            del rest
+                remaining = remaining[received:]
+                if remaining and time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{len(remaining)} bytes of the value did not come in time")
+            del remaining
         return data.getvalue()
     finally:
         claim.due_s = math.inf
 
 
 class Outbox:
-    """Replies on their way to one client: small ones collected, large ones sent from where they lie."""
+    """Replies to a client: small replies are collected, large replies are sent without copying."""
 
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
-        """``read_ahead``: called while the client does not read, and has sent something; how many bytes that took."""
+        """Create the outbox. ``read_ahead``: called if the client sends without reading; returns the bytes read."""
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
@@ -565,7 +572,7 @@ class Outbox:
         self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:
-        """Sends ``pieces``, at once if they are large: their memory may be given back afterwards."""
+        """Send ``pieces``, immediately if they are large: their memory may be released afterwards."""
         if sum(memoryview(piece).nbytes for piece in pieces) < _SMALL_BYTES:
             for piece in pieces:
                 self._small += piece
@@ -611,52 +618,54 @@ class Outbox:
         self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
 
     def _await_client(self) -> None:
-        """Until it takes something; what it sends meanwhile is read, for it may read nothing before that is done."""
+        """Wait until the client takes data. Read its input meanwhile: it may not read before it has sent everything."""
         now_s = time.monotonic()
-        until_s, read_again_s = now_s + self._stall_s, now_s
-        while now_s < until_s:
+        deadline_s, read_again_s = now_s + self._stall_s, now_s
+        while now_s < deadline_s:
             reads = now_s >= read_again_s
             self._movable.register(self._sock, select.POLLOUT | (select.POLLIN if reads else 0))
-            found = self._movable.poll(1000 * (until_s - now_s if reads else _BLOCKED_S))
-            if any(event & ~select.POLLIN for _, event in found):
-                return  # also where it has gone: sending says so
+            events = self._movable.poll(1000 * (deadline_s - now_s if reads else _BLOCKED_S))
+            if any(event & ~select.POLLIN for _, event in events):
+                return  # also if it has disconnected: sending reports that
             now_s = time.monotonic()
-            if found and (size_bytes := self._read_ahead()):
+            if events and (size_bytes := self._read_ahead()):
                 self._moved(size_bytes)
-                until_s = now_s + self._stall_s
-            elif found:
+                deadline_s = now_s + self._stall_s
+            elif events:
                 read_again_s = now_s + _BLOCKED_S
         raise TimeoutError("the client neither reads nor writes")
 
 
 def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
-    part, left_bytes = list[memoryview](), _PART_BYTES
+    part, remaining_bytes = list[memoryview](), _PART_BYTES
     for buffer in buffers[:_MAX_PIECES]:
-        part.append(buffer[:left_bytes])
-        left_bytes -= part[-1].nbytes
-        if not left_bytes:
+        part.append(buffer[:remaining_bytes])
+        remaining_bytes -= part[-1].nbytes
+        if not remaining_bytes:
             break
     return part
 
 
-# --- where it listens ---
+# --- listening sockets ---
 
 
 def listen_at(address: ListenAddress) -> socket.socket:
-    """Raises OSError where the address is taken or not ours. A socket file that no process listens at is replaced;
-    a new one is for this user alone.
+    """Return a listening socket. A new socket file is private to this user; a stale file is replaced.
+
+    Raises:
+        OSError: the address is in use or not an address of this computer.
     """
     if not address.path:
         return socket.create_server((address.host, address.port), family=address.family, backlog=512)
     path, listener = Path(address.path), socket.socket(socket.AF_UNIX)
     try:
-        with _alone_in(path.parent):  # a socket that is bound and does not listen yet looks like one that was left
+        with _alone_in(path.parent):  # a socket that is bound but not listening yet looks stale
             _remove_stale(path)
-            before = os.umask(0o177)
+            previous_mask = os.umask(0o177)
             try:
                 listener.bind(address.path)
             finally:
-                os.umask(before)
+                os.umask(previous_mask)
             listener.listen(512)
     except BaseException:
         listener.close()
@@ -666,10 +675,10 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other daemon replaces a socket in there meanwhile; one that holds the lock for long is not waited for."""
-    fd, until_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
+    """Lock the folder, so that no other daemon replaces a socket in it; continue without after ``_REPLACED_S``."""
+    fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:
-        while time.monotonic() < until_s:
+        while time.monotonic() < deadline_s:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -681,11 +690,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes a socket file that a killed daemon left; another that listens there is an error."""
+    """Remove a socket file that a killed daemon left.
+
+    Raises:
+        OSError: another process listens there.
+    """
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a daemon that is stopped, with a full queue, would let us wait
+        probe.setblocking(False)  # a stopped daemon with a full queue would block this call
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:

@@ -1,9 +1,9 @@
 """MULTI, EXEC and WATCH: commands that wait for EXEC, and keys that must not change before it.
 
-EXEC holds all keys of its commands, and those watched, against other writers through this daemon (``KeyLocks``): none
-of them writes between two of its commands. Readers do not take these locks: who asks for two keys meanwhile may see one
-of before and one of after. WATCH sees what this daemon's clients write, and what ends or is evicted; so it is refused
-for stores to which others write, too.
+EXEC locks all keys of its commands and all watched keys against other writers of this daemon (``KeyLocks``), so none of
+them writes between its commands. Readers do not take these locks: a client that reads two keys meanwhile may see one
+old and one new value. WATCH sees what this daemon's clients write, expiry and eviction. It is therefore refused for
+stores with other writers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from skymemory.serving.resp.protocol import Framed, Word
 
 MAX_WATCHED = 4096
-"""Of one client."""
 _REQUEST_BYTES = 256
-"""Memory of a request that waits, beside its words'."""
+"""Memory of a queued request besides its words."""
 _WORD_BYTES = 64
 
 
 @dataclass(slots=True)
 class Transaction:
-    """Commands between MULTI and EXEC. ``abort`` is why EXEC will refuse them; empty: it will not."""
+    """Commands between MULTI and EXEC. ``abort``: the reason why EXEC will refuse them; empty: none."""
 
     requests: list[Sequence[Word]] = field(default_factory=list)
     size_bytes: int = 0
@@ -34,7 +33,7 @@ class Transaction:
         self.size_bytes += _REQUEST_BYTES + sum(map(_size, words))
 
     def refuse(self, why: str) -> None:
-        """Nothing of it will be executed."""
+        """Drop the queued commands; EXEC will be refused."""
         self.abort = self.abort or why
         self.requests.clear()
         self.size_bytes = 0
@@ -46,21 +45,19 @@ def _size(word: Word) -> int:
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """The keys that one client watches: by stored key, whether a value was there."""
+    """Keys watched by a client, with True if a value existed."""
 
     keys: dict[bytes, bool] = field(default_factory=dict)
     is_changed: bool = False
 
 
 class Watches:
-    """Those of all clients. Thread-safe."""
-
     def __init__(self) -> None:
         self._by_key: dict[bytes, set[Watch]] = {}
         self._lock = threading.Lock()
 
     def add(self, watch: Watch, keys: Sequence[bytes]) -> bool:
-        """From here on ``on_write`` reaches it. False: more than ``MAX_WATCHED`` keys, none is added."""
+        """Report writes to ``keys`` to ``watch``; return False and add none if it exceeds ``MAX_WATCHED``."""
         with self._lock:
             new = [key for key in dict.fromkeys(keys) if key not in watch.keys]
             if len(watch.keys) + len(new) > MAX_WATCHED:
@@ -80,7 +77,7 @@ class Watches:
             watch.keys, watch.is_changed = {}, False
 
     def on_write(self, keys: Sequence[bytes]) -> None:
-        """To be called while the keys are held against other writers."""
+        """Mark the watches of these keys as changed. Call it while the keys are locked against other writers."""
         if not self._by_key:
             return
         with self._lock:

@@ -1,1 +1,1 @@
-"""A serving cluster in virtual time: machines that prefill, machines that decode, and what keeps their KV."""
+"""A serving cluster in virtual time: prefill machines, decode machines, and the storage of their KV."""

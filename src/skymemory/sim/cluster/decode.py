@@ -1,8 +1,9 @@
-"""Simulated instances that decode with continuous batching: coupled with prefill, or on machines of their own.
+"""Simulated instances that decode with continuous batching: coupled with prefill, or on separate machines.
 
-Decoding steps are planned up to the next change of the batch: the first end of an answer, or the step in which a
-request arrives that fits. An arrival or a failure replaces the plan; events of replaced plans are ignored by their
-version."""
+Steps are planned up to the next change of the batch: the first end of an answer, or the step in which a fitting request
+arrives. An arrival or a failure replaces the plan. Events carry their plan's version, so those of replaced plans are
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ StreamEvent = Callable[[Stream, float], None]
 
 
 class CoupledInstance:
-    """An instance that prefills and decodes.
+    """Instance that prefills and decodes.
 
-    Without ``mixed_tokens`` prefills go first and decoding waits; with it every step decodes and computes chunks of
-    prefills in the rest. ``prefilled`` returns the stream to decode, None for an answer of one token; ``ended`` is
-    called at its end.
+    Without ``mixed_tokens`` prefills go first and decoding waits. With it every step decodes, and spends the remaining
+    tokens on prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token. ``ended``
+    is called at the end of an answer.
     """
 
     def __init__(
@@ -45,13 +46,11 @@ class CoupledInstance:
         self.batch = Batch(steps, gaps)
         self.waiting = PrefillQueue()
         self.busy_s = 0.0
-        """Seconds of prefill."""
         self.decode_busy_s = 0.0
         self._underway: list[tuple[Job, int]] = []
-        """Prompts in prefill with their tokens done."""
         self._begun_s = 0.0
         self._planned = 0
-        """Decoding steps in the current plan; 0: prefill or idle."""
+        """Decoding steps in the current plan; 0: prefilling or idle."""
         self._idle = True
         self._version = 0
 
@@ -62,14 +61,14 @@ class CoupledInstance:
         self.waiting.push(job)
         if self._idle:
             self._next(now_s)
-        # A prefill does not wait for the plan's end, but for the step in progress: a step is not interrupted.
+        # A prefill waits for the step in progress, which is not interrupted, but not for the end of the plan.
         elif self._planned and self._fits(self.waiting.first):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:
                 self._decode_until(steps)
 
     def fail(self, now_s: float) -> tuple[list[Job], list[Stream]]:
-        """The instance fails. Returns its requests before and after the first token."""
+        """Fail. Return the requests before and after the first token."""
         if self._planned:
             self.decode_busy_s += now_s - self._begun_s
         elif self._underway and not self._mixed_tokens:
@@ -82,24 +81,22 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Predicted TTFT of the latest request: its age plus the estimated backlog."""
-        rest_s = sum(job.work_s for job, _ in self._underway)
+        """Return the TTFT predicted for the latest request: its age plus the estimated backlog."""
+        backlog_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
-            return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + rest_s
-        return now_s - self.waiting.newest().at_s + rest_s + self.waiting.work_s
+            return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + backlog_s
+        return now_s - self.waiting.newest().at_s + backlog_s + self.waiting.work_s
 
     def step_s(self, now_s: float) -> float:
         return self.batch.step_s()
 
     def _fits(self, job: Job) -> bool:
-        """Whether it fits with the batch and the prefills in progress."""
-        # Reserved with the whole answer, as is the batch: a request that fits is never preempted.
-        kept = sum(one.prompt_tokens + one.output_tokens for one, _ in self._underway)
-        wanted = self.batch.reserved + kept + job.prompt_tokens + job.output_tokens
+        # The whole answer is reserved, as in the batch, so a request that fits is never preempted.
+        underway_tokens = sum(underway.prompt_tokens + underway.output_tokens for underway, _ in self._underway)
+        wanted = self.batch.reserved + underway_tokens + job.prompt_tokens + job.output_tokens
         return wanted <= self._kv_tokens and len(self.batch) + len(self._underway) < self._most_batch
 
     def _next(self, now_s: float) -> None:
-        """Starts the next piece of work."""
         self._begun_s, self._idle = now_s, False
         if self._mixed_tokens and (self._underway or (self.waiting and self._fits(self.waiting.first))):
             self._mixed(now_s)
@@ -113,10 +110,9 @@ class CoupledInstance:
             self._idle = True
 
     def _take(self, now_s: float) -> Job:
-        """Takes the next request, and looks up its cached tokens."""
         job = self.waiting.pop()
-        held = self._pool.load(self.number, job.ids, None, now_s).held_tokens
-        job.begun_s, job.held_tokens = now_s, min(held, job.prompt_tokens - 1)
+        held_tokens = self._pool.load(self.number, job.ids, None, now_s).held_tokens
+        job.begun_s, job.held_tokens = now_s, min(held_tokens, job.prompt_tokens - 1)
         job.computed_tokens = job.prompt_tokens - job.held_tokens
         self._underway.append((job, job.held_tokens))
         return job
@@ -135,35 +131,34 @@ class CoupledInstance:
             self.batch.join(stream)
 
     def _mixed(self, now_s: float) -> None:
-        """One step of decoding and prefill chunks."""
-        # Decoding requests take one token of the budget each, prompts share the rest in order of arrival
-        # (Sarathi-Serve, OSDI'24; vLLM's chunked prefill). The step reads weights once for both, which is the point of
-        # mixing, and takes the longer of all reading and all computing.
+        # Each decoding request takes one token of the budget; prompts share the remaining tokens in order of arrival
+        # (Sarathi-Serve, OSDI'24; vLLM's chunked prefill). The step reads the weights once for both, which is the
+        # purpose of mixing, and lasts as long as the longer of all reading and all computing.
         size = len(self.batch)
-        left = self._mixed_tokens - size
+        budget = self._mixed_tokens - size
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._cost.decode_parts(size)
         read_s += read_per_s * self.batch.contexts
         flops_s += flops_per_s * self.batch.contexts
         speed = self._cost.machine.flops_per_s * self._cost.mfu
         done: list[Job] = []
         at, chunks_s = 0, 0.0
-        while left > 0:
+        while budget > 0:
             if at == len(self._underway):
                 if not (self.waiting and self._fits(self.waiting.first)):
                     break
-                taken = self._take(now_s)
-                beside_s = self._cost.fixed_s + self._cost.cached_token_s * taken.held_tokens
-                fixed_s += beside_s
-                chunks_s += beside_s
-                taken.spent_s += beside_s
+                started = self._take(now_s)
+                overhead_s = self._cost.fixed_s + self._cost.cached_token_s * started.held_tokens
+                fixed_s += overhead_s
+                chunks_s += overhead_s
+                started.spent_s += overhead_s
             job, position = self._underway[at]
-            end = min(position + left, job.prompt_tokens)
+            end = min(position + budget, job.prompt_tokens)
             work_s = self._cost.prefill_flops(end, position) / speed
             flops_s += work_s
             chunks_s += work_s
-            read_s += read_per_s * position  # a later chunk reads the KV of those before it
+            read_s += read_per_s * position  # a later chunk reads the KV of earlier chunks
             job.spent_s += work_s
-            left -= end - position
+            budget -= end - position
             self._underway[at] = (job, end)
             if end == job.prompt_tokens:
                 done.append(job)
@@ -175,9 +170,9 @@ class CoupledInstance:
         self.busy_s += chunks_s
         if len(self.batch):
             self.decode_busy_s += now_s - self._begun_s - chunks_s
-        gone = self.batch.mixed_step(self._begun_s, now_s)
+        done = self.batch.mixed_step(self._begun_s, now_s)
         self._underway = [entry for entry in self._underway if entry[0] not in jobs]
-        for stream in gone:
+        for stream in done:
             self._ended(stream, now_s)
         for job in jobs:
             self._first_token(job, now_s)
@@ -189,9 +184,9 @@ class CoupledInstance:
 
     def _decoded(self, now_s: float) -> None:
         self.decode_busy_s += now_s - self._begun_s
-        gone = self.batch.run(self._begun_s, self._planned, now_s)
+        done = self.batch.run(self._begun_s, self._planned, now_s)
         self._planned = 0
-        for stream in gone:
+        for stream in done:
             self._ended(stream, now_s)
         self._next(now_s)
 
@@ -202,14 +197,14 @@ class CoupledInstance:
 
 
 class DecodeInstance:
-    """An instance that only decodes, with a queue for when its memory is full.
+    """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival; the first that does not fit blocks those behind it. One
-    whose first token is computed here has that done before it joins: the batch waits, and has a step between any two
-    of them, as in an engine that takes one prompt a turn.
+    Requests join between steps, by priority, then arrival. The first that does not fit blocks all later requests. A
+    first token that is computed here precedes the join: the batch waits meanwhile, and runs one step between two such
+    requests, as in an engine that takes one prompt per turn.
 
-    ``kv_tokens``: its memory; ``most_batch``: limit of the batch. ``joined``, ``ended`` and ``first`` (its first token,
-    if computed here) are called with the stream.
+    ``kv_tokens`` is its memory, ``most_batch`` the limit of the batch. ``joined``, ``ended`` and ``first`` (first
+    token, if computed here) are called with the stream.
     """
 
     def __init__(
@@ -227,43 +222,39 @@ class DecodeInstance:
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
         self._joined, self._ended, self._first = joined, ended, first
         self._taking: Stream | None = None
-        """The one whose first token is being computed."""
         self.batch = Batch(steps, gaps)
         self.waiting: PriorityQueue[Stream] = PriorityQueue()
         self.busy_s = 0.0
         self._begun_s = 0.0
         self._planned = 0
-        """Planned steps from ``_begun_s`` on; 0: idle."""
+        """Steps planned from ``_begun_s`` on; 0: idle."""
         self._version = 0
-        """Number of the plan."""
 
     def takes(self, kv_tokens: int) -> bool:
-        """Whether its memory is large enough."""
         return kv_tokens <= self._kv_tokens
 
     def arrive(self, stream: Stream, now_s: float) -> None:
-        """The stream's KV has arrived. It must be one that it ``takes``, with a step to do."""
+        """Queue a stream whose KV has arrived, which ``takes`` and which has a step to do."""
         self.waiting.push(stream)
         if self._taking is not None:
             return
         if not self._planned:
             self._plan(now_s)
-        # Not the first in the queue: those before it do not fit either, so the plan stays.
+        # If it is not first in the queue, the requests before it do not fit either, so the plan stays.
         elif self.waiting.first is stream and self._fits(stream):
             steps = self.batch.steps_until(now_s - self._begun_s, self._planned)
             if steps < self._planned:
                 self._until(steps)
 
     def fail(self, now_s: float) -> list[Stream]:
-        """The instance fails. Returns its requests."""
-        taken = [] if self._taking is None else [self._taking]
-        if self._planned or taken:
+        taking = [] if self._taking is None else [self._taking]
+        if self._planned or taking:
             self.busy_s += now_s - self._begun_s
         self._planned, self._taking, self._version = 0, None, self._version + 1
-        return self.batch.clear() + taken + self.waiting.clear()
+        return self.batch.clear() + taking + self.waiting.clear()
 
     def turn_ends_s(self, now_s: float) -> float:
-        """When its loop is between two turns: at the end of the step in progress; now, if it is idle."""
+        """Return the end of the step in progress, when the loop is between two turns; now, if idle."""
         if self._taking is not None:
             size, contexts = len(self.batch) + 1, self.batch.contexts + self._taking.prompt_tokens + 1
             return self._begun_s + self._taking.work_s + self._steps.step_s(size, contexts)
@@ -272,13 +263,12 @@ class DecodeInstance:
         return self._begun_s + self.batch.seconds(self.batch.steps_until(now_s - self._begun_s, self._planned))
 
     def step_s(self, now_s: float) -> float:
-        """Seconds of the current step; 0: idle."""
         if not self._planned:
             return 0.0
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
     def needed_share(self) -> float:
-        """What its requests need, those that wait included, as a share of its KV memory, or of the longest batch."""
+        """Return the share of the KV memory that all requests need, or of the longest batch if that share is larger."""
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 
@@ -287,7 +277,7 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
-        """Between two steps: adds requests that fit, and plans the next steps."""
+        """Add requests that fit and plan the next steps, between two steps."""
         self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()
@@ -333,7 +323,7 @@ class DecodeInstance:
         if version != self._version:
             return
         self.busy_s += now_s - self._begun_s
-        gone = self.batch.run(self._begun_s, self._planned, now_s)
-        for stream in gone:
+        done = self.batch.run(self._begun_s, self._planned, now_s)
+        for stream in done:
             self._ended(stream, now_s)
         self._plan(now_s)

@@ -17,40 +17,34 @@ from skymemory.sim.cluster.pool import Loaded
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the cluster. Fields are of its last attempt, but ``spent_s`` sums all attempts."""
+    """A request in the cluster. Fields describe its last attempt, but ``spent_s`` sums all attempts."""
 
     number: int
-    """Order of arrival."""
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    """At least 1: a prefill gives a token."""
+    """Answer length, at least 1: the prefill gives a token."""
     ids: tuple[int, ...]
-    """Ids of its cacheable blocks."""
     asked: Request = field(repr=False)
     placement: Placement | None = None
     prefill: int = -1
     decode: int = -1
     attempts: int = 0
     work_s: float = 0.0
-    """Estimated seconds of its prefill."""
     loading: Loaded | None = None
-    """The load started at its placement."""
+    """Load that started at its placement."""
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Tokens loaded, by source."""
     computed_tokens: int = 0
     spent_s: float = 0.0
-    """Machine time of its prefills so far."""
     there_s: float = 0.0
     """Time at which all its KV has reached the decode instance."""
     prefilled: bool = False
     leaving: bool = False
-    """Prefilled, with KV still in transfer."""
+    """True while it is prefilled and its KV is in transfer."""
     decoding: bool = False
-    """Whether it has joined a batch."""
     over: bool = False
 
     @property
@@ -63,34 +57,29 @@ class Job:
         return self.placement
 
     def restart(self, placement: Placement, prefill: int) -> None:
-        """Starts a first or further attempt."""
         self.placement, self.prefill, self.attempts = placement, prefill, self.attempts + 1
         self.loading = None
         self.begun_s = self.first_token_s = -1.0
         self.prefilled = self.leaving = self.decoding = False
 
     def stream(self) -> Stream:
-        """Its answer, from the first token on."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
     def stream_after(self, work_s: float) -> Stream:
-        """Its answer, whose first token takes ``work_s`` at the decode instance."""
+        """Return its answer if the decode instance computes the first token in ``work_s``."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A request's answer in decoding."""
-
     number: int
     prompt_tokens: int
     output_tokens: int
     first_token_s: float
     priority: int = 0
     work_s: float = 0.0
-    """To compute its first token at the decode instance; 0: the prefill gave it."""
+    """Time of the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
-    """Longest time between two of its tokens."""
     joined: int = 0
     """Number of the batch's run in which it joined."""
     came: int = 0
@@ -105,19 +94,17 @@ Waiting = TypeVar("Waiting", Job, Stream)
 
 
 class PriorityQueue(Generic[Waiting]):
-    """Requests that wait at an instance: by priority, then arrival."""
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Waiting]] = []
-        """Negative priority, number of the arrival."""
+        """Entries of negative priority, number of the arrival, request."""
         self._came = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def __iter__(self) -> Iterator[Waiting]:
-        """In no particular order."""
-        return (one for *_, one in self._heap)
+        """Iterate in no particular order."""
+        return (request for *_, request in self._heap)
 
     @property
     def first(self) -> Waiting:
@@ -131,15 +118,12 @@ class PriorityQueue(Generic[Waiting]):
         return heapq.heappop(self._heap)[2]
 
     def clear(self) -> list[Waiting]:
-        """Empties it after a failure; returns the requests in their order."""
-        gone = [one for *_, one in sorted(self._heap, key=lambda entry: entry[:2])]
+        waiting = [request for *_, request in sorted(self._heap, key=lambda entry: entry[:2])]
         self._heap = []
-        return gone
+        return waiting
 
 
 class PrefillQueue(PriorityQueue[Job]):
-    """Requests that wait for their prefill, with their estimated backlog."""
-
     def __init__(self) -> None:
         super().__init__()
         self.work_s = 0.0
@@ -152,7 +136,9 @@ class PrefillQueue(PriorityQueue[Job]):
 
     def pop(self) -> Job:
         job = super().pop()
-        self.work_s = self.work_s - job.work_s if self._heap else 0.0  # exactly 0: errors of rounding would stay
+        self.work_s = (
+            self.work_s - job.work_s if self._heap else 0.0
+        )  # exactly 0, because rounding errors would accumulate
         return job
 
     def clear(self) -> list[Job]:
@@ -160,61 +146,57 @@ class PrefillQueue(PriorityQueue[Job]):
         return super().clear()
 
     def newest(self) -> Job:
-        """The one that arrived last; there must be one."""
+        """Return the latest arrival. The queue must not be empty."""
         newest = self._newest
-        if newest is None or newest.begun_s >= 0:  # served early due to its priority
+        if newest is None or newest.begun_s >= 0:  # served early because of its priority
             newest = max(self._heap, key=lambda entry: entry[1])[2]
         return newest
 
 
-# How a batch's times follow without simulating each step:
+# Closed forms that replace the simulation of each step:
 #
-#   contexts  grow by one token per request and step, so ``Steps`` sums any number of steps in closed form
-#   ends      are known when a request joins: after ``output_tokens - 1`` steps; a heap has the next one
-#   gaps      of all but the fresh ones are equal in a step: since the last step's end, with whatever other work came
-#             between; a fresh request's first gap is from its first token, which the prefill gave
+#   contexts  grow by one token per request and step, so ``Steps`` sums any number of steps
+#   ends      are known when a request joins: after ``output_tokens - 1`` steps; a heap gives the next end
+#   gaps      of all requests but the fresh ones are equal in a step: the time since the end of the last step, including
+#             other work in between; the first gap of a fresh request starts at its first token, from the prefill
 #   longest   gap of a request: the maximum since it joined, from a stack of decreasing peaks (as in a sliding-window
-#             maximum), so that a step costs O(1) amortised however large the batch is
+#             maximum), so a step costs O(1) amortised at any batch size
 
 
 class Batch:
-    """A decode batch: every step gives each request one token.
+    """A decode batch: every step gives each request a token.
 
-    The batch changes only between steps. Its owner runs a number of steps at once (``run``); times, contexts and gaps
-    follow in closed form, equal to a simulation of each step. A request's context is its prompt plus its tokens so far:
-    the prefill gave the first, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    It changes only between steps. Its owner runs several steps at once (``run``); times, contexts and gaps follow in
+    closed form, equal to a simulation of each step. A context is the prompt plus the tokens so far. The prefill gave
+    the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, Stream]] = []
-        """Heap by the step after which a request is done."""
+        """Heap, by the step after which a request is done."""
         self._fresh: list[Stream] = []
-        """Joined since the last run."""
         self._runs = 0
         self._done = 0
-        """Steps so far."""
         self.contexts = 0
-        """Context tokens in the next step."""
         self.reserved = 0
-        """Reserved memory in tokens."""
         self._last_s = 0.0
         """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
         self._peaks_s: list[float] = []
-        """A decreasing stack of the longest gaps and their positions (twice the run's number for its first step, plus
-        one for later steps), for the maximum since a request joined."""
+        """Decreasing stack of the longest gaps, for the maximum since a request joined.
+
+        ``_peak_runs`` has their positions: twice the number of the run for its first step, plus 1 for later steps.
+        """
 
     def __len__(self) -> int:
         return len(self._leave)
 
     def streams(self) -> list[Stream]:
-        """Its requests in the order of joining."""
         return [stream for _, _, stream in sorted(self._leave, key=lambda entry: entry[2].came)]
 
     def join(self, stream: Stream) -> None:
-        """Adds a request for the next steps, at least one."""
-        # ``came`` orders by the step of joining, then by the order within it.
+        # ``came`` orders by the step of joining, then by order within the step.
         stream.joined, stream.came = self._runs, self._done * 1_000_000 + len(self._fresh)
         self._fresh.append(stream)
         heapq.heappush(self._leave, (self._done + stream.output_tokens - 1, stream.number, stream))
@@ -228,18 +210,18 @@ class Batch:
         return self._steps.run_s(len(self._leave), self.contexts, steps)
 
     def steps_until(self, seconds: float, most: int) -> int:
-        """The fewest steps that take at least ``seconds``, between 1 and ``most``."""
+        """Return the fewest steps that take at least ``seconds``, between 1 and ``most``."""
         return self._steps.steps_until(len(self._leave), self.contexts, seconds, most)
 
     def step_s(self, steps: int = 0) -> float:
-        """Seconds of the step after ``steps`` more; 0 for an empty batch."""
+        """Return the seconds of the step after ``steps`` more steps; 0 for an empty batch."""
         size = len(self._leave)
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
-        """Accounts for ``steps`` steps from ``begun_s`` to ``end_s``; returns the requests that are done.
+        """Account for ``steps`` steps from ``begun_s`` to ``end_s``. Return the requests that are done.
 
-        At most ``steps_to_first_end``.
+        ``steps`` must not exceed ``steps_to_first_end``.
         """
         size, kv = len(self._leave), self.contexts
         first_s = self._steps.step_s(size, kv)
@@ -254,7 +236,7 @@ class Batch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[Stream]:
-        """Accounts for one step with other work in it; returns the requests that are done."""
+        """Account for one step that includes other work. Return the requests that are done."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)
@@ -265,7 +247,6 @@ class Batch:
         return self._leaving()
 
     def clear(self) -> list[Stream]:
-        """Empties the batch after a failure; returns its requests."""
         streams = self.streams()
         self._leave, self._fresh = [], []
         self.contexts = self.reserved = 0
@@ -273,18 +254,18 @@ class Batch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
-        """Gaps of the first step: since their first token for fresh requests, since the last step for others."""
-        fresh = self._fresh
-        for stream in fresh:
+        """Record the gaps of the first step: since the first token for fresh requests, else since the last step."""
+        joined = self._fresh
+        for stream in joined:
             gap_s = begun_s - stream.first_token_s + step_s
             stream.worst_s = gap_s
             self._gaps.add(gap_s)
-        others = len(self._leave) - len(fresh)
-        if others:
+        earlier = len(self._leave) - len(joined)
+        if earlier:
             gap_s = begun_s - self._last_s + step_s
-            self._gaps.add(gap_s, others)
+            self._gaps.add(gap_s, earlier)
             self._peak(2 * self._runs, gap_s)
-        if fresh:
+        if joined:
             self._fresh = []
 
     def _peak(self, when: int, gap_s: float) -> None:
@@ -297,10 +278,10 @@ class Batch:
 
     def _leaving(self) -> list[Stream]:
         leave, done = self._leave, self._done
-        gone: list[Stream] = []
+        ended: list[Stream] = []
         while leave and leave[0][0] <= done:
             stream = heapq.heappop(leave)[2]
-            gone.append(stream)
+            ended.append(stream)
             self.contexts -= stream.kv_tokens
             self.reserved -= stream.kv_tokens
             at = bisect_left(self._peak_runs, 2 * stream.joined + 1)
@@ -308,15 +289,15 @@ class Batch:
                 stream.worst_s = max(stream.worst_s, self._peaks_s[at])
         if not leave:
             self._peak_runs, self._peaks_s = [], []
-        return gone
+        return ended
 
 
 class Steps:
     """Durations of decoding steps on one kind of machine, in closed form.
 
-    Between changes of the batch its contexts grow by one token per request and step, so reading and computing are
-    linear in the step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split
-    where the lines cross. ``kv_tokens`` are the context tokens of the batch at the first step.
+    In an unchanged batch, contexts grow by a token per request and step. Reading and computing are then linear in the
+    step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split at the step
+    where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -329,22 +310,20 @@ class Steps:
         return fixed_s + (reading if reading > computing else computing)
 
     def run_s(self, batch: int, kv_tokens: float, steps: int) -> float:
-        """Seconds of ``steps`` steps."""
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
         if steps <= cut:
             return steps * (first + slope * (steps - 1) / 2)
-        rest = steps - cut
-        return cut * (first + slope * (cut - 1) / 2) + rest * (then + then_slope * (cut + steps - 1) / 2)
+        later_steps = steps - cut
+        return cut * (first + slope * (cut - 1) / 2) + later_steps * (then + then_slope * (cut + steps - 1) / 2)
 
     def steps_until(self, batch: int, kv_tokens: float, seconds: float, most: int) -> int:
-        """The fewest steps that together take ``seconds`` or longer, at most ``most``; at least one."""
         first, slope, cut, then, then_slope = self._lines(batch, kv_tokens)
-        begun = cut * (first + slope * (cut - 1) / 2) if cut < most else math.inf
-        if seconds <= begun:
+        until_cut_s = cut * (first + slope * (cut - 1) / 2) if cut < most else math.inf
+        if seconds <= until_cut_s:
             guess: float = _fewest(first, slope, 0, seconds)
         else:
-            guess = cut + _fewest(then, then_slope, cut, seconds - begun)
-        # The closed form may err by a step in floating point; these loops run at most once or twice.
+            guess = cut + _fewest(then, then_slope, cut, seconds - until_cut_s)
+        # The closed form may be off by one step in floating point; these loops run at most once or twice.
         steps = int(max(1, min(guess, most)))
         while steps > 1 and self.run_s(batch, kv_tokens, steps - 1) >= seconds:
             steps -= 1
@@ -353,7 +332,10 @@ class Steps:
         return steps
 
     def _lines(self, batch: int, kv_tokens: float) -> tuple[float, float, float, float, float]:
-        """Step ``i`` takes ``first + slope·i`` before step ``cut``, ``then + then_slope·i`` from there on."""
+        """Return ``first, slope, cut, then, then_slope``.
+
+        Step ``i`` takes ``first + slope·i`` before step ``cut``, and ``then + then_slope·i`` from there on.
+        """
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._of(batch)
         reading, computing = read_s + read_per_s * kv_tokens, flops_s + flops_per_s * kv_tokens
         if reading >= computing:
@@ -373,7 +355,7 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
-    """Approximate number of terms ``start + slope·i``, from ``i = begin``, that sum to ``seconds``."""
+    """Return the approximate number of terms ``start + slope·i``, from ``i = begin``, that sum to ``seconds``."""
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1
@@ -389,7 +371,7 @@ _WIDTH = math.log(1.01)
 class Gaps:
     """Histogram of the times between tokens of all requests, with classes 1 % wide.
 
-    Every token but the first counts. Counts and the mean of each class are exact.
+    Every token but the first counts. The counts and the mean of each class are exact.
     """
 
     def __init__(self) -> None:
@@ -397,12 +379,10 @@ class Gaps:
         self._sums_s: dict[int, float] = {}
 
     def add(self, gap_s: float, tokens: int = 1) -> None:
-        """Adds ``tokens`` gaps of ``gap_s``."""
         self._put(_class_of(gap_s), tokens, gap_s * tokens)
 
     def add_steps(self, steps: Steps, batch: int, kv_tokens: float, begin: int, end: int) -> None:
-        """Adds the gaps of steps ``begin`` to ``end - 1`` of a batch."""
-        # Halves until a piece falls into one class: gaps grow slowly, so hundreds of steps take a few calls.
+        # Halves until a piece falls into one class: gaps grow slowly, so hundreds of steps take few calls.
         if end <= begin:
             return
         first = _class_of(steps.step_s(batch, kv_tokens + begin * batch))
@@ -415,7 +395,7 @@ class Gaps:
         self.add_steps(steps, batch, kv_tokens, middle, end)
 
     def classes(self) -> tuple[Sequence[float], Sequence[int]]:
-        """Mean gap (s) and number of tokens of each non-empty class, ascending."""
+        """Return the mean gap (s) and the number of tokens of each non-empty class, ascending."""
         numbers = sorted(self._counts)
         counts = [self._counts[number] for number in numbers]
         return [self._sums_s[number] / self._counts[number] for number in numbers], counts

@@ -1,10 +1,10 @@
-"""All instances of a simulated cluster, with the fleets that schedulers choose from.
+"""All instances of a simulated cluster, and the fleets from which schedulers choose.
 
-In elastic pools every instance can do both: it is in both fleets, closed in the one whose role it does not have. Closed
-servers are there all the same, so other instances go on loading KV from their memory.
+In elastic pools every instance can do both: it belongs to both fleets and is closed in the fleet of the other role.
+Closed servers keep their KV, so other instances continue to load from their memory.
 
-Slots of the prefill fleet are node numbers of the KV pool. Slots of the decode fleet begin with the instances that
-decode at the start, so that an instance has the same slot whether pools are elastic or not.
+Slots of the prefill fleet are node numbers of the KV pool. Slots of the decode fleet start with the instances that
+decode at the start, so an instance has the same slot in fixed and elastic pools.
 """
 
 from __future__ import annotations
@@ -24,26 +24,22 @@ from skymemory.sim.cluster.setup import ClusterSetup
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Callbacks of the instances."""
-
     begun: Callable[[Job, float, float], None]
-    """A prefill starts: request, time, end."""
     prefilled: Callable[[Job, float], None]
     coupled_prefilled: Callable[[Job, float], Stream | None]
     joined: Callable[[Stream, float], None]
     answered: Callable[[Stream, float], None]
     first: Callable[[Stream, float], None]
-    """A decode instance has computed the first token of a stream."""
+    """First token of a stream, computed by a decode instance."""
 
 
 class Machines:
-    """Prefill and coupled instances have the numbers of their slots."""
+    """Instances of a run. Prefill and coupled instances are numbered by their slots."""
 
     def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         prefilling, decoding = setup.prefilling(), setup.decoding()
         self.elastic = setup.pools == "elastic"
         self.role: dict[str, Role] = {**dict.fromkeys(prefilling, "prefill"), **dict.fromkeys(decoding, "decode")}
-        """The role of each instance now."""
         self.prefill_names = prefilling + decoding * self.elastic
         self.decode_names = decoding + prefilling * self.elastic
         self.prefill_fleet, self.decode_fleet = Fleet(), Fleet()
@@ -54,9 +50,8 @@ class Machines:
         self.prefills: list[PrefillInstance] = []
         self.coupled: list[CoupledInstance] = []
         self.down: set[str] = set()
-        """Names of failed instances."""
         self._first_decode, self._handover = len(prefilling), setup.handover
-        # One for all machines: they are equal, and its coefficients are looked up for each step.
+        # Shared by all machines, which are equal: the coefficients are looked up for each step.
         steps = Steps(setup.cost)
         for number in range(len(self.prefill_names)):
             if setup.coupled:
@@ -75,23 +70,21 @@ class Machines:
         ]
 
     def node_of_decode(self, slot: int) -> int:
-        """The pool's node number of a decode slot."""
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
-        """The instances that prefill now, those that drain included."""
+        """Return the instances that prefill now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.prefills or self.coupled
-        return [self.prefills[one.slot] for one in self.prefill_fleet if self.role[one.name] == "prefill"]
+        return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]
 
     def decoding(self) -> list[DecodeInstance] | list[CoupledInstance]:
-        """The instances that decode now, those that drain included."""
         if self.coupled or not self.elastic:
             return self.decodes or self.coupled
-        return [self.decodes[one.slot] for one in self.decode_fleet if self.role[one.name] == "decode"]
+        return [self.decodes[server.slot] for server in self.decode_fleet if self.role[server.name] == "decode"]
 
     def kill(self, name: str, now_s: float) -> tuple[list[Job], list[Stream]]:
-        """An instance fails. Returns its requests before and after the first token."""
+        """Fail an instance. Return its requests before and after the first token."""
         self.down.add(name)
         jobs: list[Job] = []
         streams: list[Stream] = []
@@ -106,21 +99,20 @@ class Machines:
         return jobs, streams
 
     def revive(self, name: str) -> None:
-        """An instance returns, empty."""
         self.down.discard(name)
         for fleet in (self.prefill_fleet, self.decode_fleet):
             if name in fleet.servers:
                 fleet.servers[name].healthy = True
 
     def could_take(self, job: Job) -> bool:
-        """Whether an empty machine has memory for it."""
+        """Return True if an empty machine has enough memory for the request."""
         if self.coupled:
             return self.coupled[0].takes(job)
         at_prefill = job.output_tokens == 1 and self._handover is None
         return at_prefill or self.decodes[0].takes(job.prompt_tokens + job.output_tokens)
 
     def prefill_busy_s(self) -> list[float]:
-        return [one.busy_s for one in self.prefills] or [one.busy_s for one in self.coupled]
+        return [instance.busy_s for instance in self.prefills] or [instance.busy_s for instance in self.coupled]
 
     def decode_busy_s(self) -> list[float]:
-        return [one.busy_s for one in self.decodes] or [one.decode_busy_s for one in self.coupled]
+        return [instance.busy_s for instance in self.decodes] or [instance.decode_busy_s for instance in self.coupled]

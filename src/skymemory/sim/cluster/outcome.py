@@ -1,6 +1,6 @@
-"""Records of a simulated run (one per request, loads over time, spans of the instances), and its metrics.
+"""Records of a simulated run (per request, loads over time, spans of the instances), and its metrics.
 
-Metrics are of the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end;
+Metrics cover the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end.
 docs/reference/cluster-metrics.md defines them. ``write_chrome_trace`` exports a run for Perfetto.
 """
 
@@ -27,13 +27,13 @@ Status = Literal["completed", "refused", "refused_after_prefill", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """How one request ended. Missing times are None."""
+    """Outcome of a request. Missing times are None."""
 
     at_s: float
     status: Status
     prompt_tokens: int
     output_tokens: int
-    """Requested length of the answer; a completed request got it."""
+    """Requested length of the answer. A completed request got it."""
     prefill: int | None = None
     """Number of the prefill instance; None: it never started."""
     decode: int | None = None
@@ -44,14 +44,12 @@ class RequestOutcome:
     """Loaded tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
-    """From arrival to the start of the prefill."""
     prefill_s: float = 0.0
     """Compute time of its prefill, summed over a pipeline's machines."""
     ttft_s: float | None = None
     end_s: float | None = None
     """Time of its last token, refusal or failure."""
     tbt_mean_s: float | None = None
-    """Mean time between tokens; None with fewer than two tokens."""
     tbt_max_s: float | None = None
 
     @property
@@ -62,41 +60,33 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The cluster's load at one time, relative to the objectives (1: at the objective)."""
-
     t_s: float
     prefill: float
-    """Largest predicted TTFT of the prefill instances over its objective."""
+    """Largest predicted TTFT of the prefill instances over its objective (1: at the objective)."""
     decode: float
     """Largest time between tokens of the decode instances over its objective."""
     waiting: int = 0
-    """Requests queued for prefill."""
     decoding: int = 0
-    """Requests in batches."""
     prefill_mean: float = 0.0
-    """As ``prefill``, mean of the instances."""
+    """Mean over the instances, where ``prefill`` is the largest."""
     decode_mean: float = 0.0
     prefilling: int = 0
-    """Instances that prefill, those that drain included."""
+    """Instances that prefill, including draining instances."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of an instance, for timelines."""
-
     instance: str
     what: str
-    """``prefill``, ``decode``, ``load`` or ``transfer``."""
     begin_s: float
     end_s: float
     request: int
-    """Number of the request, by arrival."""
     notes: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpan:
-    """A time in which an instance of elastic pools had one role, its drain and set-up for the next one included."""
+    """Time in which an instance of elastic pools had one role, including its drain and the set-up for the next role."""
 
     instance: str
     role: Role
@@ -106,33 +96,24 @@ class RoleSpan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """One run of the simulator."""
-
     outcomes: Sequence[RequestOutcome]
-    """In order of arrival."""
     loads: Sequence[LoadSample]
     prefill_busy_s: Sequence[float]
-    """Seconds of prefill per prefill (or coupled) instance."""
     decode_busy_s: Sequence[float]
-    """Seconds of decoding per decode instance."""
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
     """Histogram of the times between tokens: mean of each class; may be empty."""
     gap_tokens: Sequence[int] = ()
-    """Its counts."""
     pool: Mapping[str, float] = field(default_factory=dict)
-    """The pool's counters."""
     roles: Sequence[RoleSpan] = ()
-    """Elastic pools: who had which role when."""
 
     @property
     def end_s(self) -> float:
-        """End of the last request."""
-        return max((one.end_s for one in self.outcomes if one.end_s is not None), default=0.0)
+        return max((outcome.end_s for outcome in self.outcomes if outcome.end_s is not None), default=0.0)
 
 
 TbtRule = Literal["mean", "max"]
-"""Which of a request's times between tokens must meet the objective: their mean, or the longest."""
+"""Rule for a request's times between tokens: their mean or the longest of them must meet the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +134,11 @@ class Quantiles:
 
     @classmethod
     def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
-        """Of values with counts: the smallest value that this share of all does not exceed."""
+        """Return the quantiles of values with counts: the smallest value that the given share does not exceed."""
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
-        # Of gaps there are millions, so they come as classes 1 % wide: a percentile is a class, within 1 %.
+        # There are millions of gaps, so they come as classes 1 % wide, and a percentile is exact to 1 %.
         order = np.argsort(values)
         sizes, up_to = np.asarray(values)[order], np.cumsum(np.asarray(counts)[order])
         p50, p90, p99 = (float(sizes[np.searchsorted(up_to, part * total)]) for part in (0.5, 0.9, 0.99))
@@ -169,73 +150,62 @@ class Hits:
     """Cache hits of the prompts that began a prefill, as shares."""
 
     tokens: float
-    """Of all tokens."""
     tokens_by_source: dict[str, float]
-    """Of all tokens, by source: ``local``, and each tier or peer."""
+    """Share of all tokens, by source: ``local``, and each tier or peer."""
     blocks: float
-    """Of full blocks."""
     all_blocks: float
-    """Of all blocks with partial ones, as published tables count."""
+    """Share of all blocks, including partial blocks, as published tables count."""
 
     @classmethod
     def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
-        tokens = sum(one.prompt_tokens for one in begun)
+        tokens = sum(outcome.prompt_tokens for outcome in begun)
         cached: Counter[str] = Counter()
-        for one in begun:
-            cached["local"] += one.held_tokens
-            cached.update(one.loaded_tokens)
-        # One token of a fully cached prompt is computed; its last block counts as a hit.
-        hit = sum(-(-one.cached_tokens // BLOCK_TOKENS) for one in begun)
+        for outcome in begun:
+            cached["local"] += outcome.held_tokens
+            cached.update(outcome.loaded_tokens)
+        # The last token of a fully cached prompt is computed; its last block still counts as a hit.
+        hit = sum(-(-outcome.cached_tokens // BLOCK_TOKENS) for outcome in begun)
         return cls(
             tokens=_part(sum(cached.values()), tokens),
             tokens_by_source={source: _part(count, tokens) for source, count in sorted(cached.items())},
-            blocks=_part(hit, sum(one.prompt_tokens // BLOCK_TOKENS for one in begun)),
-            all_blocks=_part(hit, sum(-(-one.prompt_tokens // BLOCK_TOKENS) for one in begun)),
+            blocks=_part(hit, sum(outcome.prompt_tokens // BLOCK_TOKENS for outcome in begun)),
+            all_blocks=_part(hit, sum(-(-outcome.prompt_tokens // BLOCK_TOKENS) for outcome in begun)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterMetrics:
-    """Metrics of one run. Shares are 0 to 1; NaN without a denominator."""
+    """Metrics of a run. Shares are 0 to 1; NaN without a denominator."""
 
     requests: int
     completed: int
     refused: int
-    """On arrival."""
     refused_after_prefill: int
     failed: int
     ttft_s: Quantiles
-    """Of completed requests."""
     tbt_request_s: Quantiles
-    """Of the completed requests' mean times between tokens."""
     tbt_token_s: Quantiles
-    """Of all times between tokens of the run; without a histogram, of the requests' means weighted by tokens."""
+    """All times between tokens of the run; without a histogram, the requests' means weighted by tokens."""
     tbt_max_s: Quantiles
-    """Of the completed requests' longest times between tokens."""
     ttft_met: float
-    """Share of completed requests that met the TTFT objective."""
     tbt_met: float
     longest_tbt_met: float
-    """Share whose longest time between tokens met the objective."""
     met: int
-    """Completed within both objectives."""
     attainment: float
-    """``met`` as a share of all arrivals, refused ones included."""
+    """``met`` as a share of all arrivals, including refused requests."""
     goodput_per_s: float
     """``met`` per second, from the first arrival to the last end."""
     elapsed_s: float
     prefill_s: float
-    """Compute seconds of these requests' prefills."""
     wasted_prefill_s: float
-    """Of requests that were refused or failed afterwards."""
+    """Prefill seconds of requests that were refused or failed afterwards."""
     late_prefill_s: float
-    """Of requests that completed outside an objective."""
+    """Prefill seconds of requests that completed outside an objective."""
     hits: Hits
     prefill_utilisation: float
-    """Mean busy share of the prefill instances, whole run."""
+    """Mean busy share of the prefill instances, over the whole run."""
     decode_utilisation: float
     role_changes: int = 0
-    """Of elastic pools, whole run."""
 
     def as_json(self) -> dict[str, object]:
         return {name: _plain(value) for name, value in asdict(self).items()}
@@ -244,25 +214,27 @@ class ClusterMetrics:
 def measured(
     run: ClusterRun, slo: Slo, from_s: float = -math.inf, until_s: float = math.inf, tbt_rule: TbtRule = "mean"
 ) -> ClusterMetrics:
-    """Metrics of the requests that arrived from ``from_s`` to before ``until_s``.
+    """Return the metrics of the requests that arrived from ``from_s`` to before ``until_s``.
 
     Raises:
         InvalidInput: no request.
     """
-    ours = [one for one in run.outcomes if from_s <= one.at_s < until_s]
+    ours = [outcome for outcome in run.outcomes if from_s <= outcome.at_s < until_s]
     if not ours:
         raise InvalidInput(f"no request arrived between {from_s:g} s and {until_s:g} s")
-    ends = Counter(one.status for one in ours)
-    done = [one for one in ours if one.status == "completed"]
-    good = [one for one in done if keeps(one, slo, tbt_rule)]
-    elapsed_s = max(one.end_s if one.end_s is not None else one.at_s for one in ours) - min(one.at_s for one in ours)
-    run_s = run.end_s - min(one.at_s for one in run.outcomes)
-    answers = [one for one in done if one.tbt_mean_s is not None]
+    ends = Counter(outcome.status for outcome in ours)
+    done = [outcome for outcome in ours if outcome.status == "completed"]
+    good = [outcome for outcome in done if keeps(outcome, slo, tbt_rule)]
+    elapsed_s = max(outcome.end_s if outcome.end_s is not None else outcome.at_s for outcome in ours) - min(
+        outcome.at_s for outcome in ours
+    )
+    run_s = run.end_s - min(outcome.at_s for outcome in run.outcomes)
+    answers = [outcome for outcome in done if outcome.tbt_mean_s is not None]
     if run.gap_seconds:
         tokens = Quantiles.of_histogram(run.gap_seconds, run.gap_tokens)
     else:
         tokens = Quantiles.of_histogram(
-            [one.tbt_mean_s or 0.0 for one in answers], [one.output_tokens - 1 for one in answers]
+            [outcome.tbt_mean_s or 0.0 for outcome in answers], [outcome.output_tokens - 1 for outcome in answers]
         )
     return ClusterMetrics(
         requests=len(ours),
@@ -270,21 +242,21 @@ def measured(
         refused=ends["refused"],
         refused_after_prefill=ends["refused_after_prefill"],
         failed=ends["failed"],
-        ttft_s=Quantiles.of([one.ttft_s for one in done if one.ttft_s is not None]),
-        tbt_request_s=Quantiles.of([one.tbt_mean_s for one in answers if one.tbt_mean_s is not None]),
+        ttft_s=Quantiles.of([outcome.ttft_s for outcome in done if outcome.ttft_s is not None]),
+        tbt_request_s=Quantiles.of([outcome.tbt_mean_s for outcome in answers if outcome.tbt_mean_s is not None]),
         tbt_token_s=tokens,
-        tbt_max_s=Quantiles.of([one.tbt_max_s for one in answers if one.tbt_max_s is not None]),
-        ttft_met=_part(sum(one.ttft_s is not None and one.ttft_s <= slo.ttft_s for one in done), len(done)),
-        tbt_met=_part(sum(_tbt_s(one, tbt_rule) <= slo.tbt_s for one in done), len(done)),
-        longest_tbt_met=_part(sum(_tbt_s(one, "max") <= slo.tbt_s for one in done), len(done)),
+        tbt_max_s=Quantiles.of([outcome.tbt_max_s for outcome in answers if outcome.tbt_max_s is not None]),
+        ttft_met=_part(sum(outcome.ttft_s is not None and outcome.ttft_s <= slo.ttft_s for outcome in done), len(done)),
+        tbt_met=_part(sum(_tbt_s(outcome, tbt_rule) <= slo.tbt_s for outcome in done), len(done)),
+        longest_tbt_met=_part(sum(_tbt_s(outcome, "max") <= slo.tbt_s for outcome in done), len(done)),
         met=len(good),
         attainment=len(good) / len(ours),
         goodput_per_s=_part(len(good), elapsed_s),
         elapsed_s=elapsed_s,
-        prefill_s=sum(one.prefill_s for one in ours),
-        wasted_prefill_s=sum(one.prefill_s for one in ours if one.status != "completed"),
-        late_prefill_s=sum(one.prefill_s for one in done) - sum(one.prefill_s for one in good),
-        hits=Hits.of([one for one in ours if one.prefill is not None]),
+        prefill_s=sum(outcome.prefill_s for outcome in ours),
+        wasted_prefill_s=sum(outcome.prefill_s for outcome in ours if outcome.status != "completed"),
+        late_prefill_s=sum(outcome.prefill_s for outcome in done) - sum(outcome.prefill_s for outcome in good),
+        hits=Hits.of([outcome for outcome in ours if outcome.prefill is not None]),
         prefill_utilisation=_utilisation(run, "prefill", run_s),
         decode_utilisation=_utilisation(run, "decode", run_s),
         role_changes=_role_changes(run),
@@ -292,29 +264,30 @@ def measured(
 
 
 def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool:
-    """Whether it completed within both objectives."""
     if outcome.status != "completed" or outcome.ttft_s is None:
         return False
     return outcome.ttft_s <= slo.ttft_s and _tbt_s(outcome, tbt_rule) <= slo.tbt_s
 
 
 def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
-    """Time between tokens by the rule; 0 for an answer of one token."""
-    found = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
-    return 0.0 if found is None else found
+    """Return the time between tokens by the rule; 0 for an answer of one token."""
+    tbt_s = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
+    return 0.0 if tbt_s is None else tbt_s
 
 
 def _utilisation(run: ClusterRun, role: Role, elapsed_s: float) -> float:
     busy_s = run.prefill_busy_s if role == "prefill" else run.decode_busy_s
-    there_s = len(busy_s) * elapsed_s
+    available_s = len(busy_s) * elapsed_s
     if run.roles:
-        # The last sample comes behind the run's end.
-        there_s = sum(max(0.0, min(one.end_s, run.end_s) - one.begin_s) for one in run.roles if one.role == role)
-    return _part(sum(busy_s), there_s)
+        # The last sample follows the end of the run.
+        available_s = sum(
+            max(0.0, min(span.end_s, run.end_s) - span.begin_s) for span in run.roles if span.role == role
+        )
+    return _part(sum(busy_s), available_s)
 
 
 def _role_changes(run: ClusterRun) -> int:
-    return len(run.roles) - len({one.instance for one in run.roles})
+    return len(run.roles) - len({span.instance for span in run.roles})
 
 
 def _part(count: float, of: float) -> float:
@@ -322,7 +295,7 @@ def _part(count: float, of: float) -> float:
 
 
 def _plain(value: object) -> object:
-    """For JSON: six digits, None for NaN."""
+    """Convert for JSON: six decimals, None for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     if isinstance(value, dict):
@@ -334,10 +307,10 @@ _COUNTERS_PID = 1
 
 
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
-    """The run for chrome://tracing and Perfetto (Trace Event Format, JSON object form), with spans if it kept them.
+    """Export the run for chrome://tracing and Perfetto (Trace Event Format, JSON object form).
 
-    Each instance is a process; its overlapping spans are in lanes, the threads of that process. Loads are counters of a
-    process of their own. Times are microseconds.
+    Spans are included if the run recorded them. Each instance is a process; its overlapping spans are in lanes, the
+    threads of that process. Loads are counters of a separate process. Times are microseconds.
     """
     events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
     events += _counters(run.loads)
@@ -355,14 +328,14 @@ def write_chrome_trace(run: ClusterRun, path: Path) -> Path:
 
 
 def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
-    for one in loads:
-        moment = {"ph": "C", "pid": _COUNTERS_PID, "tid": 0, "ts": _us(one.t_s)}
-        yield {**moment, "name": "load", "args": {"prefill": one.prefill, "decode": one.decode}}
-        yield {**moment, "name": "requests", "args": {"waiting": one.waiting, "decoding": one.decoding}}
+    for sample in loads:
+        moment = {"ph": "C", "pid": _COUNTERS_PID, "tid": 0, "ts": _us(sample.t_s)}
+        yield {**moment, "name": "load", "args": {"prefill": sample.prefill, "decode": sample.decode}}
+        yield {**moment, "name": "requests", "args": {"waiting": sample.waiting, "decoding": sample.decoding}}
 
 
 def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
-    """An instance's spans, each in the first free lane of its kind."""
+    """Return an instance's spans, each in the first free lane of its kind."""
     kinds: dict[str, list[tuple[int, int]]] = {}
     """Lanes by kind: thread, end of the last span in µs."""
     lanes = 0

@@ -1,13 +1,13 @@
-"""The simulated KV pool: the nodes' caches and the links between them. ``sky.SkyPool`` has a constellation behind it.
+"""The simulated KV pool: the nodes' caches and the links between them. ``sky.SkyPool`` adds a constellation.
 
-Nodes have the numbers of the cluster's instances: prefill (or coupled) instances first, so that a caching node has the
-number of its slot in their fleet, then decode instances. Blocks are a trace's ids, of ``BLOCK_TOKENS`` tokens each; a
-chain of them is a prompt from its beginning. Times are seconds of the simulation; calls come in the order of ``now_s``.
+Nodes have the numbers of the cluster's instances: first prefill (or coupled) instances, so a caching node has the
+number of its slot in their fleet, then decode instances. Blocks are a trace's ids, of ``BLOCK_TOKENS`` tokens each. A
+chain of blocks is a prompt from its beginning. Times are seconds of the simulation; calls come in order of ``now_s``.
 
 A node caches blocks in memory under a policy, and on an SSD what memory evicts. Neither drops a parent before its
-child: memory evicts deeper blocks first, so the SSD gets children before parents and drops in the order in which it got
-them; used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and memory does
-alone.
+child. Memory evicts deeper blocks first, so the SSD receives children before parents, and it drops blocks in the order
+of arrival. Used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and so does
+memory alone.
 """
 
 from __future__ import annotations
@@ -37,48 +37,47 @@ SKY_TIER = "sky"
 
 
 class Far(NamedTuple):
-    """A tier that every node can load from, for one prompt at this time."""
+    """A tier that every node can load from, for a prompt at this time."""
 
     tier: str
-    """The ``Plan.source`` to load from it."""
+    """Value of ``Plan.source`` to load from it."""
     blocks: int
     """Leading blocks of the prompt that it holds."""
     medium: Medium
-    """Its latency includes the current queue."""
+    """Medium of the tier. Its latency includes the current queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The part of a prompt that a node has, or will have by ``done_s``.
+    """Part of a prompt that a node has, or will have by ``done_s``.
 
-    It is reserved for the request until its prefill ends, whatever the cache evicts meanwhile.
+    It is reserved for the request until its prefill ends, even if the cache evicts it meanwhile.
     """
 
     held_tokens: int
     """Prefix on the node: in memory, on the SSD, or already loading."""
     split_tokens: int
-    """Start of the loaded part; ``held_tokens`` unless the plan computes a part meanwhile."""
+    """Start of the loaded part; equal to ``held_tokens`` unless the plan computes a part meanwhile."""
     loaded_tokens: int
     done_s: float
-    """Time at which all of it is available."""
     sources: Mapping[str, int] = field(default_factory=dict)
     """Tokens by source: ``LOCAL``, ``SSD_TIER``, ``SKY_TIER``, ``NODES``."""
     held_s: float = 0.0
-    """Time at which the held part is available: later if some is on the SSD or loading."""
+    """Time at which the held part is available; later than now if some of it is on the SSD or loading."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are not computed."""
         return self.held_tokens + self.loaded_tokens
 
 
 class Link:
     """One direction of a network interface, served in order of request.
 
-    A transfer takes all links of its path at once: at each it waits for earlier transfers, and it ends when the slowest
-    has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a slow link does
-    not hold up a fast one. The end is known at the start and never changes. (Fair sharing, closer to real networks,
-    would move the ends of others with each newcomer; the bytes carried by busy links are the same.)"""
+    A transfer occupies all links of its path at once. At each link it waits for earlier transfers; it ends when the
+    slowest link has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a
+    slow link does not delay a fast link. The end is known at the start and never changes. (Fair sharing is more
+    realistic but would move the ends of other transfers; busy links carry the same bytes.)
+    """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
 
@@ -88,23 +87,19 @@ class Link:
         self.name = name
         self.bytes_per_s = bytes_per_s
         self.free_s = 0.0
-        """Time at which it is free."""
         self.carried_bytes = 0.0
-        """Total so far."""
 
     def queue_s(self, now_s: float) -> float:
-        """Wait of a new transfer."""
         return max(0.0, self.free_s - now_s)
 
     def take(self, size_bytes: float, now_s: float) -> float:
-        """Books ``size_bytes``; returns the end."""
         self.free_s = max(self.free_s, now_s) + size_bytes / self.bytes_per_s
         self.carried_bytes += size_bytes
         return self.free_s
 
 
 def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
-    """End of a transfer over all links of ``path``; of 0 bytes immediately."""
+    """Return the end of a transfer over all links of ``path``; now for 0 bytes."""
     if size_bytes <= 0:
         return now_s
     return latency_s + max(link.take(size_bytes, now_s) for link in path)
@@ -113,9 +108,9 @@ def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s:
 def streamed_s(
     path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
 ) -> float:
-    """As ``transfer_s``, of bytes that become available in ``parts`` equal parts, the last ``over_s`` from now.
+    """Return the end of a transfer whose bytes become available in ``parts`` equal parts, the last ``over_s`` from now.
 
-    The links are booked for all of them now: later transfers wait behind the whole stream.
+    The links are booked for all parts now, so later transfers wait for the whole stream.
     """
     if size_bytes <= 0:
         return now_s + over_s
@@ -127,12 +122,16 @@ def streamed_s(
 class PrefixCache:
     """An LRU cache of blocks that never evicts a parent before its child.
 
-    A prompt's blocks are touched from the last to the first, so the deepest of a chain is the oldest, and the cache is
-    closed under prefixes.
+    A prompt's blocks are touched from the last to the first. The deepest block of a chain is therefore the oldest, and
+    the cache is closed under prefixes.
     """
 
     def __init__(self, capacity: int) -> None:
-        """``capacity`` in blocks. Raises InvalidInput for none."""
+        """Initialise with ``capacity`` in blocks.
+
+        Raises:
+            InvalidInput: a capacity below 1.
+        """
         if capacity < 1:
             raise InvalidInput(f"a cache of {capacity} blocks; expected at least 1")
         self.capacity = capacity
@@ -145,31 +144,31 @@ class PrefixCache:
         return iter(self._blocks)
 
     def leading(self, chain: Sequence[int]) -> int:
-        """Leading blocks of ``chain`` that are resident."""
-        here = self._blocks
+        blocks = self._blocks
         for at, block in enumerate(chain):
-            if block not in here:
+            if block not in blocks:
                 return at
         return len(chain)
 
     def use(self, chain: Sequence[int]) -> list[int]:
-        """Accesses ``chain`` and makes its first ``capacity`` blocks resident. Returns the evicted blocks."""
-        here = self._blocks
-        # From the last to the first, so that the root is the youngest and goes last.
+        """Access ``chain`` and make its first ``capacity`` blocks resident. Return the evicted blocks."""
+        blocks = self._blocks
+        # From the last to the first, so that the root is the youngest block and is evicted last.
         for block in reversed(chain[: self.capacity]):
-            here[block] = None
-            here.move_to_end(block)
-        gone = []
-        while len(here) > self.capacity:
-            gone.append(here.popitem(last=False)[0])
-        return gone
+            blocks[block] = None
+            blocks.move_to_end(block)
+        evicted = []
+        while len(blocks) > self.capacity:
+            evicted.append(blocks.popitem(last=False)[0])
+        return evicted
 
 
 class ClusterPool:
-    """Caches of all nodes and the links between. ``names``: of all instances, by number. ``settings.sky`` is
-    for ``sky.SkyPool`` (``simulation.new_pool`` chooses).
+    """Caches of all nodes and the links between them.
 
-    A ``PrefixIndex``, ``FarTiers`` and ``LinkWaits`` too: schedulers see the true state of caches and links.
+    ``names`` are the names of all instances, by number. ``settings.sky`` needs ``sky.SkyPool`` (``simulation.new_pool``
+    chooses). The pool is also a ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``: schedulers see the true state of
+    caches and links.
 
     Raises:
         InvalidInput: a memory smaller than a block.
@@ -200,22 +199,21 @@ class ClusterPool:
         return NodeMemory(blocks, settings.policy, ssd_blocks)
 
     def at(self, now_s: float) -> None:
-        """Sets the time of the following queries (``match``, ``far``)."""
         self._now_s = now_s
 
-    # Queries of schedulers; none changes state.
+    # Queries of schedulers; they change no state.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Leading blocks that each node has in memory or on its SSD."""
+        """Return the number of leading blocks that each node has in memory or on its SSD."""
         ids = blocks.tolist()
         return [self._nodes[slot].leading(ids) for slot in slots]
 
     def far(self, blocks: Blocks) -> list[Far]:
-        """Tiers behind the nodes that hold part of it."""
+        """Return the shared tiers that hold a part of the blocks."""
         return []
 
     def media(self) -> dict[str, Medium]:
-        """Idle media: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
+        """Return the idle media: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
         return {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
@@ -225,10 +223,9 @@ class ClusterPool:
         return [self._in[slot].queue_s(now_s) for slot in slots]
 
     def leading(self, node: int, ids: Sequence[int]) -> int:
-        """As ``match``, for one node."""
         return self._nodes[node].leading(ids)
 
-    # The pool knows the true state: nothing is learnt from requests.
+    # The pool knows the true state, so it learns nothing from requests.
 
     def learn(self, slot: int, blocks: Blocks) -> None:
         pass
@@ -245,18 +242,18 @@ class ClusterPool:
     # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
-        """A request with the full blocks ``ids`` goes to ``node``: uses what it has, loads what the plan says.
+        """Send a request with the full blocks ``ids`` to ``node``: use what it has, load what the plan says.
 
-        Loads less if the node holds more by now, or the source has lost some. Without a plan, or a source in it, only
-        the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
+        Less is loaded if the node holds more by now, or if the source has lost some blocks. Without a plan, or without
+        a source in it, only the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
         """
         self._now_s = now_s
-        # What is on its SSD is read by the node itself, whatever the plan says; what is still being loaded for another
-        # request is waited for; the plan's own load comes behind both, over the links.
-        here, block = self._nodes[node], self.block_tokens
-        own = here.leading(ids)
-        in_memory = here.in_memory(ids) if self.settings.ssd_bytes else own
-        held_s = here.ready_s(ids[:own], now_s)
+        # The node itself reads what is on its SSD, independent of the plan. It waits for blocks that are still being
+        # loaded for another request. The plan's own load follows both, over the links.
+        memory, block = self._nodes[node], self.block_tokens
+        own = memory.leading(ids)
+        in_memory = memory.in_memory(ids) if self.settings.ssd_bytes else own
+        held_s = memory.ready_s(ids[:own], now_s)
         if own > in_memory:
             size_bytes = (own - in_memory) * self.block_bytes
             held_s = max(held_s, transfer_s((self._ssd[node],), size_bytes, now_s, self.settings.ssd.latency_s))
@@ -266,15 +263,15 @@ class ClusterPool:
             begin = max(own, -(-plan.split_tokens // block))
             end = min(len(ids), (plan.split_tokens + plan.loaded_tokens) // block)
             kind = SKY_TIER if plan.source == SKY_TIER else NODES
-            loaded, come_s = self._fetch(node, ids, begin, end, plan.source, now_s)
-            done_s = max(held_s, come_s)
+            loaded, loaded_s = self._fetch(node, ids, begin, end, plan.source, now_s)
+            done_s = max(held_s, loaded_s)
         if not loaded:
             begin = own
-        # With a gap before it (Cake's front, not yet computed) the loaded part is no prefix: it is cached when the
-        # prompt is ``stored``, and only what was there before counts as used now.
-        here.use(ids[: own + loaded] if begin == own else ids[:own])
+        # With a gap before it (Cake's front, not yet computed) the loaded part is no prefix. It is cached when the
+        # prompt is ``stored``; only the blocks before the gap count as used now.
+        memory.use(ids[: own + loaded] if begin == own else ids[:own])
         if loaded and begin == own:
-            here.comes(ids[own : own + loaded], done_s)
+            memory.comes(ids[own : own + loaded], done_s)
         blocks = ((LOCAL, in_memory), (SSD_TIER, own - in_memory), (kind, loaded))
         sources = {name: count * block for name, count in blocks if count}
         for name, tokens in sources.items():
@@ -284,22 +281,22 @@ class ClusterPool:
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:
-        """Loads blocks ``begin`` to ``end`` as far as the source has them; returns how many, and the load's end."""
+        """Load blocks ``begin`` to ``end`` as far as the source has them. Return their number and the end."""
         other = self._numbers.get(source)
         if other is None or other == node:
             return 0, now_s
-        there = self._nodes[other]
-        end = min(end, there.leading(ids))
+        source_memory = self._nodes[other]
+        end = min(end, source_memory.leading(ids))
         if end <= begin:
             return 0, now_s
         size_bytes = (end - begin) * self.block_bytes
         done_s = transfer_s((self._out[other], self._in[node]), size_bytes, now_s, self.network.latency_s)
-        behind = end - max(begin, there.in_memory(ids)) if self.settings.ssd_bytes else 0
-        if behind > 0:
-            read_s = transfer_s((self._ssd[other],), behind * self.block_bytes, now_s, self.settings.ssd.latency_s)
+        on_ssd = end - max(begin, source_memory.in_memory(ids)) if self.settings.ssd_bytes else 0
+        if on_ssd > 0:
+            read_s = transfer_s((self._ssd[other],), on_ssd * self.block_bytes, now_s, self.settings.ssd.latency_s)
             done_s = max(done_s, read_s + self.network.latency_s)
-        ready_s = there.ready_s(ids[begin:end], now_s)
-        if ready_s > now_s:  # still loading there: forwarded when it is complete
+        ready_s = source_memory.ready_s(ids[begin:end], now_s)
+        if ready_s > now_s:  # the source is still loading: forwarded when its load is complete
             done_s = max(done_s, ready_s + self.network.seconds(size_bytes))
         return end - begin, done_s + self._late_s()
 
@@ -310,8 +307,9 @@ class ClusterPool:
     def stream(
         self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
     ) -> float:
-        """Transfers KV of ``tokens`` between nodes while it is computed, layer by layer, for ``over_s``. Returns the
-        end."""
+        """Transfer the KV of ``tokens`` between nodes, layer by layer, while it is computed for ``over_s``. Return the
+        end.
+        """
         if source == target or tokens <= 0:
             return now_s + over_s
         links = (self._out[source], self._in[target])
@@ -319,19 +317,18 @@ class ClusterPool:
         return done_s + self._late_s()
 
     def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
-        """``node`` has computed this chain: it caches what fits, and tiers behind it get copies."""
+        """Cache the chain that ``node`` has computed, as far as it fits. Shared tiers get copies."""
         self._now_s = now_s
         self._nodes[node].use(ids)
 
     def lost(self, node: int, now_s: float) -> None:
-        """``node`` failed and lost its cache. Transfers from it complete: they count as read already."""
+        """Drop the cache of ``node``, which failed. Its transfers complete: they count as read already."""
         self._now_s = now_s
         self._evicted += self._nodes[node].evicted
         self._dropped += self._nodes[node].dropped
         self._nodes[node] = self._fresh()
 
     def figures(self) -> dict[str, float]:
-        """Counters: bytes by medium, blocks evicted and resident."""
         return {
             "network_bytes": sum(link.carried_bytes for link in self._in),
             "ssd_bytes": sum(link.carried_bytes for link in self._ssd),
@@ -351,13 +348,11 @@ class Memory(Protocol):
 
     def leading(self, chain: Sequence[int]) -> int: ...
 
-    def use(self, chain: Sequence[int]) -> list[int]:
-        """As ``PrefixCache.use``."""
-        ...
+    def use(self, chain: Sequence[int]) -> list[int]: ...
 
 
 class PolicyMemory:
-    """A memory with one of the tiers' eviction policies, by the same accounting."""
+    """A memory with an eviction policy and the accounting of the production tiers."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
@@ -369,36 +364,36 @@ class PolicyMemory:
         return len(self._inventory)
 
     def leading(self, chain: Sequence[int]) -> int:
-        here = self._inventory.entries
+        entries = self._inventory.entries
         for at, block in enumerate(chain):
-            if block.to_bytes(8) not in here:
+            if block.to_bytes(8) not in entries:
                 return at
         return len(chain)
 
     def use(self, chain: Sequence[int]) -> list[int]:
-        # As the tiers of production do a write: the policy learns the chain, reserves, evicts what is in the way, and
-        # puts.
+        # The steps of a write in the production tiers: the policy learns the chain, space is reserved, blocks are
+        # evicted to make room, and the new blocks are put.
         inventory, keys = self._inventory, [block.to_bytes(8) for block in chain]
         inventory.order.learn(keys)
-        held = self.leading(chain)
-        inventory.use(keys[:held])
-        if held == len(keys):
+        resident = self.leading(chain)
+        inventory.use(keys[:resident])
+        if resident == len(keys):
             return []
-        ticket = StoreTicket(tuple((key, b"1") for key in keys[held:]), math.inf)
-        given = inventory.reserve(ticket, 0.0)
-        wanted = [(key, 1) for (key, _), yes in zip(ticket.items, given, strict=True) if yes]
-        count, gone = inventory.in_the_way(wanted)
-        for key in gone:
+        ticket = StoreTicket(tuple((key, b"1") for key in keys[resident:]), math.inf)
+        reserved = inventory.reserve(ticket, 0.0)
+        wanted = [(key, 1) for (key, _), yes in zip(ticket.items, reserved, strict=True) if yes]
+        count, victims = inventory.in_the_way(wanted)
+        for key in victims:
             inventory.evict(key)
         for key, _ in wanted[:count]:
             inventory.put(key, 1)
         inventory.end_store(ticket)
-        inventory.touch(keys[held:])
-        return [int.from_bytes(key) for key in gone]
+        inventory.touch(keys[resident:])
+        return [int.from_bytes(key) for key in victims]
 
 
 class NoMemory:
-    """No memory: all computed blocks go to the SSD, if there is one."""
+    """Absence of memory: all computed blocks go to the SSD, if any."""
 
     capacity = 0
 
@@ -413,14 +408,13 @@ class NoMemory:
 
 
 def memory_of(capacity: int, policy: str) -> Memory:
-    """A fast LRU, or any other policy."""
     if not capacity:
         return NoMemory()
     return PrefixCache(capacity) if policy == "lru" else PolicyMemory(capacity, policy)
 
 
 class NodeMemory:
-    """Memory and SSD of one node. ``ssd_blocks`` 0: no SSD."""
+    """Memory and SSD of a node. ``ssd_blocks`` of 0 means no SSD."""
 
     def __init__(self, blocks: int, policy: str = "lru", ssd_blocks: int = 0) -> None:
         self.memory = memory_of(blocks, policy)
@@ -430,17 +424,15 @@ class NodeMemory:
         """Blocks being loaded, with the end of their load."""
         self._last_comes_s = -math.inf
         self.evicted = 0
-        """Blocks evicted from memory so far."""
         self.dropped = 0
-        """Blocks dropped from the node so far."""
 
     def __len__(self) -> int:
         return len(self.memory) + len(self._ssd)
 
     def leading(self, chain: Sequence[int]) -> int:
-        """Leading blocks of ``chain`` in memory or on the SSD."""
-        held = self.memory.leading(chain)
-        return held + self._behind(chain, held) if self._ssd else held
+        """Return the number of leading blocks of ``chain`` in memory or on the SSD."""
+        resident = self.memory.leading(chain)
+        return resident + self._behind(chain, resident) if self._ssd else resident
 
     def in_memory(self, chain: Sequence[int]) -> int:
         return self.memory.leading(chain)
@@ -452,34 +444,33 @@ class NodeMemory:
         return len(chain) - held
 
     def use(self, chain: Sequence[int]) -> int:
-        """Accesses ``chain``, and keeps in memory what fits. Returns the number of blocks evicted from memory."""
-        gone = self.memory.use(chain)
+        """Access ``chain`` and keep in memory what fits. Return the number of blocks evicted from memory."""
+        evicted = self.memory.use(chain)
         if not self.memory.capacity and not self._ssd_blocks:
             return 0
         if self._ssd:
             for block in chain[: self.memory.leading(chain)]:
                 self._ssd.pop(block, None)
-        self.evicted += len(gone)
+        self.evicted += len(evicted)
         if not self._ssd_blocks:
-            self.dropped += len(gone)
-            return len(gone)
-        for block in gone:
+            self.dropped += len(evicted)
+            return len(evicted)
+        for block in evicted:
             self._ssd[block] = None
         while len(self._ssd) > self._ssd_blocks:
             self._ssd.popitem(last=False)
             self.dropped += 1
-        return len(gone)
+        return len(evicted)
 
     def comes(self, blocks: Sequence[int], done_s: float) -> None:
-        """These blocks are being loaded until ``done_s``."""
         self.coming.update(dict.fromkeys(blocks, done_s))
         self._last_comes_s = max(self._last_comes_s, done_s)
 
     def ready_s(self, blocks: Sequence[int], now_s: float) -> float:
-        """End of the last load among these blocks; ``now_s`` if none is loading."""
+        """Return the end of the last load among these blocks; ``now_s`` if none is loading."""
         if not self.coming:
             return now_s
-        # All loads are complete: the dictionary need not be searched until the next one starts.
+        # All loads are complete: the dictionary need not be searched until the next load starts.
         if self._last_comes_s <= now_s:
             self.coming.clear()
             return now_s

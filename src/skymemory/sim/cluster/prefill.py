@@ -1,9 +1,9 @@
-"""A simulated prefill instance: one machine, or a pipeline of several, with one queue.
+"""A simulated prefill instance: a machine or a pipeline of several machines, with one queue.
 
 1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
-2. Loads of the plan started at placement; what remains is hidden behind computing: first the tokens before the loaded
-   part (Cake's front), then those behind it, layer by layer as layers arrive (``loaded_s``). KV in memory moves to the
-   accelerators in the same way.
+2. Loads of the plan started at placement. Their remaining time is hidden by computing: first the tokens before the
+   loaded part (Cake's front), then the tokens after it, layer by layer as layers arrive (``loaded_s``). KV in memory
+   moves to the accelerators in the same way.
 3. The next request starts when the first machine is free.
 """
 
@@ -22,23 +22,21 @@ from skymemory.sim.cluster.pool import LOCAL, ClusterPool
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Parts of a prompt's prefill, determined at its start."""
-
     front: tuple[int, int]
-    """Range of tokens computed during the load; those before are held."""
+    """Range of tokens computed during the load. Earlier tokens are held."""
     after: int
-    """Tokens from here on are computed; those between are loaded."""
+    """First token computed after the load. Tokens between ``front`` and this are loaded."""
     sources: Mapping[str, int]
-    """Tokens not computed, by source."""
+    """Tokens that are not computed, by source."""
     rest_s: float
-    """Time until all of them are available; at least that of the transfer from memory."""
+    """Time until all of them are available; at least the time of the transfer from memory."""
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         return self.front[1] - self.front[0] + prompt_tokens - self.after
 
 
 class PrefillInstance:
-    """Calls ``begun`` at the start of a prefill with its end, and ``done`` at its first token."""
+    """A prefill instance. ``begun`` is called at the start of a prefill with its end, ``done`` at its first token."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class PrefillInstance:
         self.busy_s = 0.0
         self._free = True
         self._lives = 0
-        """Number of failures; events of earlier lives are ignored."""
+        """Number of failures. Events of earlier lives are ignored."""
 
     def arrive(self, job: Job, now_s: float) -> None:
         self.waiting.push(job)
@@ -68,8 +66,7 @@ class PrefillInstance:
             self._serve(now_s)
 
     def fail(self, now_s: float) -> list[Job]:
-        """The instance fails. Returns its requests."""
-        # What was done until now was machine time all the same; only the rest of each prefill is taken back.
+        # Machine time until now stays accounted; only the remainder of each prefill is taken back.
         for job, end_s in self.serving.items():
             undone_s = min(job.spent_s, max(0.0, end_s - now_s))
             job.spent_s -= undone_s
@@ -81,11 +78,10 @@ class PrefillInstance:
         return jobs
 
     def backlog_s(self, now_s: float) -> float:
-        """Estimated seconds until all that it has is prefilled."""
+        """Return the estimated seconds until all present requests are prefilled."""
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Predicted TTFT of the latest request: its age plus the estimated backlog."""
         if self.waiting:
             return now_s - self.waiting.newest().at_s + self.backlog_s(now_s)
         return max((end_s - job.at_s for job, end_s in self.serving.items()), default=0.0)
@@ -99,7 +95,7 @@ class PrefillInstance:
         free_s, done_s, work_s = self._timed(service, job.prompt_tokens, now_s)
         job.spent_s += work_s * self._pipeline.machines
         self.busy_s += work_s
-        # The events below may come after a failure: they carry the life in which they were scheduled.
+        # A failure may precede the events below, so they carry the life in which they were scheduled.
         self._free, life = False, self._lives
         self.serving[job] = done_s
         self._begun(job, now_s, done_s)
@@ -108,35 +104,35 @@ class PrefillInstance:
             self._clock.at(free_s, lambda at_s: self._next(life, at_s))
 
     def service(self, job: Job, now_s: float) -> Service:
-        """Determines held, loaded and computed parts; at least the last token is computed."""
+        """Determine the held, loaded and computed parts. At least the last token is computed."""
         tokens, per_block = job.prompt_tokens, self._pool.block_tokens
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
-        # | held | front: computed while the rest loads | loaded | after: computed |      (``request.Plan``)
-        held, loaded = loading.held_tokens, loading.loaded_tokens
-        begin = loading.split_tokens if loaded else held
-        rest_s = max(0.0, loading.done_s - now_s)
+        # | held | front: computed during the load | loaded | after: computed |      (``request.Plan``)
+        held_tokens, loaded = loading.held_tokens, loading.loaded_tokens
+        begin = loading.split_tokens if loaded else held_tokens
+        remaining_s = max(0.0, loading.done_s - now_s)
         sources = dict(loading.sources)
-        if job.loading is not None and not rest_s:
-            # The load is complete. Other requests may have added blocks behind it meanwhile.
-            here = self._pool.leading(self.number, job.ids) * per_block
-            if here >= begin + loaded:
-                sources[LOCAL] = sources.get(LOCAL, 0) + here - held - loaded
-                begin = held = here - loaded
+        if job.loading is not None and not remaining_s:
+            # The load is complete. Meanwhile other requests may have added blocks after it.
+            local_tokens = self._pool.leading(self.number, job.ids) * per_block
+            if local_tokens >= begin + loaded:
+                sources[LOCAL] = sources.get(LOCAL, 0) + local_tokens - held_tokens - loaded
+                begin = held_tokens = local_tokens - loaded
         end = min(begin + loaded, tokens - 1)
-        begin, held = min(begin, end), min(held, end)
-        cached = held + end - begin
+        begin, held_tokens = min(begin, end), min(held_tokens, end)
+        cached = held_tokens + end - begin
         memory_s = self._memory.seconds(self._cost.kv_bytes(cached))
-        return Service((held, begin), end, _first_of(sources, cached), max(rest_s, memory_s))
+        return Service((held_tokens, begin), end, _first_of(sources, cached), max(remaining_s, memory_s))
 
     def _timed(self, service: Service, tokens: int, now_s: float) -> tuple[float, float, float]:
-        """Times at which the first machine is free and all is done, and compute seconds per machine."""
+        """Return when the first machine is free, when all is done, and compute seconds per machine."""
         pipeline = self._pipeline
         front = pipeline.chunks_s(*service.front)
         after = pipeline.chunks_s(service.after, tokens)
         front_s, after_s = sum(front), sum(after)
         fixed_s = self._cost.fixed_s + self._cost.cached_token_s * (tokens - service.computed_tokens(tokens))
-        rest_s = max(0.0, service.rest_s - front_s)
-        held_up_s = loaded_s(rest_s, after_s, self._cost.shape.layers) - after_s
+        remaining_s = max(0.0, service.rest_s - front_s)
+        held_up_s = loaded_s(remaining_s, after_s, self._cost.shape.layers) - after_s
         free_s, done_s = pipeline.pass_through([*front, *after], now_s + held_up_s + fixed_s)
         return free_s, done_s, front_s + after_s + fixed_s
 
@@ -156,7 +152,7 @@ class PrefillInstance:
 
 
 def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """The first ``tokens`` of tokens by source, in the order of the prompt."""
+    """Return the first ``tokens`` of the tokens by source, in the order of the prompt."""
     first: dict[str, int] = {}
     for source, count in sources.items():
         first[source] = min(count, tokens)
@@ -167,9 +163,9 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 class Pipeline:
     """Chunked pipeline parallelism: chunks of a prefill pass through ``machines``, each with a share of the layers.
 
-    A chunk takes the same time at every machine; machines work on one chunk at a time, in order. In an empty pipeline
-    that takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``); behind longer chunks of another request it takes
-    longer, which is simulated here.
+    A chunk takes the same time at every machine. A machine works on one chunk at a time, in order. An empty pipeline
+    takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``), and more after longer chunks of another request, which
+    is simulated here.
     """
 
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:
@@ -180,7 +176,7 @@ class Pipeline:
         self._free_s = [0.0] * machines
 
     def chunks_s(self, begin: int, end: int) -> list[float]:
-        """Seconds per chunk of tokens ``begin`` to ``end - 1``, at one machine."""
+        """Return the seconds per chunk of tokens ``begin`` to ``end - 1``, at one machine."""
         if end <= begin:
             return []
         flops = self._cost.prefill_flops
@@ -190,10 +186,11 @@ class Pipeline:
         return [flops(cut, before) / self._speed for before, cut in itertools.pairwise(cuts)]
 
     def pass_through(self, chunks_s: Sequence[float], begin_s: float) -> tuple[float, float]:
-        """Passes chunks from ``begin_s`` on. Returns when the first machine is free again, and when all is done."""
+        """Pass chunks through from ``begin_s`` on. Return when the first machine is free again and when all is done."""
         free_s = self._free_s
         done_s = begin_s
-        # A chunk starts at a machine when it has left the one before, and the chunk before it has left this one.
+        # A chunk starts at a machine after it has left the previous machine and the previous chunk has left this
+        # machine.
         for chunk_s in chunks_s:
             done_s = begin_s
             for machine, before_s in enumerate(free_s):
@@ -202,5 +199,4 @@ class Pipeline:
         return (max(begin_s, free_s[0]) if chunks_s else begin_s), done_s
 
     def clear(self) -> None:
-        """Forgets all work after a failure."""
         self._free_s = [0.0] * self.machines

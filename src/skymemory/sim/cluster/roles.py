@@ -1,9 +1,9 @@
-"""Role changes in elastic pools: samples the instances for the conductor's controller, and carries out its decisions.
+"""Role changes in elastic pools: sample the instances for the conductor's controller and execute its decisions.
 
-1. An instance that shall change is closed in its fleet. What was sent to it before is served there to its end.
+1. An instance that is to change is closed in its fleet. It still serves the requests sent to it before.
 2. When its last request has ended, its accelerators are set up for the other role, for ``change_s``.
-3. It is opened in the other fleet. Its memory keeps the KV blocks that it has: from an instance that decodes, others
-   load them, and it finds them when it prefills again.
+3. It is opened in the other fleet. Its memory keeps its KV blocks: while it decodes, other instances load them, and it
+   uses them itself when it prefills again.
 """
 
 from __future__ import annotations
@@ -17,38 +17,35 @@ from skymemory.sim.cluster.setup import ClusterSetup
 
 
 class Roles:
-    """Roles of a run's instances. ``setup.pools`` must be elastic."""
+    """Roles of the instances of a run. ``setup.pools`` must be elastic."""
 
     def __init__(self, setup: ClusterSetup, clock: Clock, machines: Machines) -> None:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())
         self._closed: str | None = None
-        """The instance that changes its role."""
         self._attempt = 0
-        """Number of the change; a set-up of one that was called off has no effect."""
+        """Number of the current change. The set-up of a cancelled change carries an older number and has no effect."""
         self._empty = False
-        """It has drained, and is being set up."""
+        """True while the instance has drained and is being set up."""
         self.spans: list[RoleSpan] = []
-        """Ended roles, and at the end of the run all."""
+        """Ended roles; after the end of the run all roles."""
         self._since_s: dict[str, float] = {}
         for name, role in machines.role.items():
             self._fleet(other(role)).servers[name].draining = True
 
     def observe(self, now_s: float) -> None:
-        """The controller sees the instances as they are now."""
         closed = self._closed
         if closed is not None and not self._empty and closed not in self._machines.down and self._drained(closed):
             self._empty, attempt = True, self._attempt
             self._clock.at(now_s + self._change_s, lambda at_s: self._open(closed, attempt, at_s))
         samples = [self._sample(name, now_s) for name in self._machines.prefill_names]
-        for one in samples:
-            self._since_s.setdefault(one.name, now_s)
+        for sample in samples:
+            self._since_s.setdefault(sample.name, now_s)
         wanted = self._controller.observe(samples, now_s)
         if wanted is not None:
             self._carry_out(wanted)
 
     def end(self, now_s: float) -> None:
-        """The run is over: closes all spans."""
         for name, since_s in self._since_s.items():
             self.spans.append(RoleSpan(name, self._machines.role[name], since_s, now_s))
 
@@ -62,7 +59,7 @@ class Roles:
         if attempt != self._attempt:
             return
         machines, before = self._machines, self._machines.role[name]
-        if name in machines.down:  # it failed during the set-up, which begins again when it returns
+        if name in machines.down:  # the instance failed during its set-up, which starts again when it returns
             self._empty = False
             return
         self.spans.append(RoleSpan(name, before, self._since_s[name], now_s))
@@ -71,7 +68,7 @@ class Roles:
         self._closed, self._empty = None, False
 
     def _drained(self, name: str) -> bool:
-        # Requests on their way to a decode instance count from their placement on, before their KV arrives.
+        # A request counts for its decode instance from its placement on, before its KV arrives.
         return self._fleet(self._machines.role[name]).servers[name].in_flight == 0
 
     def _sample(self, name: str, now_s: float) -> InstanceSample:

@@ -1,7 +1,7 @@
-"""The production schedulers for a simulated cluster, with the information that they would have.
+"""The production schedulers for a simulated cluster, with the information that they have in production.
 
-They estimate with the believed cost model, not the true one (``Estimates``). The conductor's schedulers see the true
-state of the pool's caches; the router's strategies learn it from the requests that they sent.
+They estimate with the believed cost model, not the true model (``Estimates``). The conductor's schedulers see the true
+state of the pool's caches. The router's strategies learn it from the requests that they sent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, at_rate, jittered
 
 
 def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRequest]:
-    """The requests with the setup's jitter and rate."""
     moved = jittered(requests, setup.seed, setup.jitter_s) if setup.jitter_s else list(requests)
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
 
 def asked(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
-    """The request as a scheduler sees it. Blocks are the trace's ids; ``dice``: for errors of the stated answer
-    length."""
+    """Return the request as a scheduler sees it.
+
+    Blocks are the trace's ids. ``dice`` draws the errors of the stated answer length.
+    """
     blocks = np.array(request.blocks(setup.partial), dtype=np.uint64)
     prompt = Prompt(blocks, blocks, BLOCK_TOKENS, request.input_tokens)
     stated: int | None = None
@@ -55,24 +56,23 @@ _DRAWS = 4096
 
 
 class Estimates:
-    """Estimated prefill times by the believed cost model, for pipelines."""
+    """Prefill times estimated by the believed cost model, for pipelines."""
 
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Seconds of a prefill on idle machines."""
         machines = self._pipeline.machines
         seconds = self.cost.prefill_s(tokens, cached)
-        # The cost model's time is of one machine that does all; passing through the pipeline replaces that part of it.
+        # The cost model assumes one machine that does everything; passing through the pipeline replaces that part.
         if machines > 1:
             chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
             seconds += pipelined_s(chunks_s, machines) - sum(chunks_s) * machines
         return seconds
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """The last part of it, in which the first machine is free."""
+        """Return the last part of a prefill's time, in which the first machine is free already."""
         chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
         return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
 
@@ -80,8 +80,8 @@ class Estimates:
 class ErringSpeeds(GivenSpeeds):
     """Estimates with a seeded error factor per server and prompt length.
 
-    Normal with mean 1 and standard deviation ``error``, at least 0.1. Equal servers get different estimates; all
-    estimates of one prompt at one server have the same factor, and so has the backlog estimated from them.
+    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1. It is the same for all estimates of
+    a prompt at a server, and for the backlog estimated from them.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:
@@ -91,27 +91,23 @@ class ErringSpeeds(GivenSpeeds):
 
     def prefills_s(self, slots: Sequence[int], tokens: int, cached: Sequence[int]) -> list[float]:
         seconds = super().prefills_s(slots, tokens, cached)
-        return [one * self.factor(slot, tokens) for slot, one in zip(slots, seconds, strict=True)]
+        return [estimate_s * self.factor(slot, tokens) for slot, estimate_s in zip(slots, seconds, strict=True)]
 
     def factor(self, slot: int, tokens: int) -> float:
-        # Hashed, not drawn: all estimates of one prompt at one server must err alike, in whatever order they are made.
+        # Hashed, not drawn: all estimates of a prompt at a server must err alike, in any order of calls.
         mixed = (tokens * 0x9E3779B97F4A7C15 + (slot + 1) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
         return self._errors[(mixed ^ mixed >> 31) * 0x94D049BB133111EB >> 40 & _DRAWS - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Arguments for building a scheduler."""
-
     setup: ClusterSetup
     prefill: Fleet
-    """Slots are the pool's node numbers."""
+    """Prefill fleet. Its slots are the pool's node numbers."""
     decode: Fleet | None
-    """None: coupled instances."""
+    """Decode fleet; None: coupled instances."""
     cost: CostModel
-    """Believed cost model."""
     estimates: Estimates
-    """Believed prefill times."""
     pool: ClusterPool
     admission: Admission
 
@@ -121,7 +117,7 @@ NAMES = (*SCHEDULERS, *(name for name in STRATEGIES if name not in SCHEDULERS))
 
 
 def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
-    """A scheduler of the conductor, or a routing strategy with decoding at the least loaded server.
+    """Build a scheduler of the conductor, or a routing strategy that decodes at the least loaded server.
 
     Raises:
         InvalidInput: unknown name or option.
@@ -140,7 +136,7 @@ def scheduler_named(name: str, world: World, **options: Any) -> Scheduler:
 
 def _of_the_conductor(name: str, world: World, options: Mapping[str, Any]) -> Scheduler:
     setup, pool = world.setup, world.pool
-    # The scheduler believes the machine's network, not the pool's, where its model of the machine is another.
+    # A scheduler with another model of the machine believes the network of that model, not the pool's network.
     media = dict(pool.media())
     if setup.believed is not None and setup.pool.network is None:
         media["network"] = network_of(world.cost)

@@ -1,5 +1,7 @@
-"""Configuration of a simulated cluster: machines, KV pool, beliefs of the scheduler, failures. Rates are bytes/s of
-KV."""
+"""Configuration of a simulated cluster: machines, KV pool, cost model of the scheduler, failures.
+
+All rates are bytes of KV per second.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from skymemory.eviction import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class SkySetup:
-    """A constellation behind the cluster: one ground station and a box of satellites over it."""
+    """A constellation attached to the cluster: a ground station and a box of satellites above it."""
 
     bytes_per_s: float = 100e9 / 8
-    """Ground to satellites, per direction, shared by all nodes."""
+    """Rate between ground and satellites, per direction, shared by all nodes."""
     preset: str = "starlink-a"
     strategy: str = "rotation_hop"
     servers: int = 81
@@ -27,15 +29,15 @@ class SkySetup:
     gateway: str = "climbing"
     memory_bytes_per_satellite: float = 256e9
     isl_bytes_per_s: float = 100e9 / 8
-    """Rate of an inter-satellite link; handovers must fit within one slot move."""
+    """Rate of an inter-satellite link. Handovers must complete within one slot move."""
     packing: float = 1.0
-    """Stored bytes per byte of KV: 0.5 if two-byte numbers are quantised to one."""
+    """Stored bytes per byte of KV, such as 0.5 with quantisation of two bytes to one."""
     most_queued_s: float = 10.0
-    """Writes stop while the uplink's queue is longer."""
+    """Uplink queue above which nothing is written."""
     picky_queued_s: float = 5.0
-    """Above this queue only blocks that were offered before are written."""
+    """Uplink queue above which only blocks that were offered before are written."""
     geometry_s: float = 10.0
-    """Interval at which link lengths are recomputed; the location of chunks is exact."""
+    """Interval at which link lengths are recomputed. Chunk locations are always exact."""
 
     def __post_init__(self) -> None:
         rates = (self.bytes_per_s, self.isl_bytes_per_s, self.memory_bytes_per_satellite, self.geometry_s)
@@ -49,21 +51,17 @@ class SkySetup:
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Configuration of the KV pool."""
-
     dram_bytes: float = 1e12
-    """Memory of each caching node."""
     policy: str = "lru"
-    """Its eviction policy, of ``eviction.POLICIES``."""
+    """Eviction policy of the memory, one of ``eviction.POLICIES``."""
     ssd_bytes: float = 0.0
-    """SSD for evicted blocks, with LRU."""
+    """SSD per node for evicted blocks, managed as LRU."""
     network: Medium | None = None
-    """Of each node, per direction; None: the cost model's machine."""
+    """Network of each node, per direction; None: that of the cost model's machine."""
     dram: Medium = DRAM
-    """Memory to accelerators."""
     ssd: Medium = SSD
     jitter_s: float = 0.0
-    """Mean of a random delay of each transfer (exponential, seeded)."""
+    """Mean random delay of each transfer (exponential, seeded)."""
     seed: int = 0
     sky: SkySetup | None = None
 
@@ -77,39 +75,41 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure of an instance, which returns empty after ``down_s``."""
+    """Failure of an instance, which returns empty after ``down_s``."""
 
     instance: str
-    """``prefill-0``, ``decode-3``, ``coupled-1``."""
+    """Instance name: ``prefill-0``, ``decode-3``, ``coupled-1``."""
     at_s: float
     down_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """How a prompt gets to the decode instance where a router takes two steps and the values go through a store.
+    """Transfer of a prompt to its decode instance through a store, with a two-step router.
 
-    The first token is then the decode instance's: it takes the values in, and computes what is left of the prompt.
+    The decode instance gives the first token: it loads the stored values and computes the remaining tokens.
     """
 
     save_s: float = 0.0
-    """From the end of the prefill until its values are stored, whatever their number."""
+    """Fixed time from the end of the prefill until its values are stored."""
     save_token_s: float = 0.0
-    """The same, for each token that was computed."""
+    """Additional time to store, per computed token."""
     fetch_s: float = 0.0
-    """To ask the decode instance, for it to fetch the values, and to queue what is left. It may touch its cache between
-    two of its steps only, so each of fetching and queueing begins at the end of a step."""
+    """Fixed time to ask the decode instance, fetch the values and queue the remaining prompt.
+
+    Fetching and queueing each begin at the end of a step, because the cache is only touched between steps.
+    """
     fetch_token_s: float = 0.0
-    """The same, for each token that the decode instance does not have yet."""
+    """Additional time to fetch, per token that the decode instance lacks."""
     take_s: float = 1e-3
-    """Of the decode instance itself, while its batch waits: values into its cache, and the prompt's last tokens."""
+    """Time of the decode instance, while its batch waits, to load the values and compute the last prompt tokens."""
     take_token_s: float = 0.0
-    """The same, for each token of the prompt."""
+    """Additional time of the decode instance, per prompt token."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if not 0 <= getattr(self, one.name) < math.inf:
-                raise InvalidInput(f"handover: {one.name} is {getattr(self, one.name):g}; expected 0 or more")
+        for setting in fields(self):
+            if not 0 <= getattr(self, setting.name) < math.inf:
+                raise InvalidInput(f"handover: {setting.name} is {getattr(self, setting.name):g}; expected 0 or more")
         if not self.take_s > 0:
             raise InvalidInput("handover: take_s is 0, but the first token takes a step")
 
@@ -120,63 +120,59 @@ POOLS: tuple[Pools, ...] = get_args(Pools)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
-    """A cluster of equal machines: separate prefill and decode instances, or coupled ones."""
-
     prefill: int = 8
-    """Prefill machines, in groups of ``pipeline``."""
+    """Number of prefill machines, grouped into instances of ``pipeline`` machines."""
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
-    """The true cost model."""
     believed: CostModel | None = None
-    """Cost model of the scheduler; None: the true one."""
+    """Cost model that the scheduler assumes; None: the true cost model."""
     error: float = 0.0
     """Standard deviation of the relative error of prefill estimates (``ErringSpeeds``)."""
     tells_output: bool = False
-    """Whether requests state the length of their answers."""
     output_error: float = 0.0
-    """Standard deviation of the relative error of that."""
+    """Standard deviation of the relative error of the stated length."""
     pools: Pools = "fixed"
-    """``elastic``: instances change between prefill and decode as the load does; above are the numbers at the start,
-    and names (``prefill-0``) are of the role at the start. The controller observes every ``sample_s``."""
+    """Pool mode. ``elastic``: instances change roles with the load, observed every ``sample_s``.
+
+    Numbers and names (``prefill-0``) are then those of the start.
+    """
     elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
-    """Of elastic pools. ``idle_tbt_s`` 0: by the scheduler's cost model."""
+    """Settings of elastic pools. ``idle_tbt_s`` of 0: computed from the scheduler's cost model."""
     change_s: float = 2.0
-    """Elastic pools: from the end of an instance's drain until it serves in its other role."""
+    """Elastic pools: time from the end of a drain until the instance serves in its other role."""
     pipeline: int = 1
-    """Machines per prefill instance."""
     chunk_tokens: int = 4096
-    """Chunk size in pipelines of several machines."""
     layer_wise: bool = True
-    """Whether KV is sent to the decode machine while it is computed, or after."""
+    """True if KV is sent to the decode machine while it is computed, False if afterwards."""
     handover: Handover | None = None
-    """None: values stream between accelerators (``layer_wise``), and the prefill gives the first token."""
+    """Transfer through a store. None: values stream between accelerators (``layer_wise``), and the prefill gives the
+    first token.
+    """
     request_s: float = 0.0
-    """Of every request before its prefill may begin: client, router, parsing."""
+    """Time of every request before its prefill may begin: client, router, parsing."""
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: nine tenths of 8×80 GB less the weights of 70B, at 320 KiB per token."""
     most_batch: int = 256
     """Limit of the decode batch (vLLM's ``max_num_seqs``)."""
     mixed_tokens: int = 0
-    """Coupled instances: tokens per step, decoding first, the rest chunks of prefills (vLLM's
-    ``max_num_batched_tokens``). 0: prefills first, decoding waits."""
+    """Coupled instances: tokens per step, decode tokens first, then prefill chunks (vLLM's ``max_num_batched_tokens``).
+
+    0: prefills run first while decoding waits.
+    """
     coupled_cache_tokens: int = 650_000
     """Part of ``kv_tokens`` that a coupled instance uses as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
     failures: tuple[Failure, ...] = ()
     retries: int = 1
-    """Retries of a request whose machine failed."""
     partial: bool = False
-    """Whether the last, partial block of a prompt is cached, as published tables count."""
+    """True if the last, partial block of a prompt is cached, as published tables count."""
     rate: float = 1.0
-    """Factor on the speed of arrivals."""
     jitter_s: float = 0.0
-    """Arrivals are delayed by a uniform draw up to this."""
+    """Upper bound of the uniform random delay of arrivals."""
     sample_s: float = 1.0
-    """Interval of load samples."""
     spans: bool = False
-    """Whether to record spans for timelines."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -217,17 +213,14 @@ class ClusterSetup:
                 raise InvalidInput(f"{failure}: expected at_s ≥ 0, down_s > 0 and an instance of {sorted(known)}")
 
     def prefilling(self) -> list[str]:
-        """Names of the prefill (or coupled) instances, by number."""
         if self.coupled:
             return [f"coupled-{number}" for number in range(self.coupled)]
         return [f"prefill-{number}" for number in range(self.prefill // self.pipeline)]
 
     def decoding(self) -> list[str]:
-        """Names of the decode instances, by number."""
         return [f"decode-{number}" for number in range(self.decode)]
 
     def elastic_settings(self) -> ElasticSettings:
-        """Settings of the pools' controller."""
         if self.elastic.idle_tbt_s:
             return self.elastic
         return replace(self.elastic, idle_tbt_s=(self.believed or self.cost).decode_step_s(1, 0))
@@ -236,5 +229,5 @@ class ClusterSetup:
         return self.prefill + self.decode + self.coupled
 
     def with_coupled(self) -> ClusterSetup:
-        """The same number of machines, all coupled."""
+        """Return a setup with the same number of machines, all coupled."""
         return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=(), handover=None)

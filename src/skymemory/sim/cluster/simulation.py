@@ -1,12 +1,11 @@
 """The cluster simulator: production schedulers and admission rules over simulated instances in virtual time.
 
 1. A request is placed when it arrives, and the loads of its plan start.
-2. Its prefill gives the first token; its KV streams to the decode instance meanwhile.
-3. When all KV has arrived it joins the decode batch, and ends with its last token.
-   With a ``Handover`` its values go through a store when the prefill is done, and the decode instance gives the first
-   token.
-4. If an instance fails, its requests are placed again, ``retries`` times. A request whose decode instance is down when
-   its KV arrives has failed too; its prefix is cached by then.
+2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
+3. When all KV has arrived, the request joins the decode batch. It ends with its last token.
+   With a ``Handover`` its values go through a store after the prefill, and the decode instance gives the first token.
+4. If an instance fails, its requests are placed again, ``retries`` times. A request fails as well if its decode
+   instance is down when its KV arrives; its prefix is cached by then.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSet
 from skymemory.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
-"""Number of samples without an event between them above which they are skipped."""
+"""Number of samples without an event in between above which they are skipped."""
 
 
 def run_cluster(
@@ -48,11 +47,14 @@ def run_cluster(
     asked: Sequence[Request] | None = None,
     pool: ClusterPool | None = None,
 ) -> ClusterRun:
-    """Simulates ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
+    """Simulate ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
 
-    ``requests``: in order of arrival; outcomes are in the order after jitter. ``scheduler``: one of
-    ``schedulers.NAMES`` or a factory; ``admission``: a name or a rule. ``asked``: the requests as schedulers see them,
-    for tenants and priorities; only without jitter. ``pool``: instead of the setup's; for one run.
+    Args:
+        requests: in order of arrival. Outcomes are in the order after jitter.
+        setup: the cluster.
+        scheduler, admission: names, with options, or a factory and a rule.
+        asked: the requests as schedulers see them, for tenants and priorities; only without jitter.
+        pool: replaces the setup's pool; for a single run.
 
     Raises:
         InvalidInput: arrivals out of order, or an unknown name.
@@ -79,24 +81,22 @@ def run_cluster(
     return Simulation(setup, factory, rule, pool).run(arriving, asked)
 
 
-# A request's states in ``Simulation``, and the event that moves it on (``Job.over`` is the end of each way):
+# States of a request in ``Simulation``, and the event that starts each (``Job.over`` is the end of all paths):
 #
 #   _arrive   place: refused, no server -> over; else _send: booked, loads begin, it queues at its prefill instance
-#   _begun    its prefill starts; its KV streams to the decode instance from here on
-#   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; one token only -> over
+#   _begun    its prefill starts; its KV streams to the decode instance from now on
+#   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; answer of one token -> over
 #   _there    all KV has arrived: it queues at the decode instance
 #             with a ``Handover``: _entering waits for the turns of the decode instance, _first is the first token
 #   _joined   in the batch                _answered  last token -> over
 #   _die      its instance failed: booked out, and placed again or over
 #
-# Events that a failure made obsolete stay in the clock; each checks whether its attempt, life or plan is still the
-# current one. Invariants, asserted at the end: every request ends once, and of every prompt that was prefilled all
-# tokens are held, loaded or computed.
+# Events that a failure made obsolete stay in the clock; each checks that its attempt, life or plan is still the current
+# one. Invariants, asserted at the end: every request ends once, and of every prompt that was prefilled all tokens are
+# held, loaded or computed.
 
 
 class Simulation:
-    """One run."""
-
     def __init__(
         self, setup: ClusterSetup, scheduler: SchedulerFactory, admission: Admission, pool: ClusterPool | None = None
     ) -> None:
@@ -119,7 +119,6 @@ class Simulation:
         self._arrived = 0
 
     def run(self, requests: Sequence[TraceRequest], asked: Sequence[Request] | None) -> ClusterRun:
-        """Runs ``requests``, in order of arrival."""
         self._arrivals, self._asked = requests, asked
         if requests:
             self._clock.at(requests[0].at_s, self._arrive)
@@ -143,31 +142,30 @@ class Simulation:
         )
 
     def _arrive(self, now_s: float) -> None:
-        """The next request arrives."""
         number = self._arrived
         self._arrived += 1
         if self._arrived < len(self._arrivals):
             self._clock.at(self._arrivals[self._arrived].at_s, self._arrive)
         request = self._arrivals[number]
-        asked = self._asked[number] if self._asked is not None else asked_of(request, self._setup, self._dice)
+        scheduler_view = self._asked[number] if self._asked is not None else asked_of(request, self._setup, self._dice)
         output = max(1, request.output_tokens)
         ids = request.blocks(self._setup.partial)
-        job = Job(number, request.at_s, request.input_tokens, output, ids, asked)
+        job = Job(number, request.at_s, request.input_tokens, output, ids, scheduler_view)
         self._accounts.open[number] = job
         if not self._machines.could_take(job):
             self._accounts.not_served(job, "failed", now_s)
             return
-        # The pool is asked by the schedulers, whose contracts have no time in ``match``: so it is set before.
+        # Schedulers query the pool through ``match``, which has no time argument, so the time is set before.
         self._pool.at(now_s)
         try:
-            placed = self._scheduler.place(asked, now_s)
+            placement = self._scheduler.place(scheduler_view, now_s)
         except NoServer:
             self._accounts.not_served(job, "failed", now_s)
             return
-        if isinstance(placed, Refusal):
+        if isinstance(placement, Refusal):
             self._accounts.not_served(job, "refused", now_s)
         else:
-            self._send(job, placed, now_s)
+            self._send(job, placement, now_s)
 
     def _send(self, job: Job, placement: Placement, now_s: float) -> None:
         machines, prefill = self._machines, placement.prefill
@@ -187,7 +185,6 @@ class Simulation:
             self._enter(job, job.attempts, now_s)
 
     def _enter(self, job: Job, attempt: int, now_s: float) -> None:
-        """It reaches its prefill instance."""
         if job.over or job.attempts != attempt:
             return
         machines, plan = self._machines, job.placed.prefill.plan
@@ -202,7 +199,7 @@ class Simulation:
         machines.prefills[job.prefill].arrive(job, now_s)
 
     def _begun(self, job: Job, now_s: float, done_s: float) -> None:
-        """Its prefill starts: its KV streams to the decode instance as it is computed, or after."""
+        """Start the transfer of its KV to the decode instance, while it is computed or afterwards."""
         if job.output_tokens == 1 or self._setup.handover is not None:
             return
         target = self._machines.node_of_decode(job.decode)
@@ -210,7 +207,7 @@ class Simulation:
         job.there_s = self._pool.stream(job.prefill, target, job.prompt_tokens, now_s, done_s - now_s, layers)
 
     def _first_token(self, job: Job, now_s: float) -> Refusal | None:
-        """Caches the prompt. Returns a refusal if it may not decode."""
+        """Cache the prompt. Return a refusal if it may not decode."""
         self._accounts.span(self._machines.prefill_names[job.prefill], "prefill", job.begun_s, now_s, job)
         job.first_token_s, job.prefilled = now_s, True
         self._pool.stored(job.prefill, job.ids, now_s)
@@ -235,8 +232,9 @@ class Simulation:
         stored_s = now_s + handover.save_s + handover.save_token_s * job.computed_tokens
         self._clock.at(stored_s, lambda at_s: self._entering(job, handover, attempt, 0, at_s))
 
-    # The decode engine's cache belongs to its loop: it is asked what is missing (0), given what was fetched (1), and
-    # takes the prompt up (``_there``), each between two steps; what is done meanwhile is half of the fetching each.
+    # The decode engine's cache belongs to its loop. Between two steps each, it is asked what is missing (part 0), given
+    # what was fetched (part 1), and takes the prompt (``_there``). Half of the fetch time passes in each of the two
+    # intervals.
 
     def _entering(self, job: Job, handover: Handover, attempt: int, part: int, now_s: float) -> None:
         if job.over or job.attempts != attempt:
@@ -246,15 +244,14 @@ class Simulation:
         if machines.decode_names[job.decode] not in machines.down:
             free_s = machines.decodes[job.decode].turn_ends_s(now_s)
         if part == 0:
-            lacking = job.prompt_tokens - self._pool.leading(node, job.ids) * self._pool.block_tokens
-            done_s = free_s + handover.fetch_s / 2 + handover.fetch_token_s * lacking
+            missing_tokens = job.prompt_tokens - self._pool.leading(node, job.ids) * self._pool.block_tokens
+            done_s = free_s + handover.fetch_s / 2 + handover.fetch_token_s * missing_tokens
             self._clock.at(done_s, lambda at_s: self._entering(job, handover, attempt, 1, at_s))
         else:
             self._pool.stored(node, job.ids, now_s)
             self._clock.at(free_s + handover.fetch_s / 2, lambda at_s: self._there(job, attempt, at_s))
 
     def _first(self, stream: Stream, now_s: float) -> None:
-        """The decode instance has computed its first token."""
         job = self._accounts.open[stream.number]
         job.first_token_s = now_s
         if job.output_tokens == 1:
@@ -268,7 +265,7 @@ class Simulation:
         return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
-        """All its KV has reached the decode instance."""
+        """Queue the request at the decode instance, which all its KV has reached."""
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -316,8 +313,8 @@ class Simulation:
             self._pool.lost(node.slot, now_s)
             leaving = [job for job in self._accounts.open.values() if job.leaving and job.prefill == node.slot]
             jobs += leaving
-        # Booked out before the scorer forgets the server, and placed again after: else they would teach it about a
-        # cache that is empty, or be placed by one that is gone.
+        # Requests are booked out before the scorer forgets the server, and placed again afterwards. Otherwise they
+        # would teach the scorer about a cache that is empty, or be placed by a cache that is gone.
         for job in jobs:
             self._book_out(job, now_s)
         for picker in (self._scheduler.prefill, self._scheduler.decode):
@@ -331,7 +328,7 @@ class Simulation:
         self._scheduler.failed(job.placed, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
-        """Retries an admitted request, if a retry is left and a server takes it."""
+        """Retry an admitted request, if it has a retry left and a server takes it."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -344,7 +341,7 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
-        """Samples the loads every ``sample_s``, but skips long idle stretches: a value holds until the next."""
+        """Sample the loads every ``sample_s``, but skip long idle stretches: a value holds until the next sample."""
         self._loads.sample(now_s)
         if self._roles is not None:
             self._roles.observe(now_s)
@@ -355,7 +352,7 @@ class Simulation:
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
-    """The pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
+    """Return the pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
     names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
         return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))
@@ -363,32 +360,30 @@ def pool_of(setup: ClusterSetup) -> ClusterPool:
 
 
 def new_pool(names: Sequence[str], cost: CostModel, settings: PoolSettings) -> ClusterPool:
-    """A pool, with a constellation behind it if ``settings`` have one."""
     if settings.sky is None:
         return ClusterPool(names, cost, settings)
-    # Imported only here: it brings the constellation's plans and sockets along.
+    # Imported late: it imports the constellation's plans and sockets.
     from skymemory.sim.cluster.sky import SkyPool
 
     return SkyPool(names, cost, settings)
 
 
 class Accounts:
-    """Open and ended requests of a run."""
-
     def __init__(self, spans: bool) -> None:
         self.open: dict[int, Job] = {}
-        """Requests in progress, by number."""
         self.spans: list[Span] = []
         self._keeps_spans = spans
         self._ended: dict[int, RequestOutcome] = {}
 
     def outcomes(self, requests: int) -> list[RequestOutcome]:
-        """Outcomes of a finished run, by number."""
         assert not self.open and len(self._ended) == requests, "every request ends, and ends once"
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """``worst_s``: longest time between its tokens; None with one token."""
+        """Close a completed request.
+
+        ``worst_s`` is the longest time between its tokens; None with one token.
+        """
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 
@@ -405,7 +400,7 @@ class Accounts:
         assert job.number not in self._ended, "a request ends once"
         job.over = True
         del self.open[job.number]
-        began, prefilled = job.begun_s >= 0, job.prefilled
+        started, prefilled = job.begun_s >= 0, job.prefilled
         if prefilled:
             cached = job.held_tokens + sum(job.sources.values())
             assert job.computed_tokens + cached == job.prompt_tokens, "all of a prompt is cached or computed"
@@ -414,12 +409,12 @@ class Accounts:
             status=status,
             prompt_tokens=job.prompt_tokens,
             output_tokens=job.output_tokens,
-            prefill=job.prefill if began else None,
+            prefill=job.prefill if started else None,
             decode=job.decode if status == "completed" else None,
             held_tokens=job.held_tokens if prefilled else 0,
             loaded_tokens=job.sources if prefilled else {},
             computed_tokens=job.computed_tokens if prefilled else 0,
-            queue_s=job.begun_s - job.at_s if began else 0.0,
+            queue_s=job.begun_s - job.at_s if started else 0.0,
             prefill_s=job.spent_s,
             ttft_s=ttft_s,
             end_s=now_s,
@@ -429,8 +424,6 @@ class Accounts:
 
 
 class Loads:
-    """Load samples, by Mooncake's definition: predictions relative to the objectives."""
-
     def __init__(self, slo: Slo, machines: Machines) -> None:
         self._slo, self._machines = slo, machines
         self.samples: list[LoadSample] = []

@@ -1,10 +1,10 @@
 """The constellation as a tier of the simulated pool: blocks in chunks over the servers of a moving box.
 
-A read takes the round trip to the farthest server with chunks of it, and its bytes over the downlink that all nodes
-share; a write takes its bytes over the uplink, in the background. Every server has chunks of every block. Eviction is
-LRU, never a parent before its child. When the box moves, leaving columns hand their chunks over: a reader finds them in
-the old or the new place (copy, switch, delete), so moves cost no hits, but the bytes must pass an inter-satellite link
-before the next move, which limits what a box can hold.
+A read takes the round trip to the farthest server that has its chunks, plus its bytes over the downlink that all nodes
+share. A write takes its bytes over the uplink, in the background. Every server has chunks of every block. Eviction is
+LRU, never a parent before its child. When the box moves, leaving columns hand their chunks over. A reader finds them in
+the old or the new place (copy, switch, delete), so moves cost no hits. But the bytes must pass an inter-satellite link
+before the next move, which limits the capacity of a box.
 
 Locations and link lengths come from production code: the move clock and map of the plan, its placement, and the ground
 station's view of the real orbits.
@@ -29,7 +29,7 @@ from skymemory.testbed.plan import Ground, make_plan
 
 
 class SkyPool(ClusterPool):
-    """The pool with ``settings.sky`` behind its nodes.
+    """A pool with the constellation ``settings.sky`` as a tier of all nodes.
 
     Raises:
         InvalidInput: as ``ClusterPool`` and ``SkyTier``.
@@ -64,7 +64,7 @@ class SkyPool(ClusterPool):
 
 
 class SkyTier:
-    """The tier. ``block_bytes``: of KV, before packing.
+    """The constellation tier. ``block_bytes`` are bytes of KV before packing.
 
     Raises:
         InvalidInput: a box smaller than a block, or as ``SkyGeometry``.
@@ -75,8 +75,8 @@ class SkyTier:
         self._block_bytes = block_bytes * setup.packing
         self.geometry = SkyGeometry(setup)
         per_satellite = setup.memory_bytes_per_satellite
-        # Leaving columns hand everything over within one slot's move; what a link cannot carry in that time cannot
-        # stay.
+        # Leaving columns hand all their chunks over within one slot's move, so a satellite holds at most what a link
+        # carries in that time.
         if self.geometry.placement.migrates:
             per_satellite = min(per_satellite, setup.isl_bytes_per_s * self.geometry.slot_period_s)
         capacity = int(per_satellite * setup.servers // self._block_bytes)
@@ -84,10 +84,10 @@ class SkyTier:
             raise InvalidInput(f"{setup.servers} satellites of {per_satellite:g} bytes each are smaller than a block")
         self._here = PrefixCache(capacity)
         self._set: dict[int, tuple[float, Moves]] = {}
-        """Per block, the time from which it is readable, and the moves at its write."""
+        """Time from which each block is readable, and the moves at its write."""
         self._set_at: Counter[Moves] = Counter()
         self._offered: set[int] = set()
-        """All blocks ever offered (``store.wrappers``' admission remembers only the latest)."""
+        """All blocks ever offered (the admission of ``store.wrappers`` remembers only the latest)."""
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
         self._evicted = self._skipped = self._handovers = 0
@@ -101,28 +101,29 @@ class SkyTier:
         return len(self._here)
 
     def leading(self, ids: Sequence[int], now_s: float) -> int:
-        """Leading blocks that are readable now."""
-        here = self._set
+        entries = self._set
         for at, block in enumerate(ids):
-            found = here.get(block)
-            if found is None or found[0] > now_s:
+            entry = entries.get(block)
+            if entry is None or entry[0] > now_s:
                 return at
         return len(ids)
 
     def offer(self, ids: Sequence[int], now_s: float) -> Far | None:
-        """Its leading blocks of a prompt and the current medium; None without any, or with no satellite in reach."""
+        """Return the leading blocks of a prompt that it holds, and the current medium.
+
+        None if it holds none, or if no satellite is in reach.
+        """
         self.fly(now_s)
-        held = self.leading(ids, now_s)
-        if not held:
+        readable = self.leading(ids, now_s)
+        if not readable:
             return None
-        latency_s = self._round_trip_s(ids[:held], now_s) + self.down.queue_s(now_s)
+        latency_s = self._round_trip_s(ids[:readable], now_s) + self.down.queue_s(now_s)
         if latency_s == math.inf:
             return None
-        return Far(SKY_TIER, held, Medium(SKY_TIER, self.kv_bytes_per_s, latency_s))
+        return Far(SKY_TIER, readable, Medium(SKY_TIER, self.kv_bytes_per_s, latency_s))
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """Rate of unpacked KV."""
         return self._setup.bytes_per_s / self._setup.packing
 
     def _round_trip_s(self, ids: Sequence[int], now_s: float) -> float:
@@ -130,7 +131,6 @@ class SkyTier:
         return max((self.geometry.round_trip_s(set_moves, now_s) for set_moves in settings), default=0.0)
 
     def read(self, ids: Sequence[int], begin: int, end: int, into: Link, now_s: float) -> tuple[int, float]:
-        """Reads blocks ``begin`` to ``end`` through ``into``; returns how many, and the end."""
         self.fly(now_s)
         end = min(end, self.leading(ids, now_s))
         if end <= begin:
@@ -143,46 +143,48 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """Writes the missing blocks of a chain, from the root on, as far as the uplink's queue allows.
+        """Write the missing blocks of a chain, from the root on, as far as the uplink's queue allows.
 
-        With a busy uplink only blocks that are offered again: most are never requested a second time.
+        A busy uplink writes only blocks that were offered before, because most blocks are never requested a second
+        time.
         """
         self.fly(now_s)
-        held = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
+        stored = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
         latency_s = self.geometry.round_trip_s(self._moves, now_s)
         if latency_s == math.inf:
-            self._skipped += len(ids) - held
+            self._skipped += len(ids) - stored
             return
-        # Writes are never waited for, so nothing else would bound the queue: from ``picky_queued_s`` on new blocks must
-        # have been offered before, and it never grows beyond ``most_queued_s`` by more than one block.
+        # Nothing waits for writes, so nothing else would bound the queue. Above ``picky_queued_s`` new blocks must have
+        # been offered before, and the queue never exceeds ``most_queued_s`` by more than one block.
         queue_s = self.up.queue_s(now_s)
         room_s, picky = self._setup.most_queued_s - queue_s, queue_s > self._setup.picky_queued_s
         most = 1 + int(room_s * self._setup.bytes_per_s // self._block_bytes) if room_s >= 0 else 0
         wanted = (
-            next((at for at in range(held, len(ids)) if ids[at] not in self._offered), len(ids)) if picky else len(ids)
+            next((at for at in range(stored, len(ids)) if ids[at] not in self._offered), len(ids))
+            if picky
+            else len(ids)
         )
         self._offered.update(ids)
-        end = min(wanted, held + most, self._here.capacity)
-        self._skipped += len(ids) - max(held, end)
-        fresh = ids[held:end]
-        if fresh:
-            sent_s = transfer_s((out, self.up), len(fresh) * self._block_bytes, now_s)
+        end = min(wanted, stored + most, self._here.capacity)
+        self._skipped += len(ids) - max(stored, end)
+        new_blocks = ids[stored:end]
+        if new_blocks:
+            sent_s = transfer_s((out, self.up), len(new_blocks) * self._block_bytes, now_s)
             entry = sent_s + latency_s, self._moves
-            self._set.update(dict.fromkeys(fresh, entry))
-            self._set_at[self._moves] += len(fresh)
-        for block in self._here.use(ids[: max(held, end)]):
+            self._set.update(dict.fromkeys(new_blocks, entry))
+            self._set_at[self._moves] += len(new_blocks)
+        for block in self._here.use(ids[: max(stored, end)]):
             self._set_at[self._set.pop(block)[1]] -= 1
             self._evicted += 1
 
     def fly(self, now_s: float) -> None:
-        """Moves the box to ``now_s`` and counts the handovers."""
         moves = self.geometry.moves(now_s)
         if moves == self._moves:
             return
         before, self._moves = self._moves, moves
         placement, sent = self.geometry.placement, Counter[object]()
         each_bytes = self._block_bytes / self._setup.servers
-        # By the moves at their write, not by block: blocks written between the same two moves lie on the same
+        # Counted by the moves at their write, not by block: blocks written between the same two moves lie on the same
         # satellites.
         for set_moves, blocks in self._set_at.items():
             if blocks:
@@ -208,7 +210,7 @@ class SkyTier:
 
 
 class SkyGeometry:
-    """The moving box over a preset's ground station, from its epoch on.
+    """The moving box above a preset's ground station, from the epoch on.
 
     Raises:
         InvalidInput, UnknownPreset: unknown preset, strategy or access mode, or an invalid box.
@@ -244,7 +246,7 @@ class SkyGeometry:
         return self._sky.placement(self._strategy, self.plan.servers)
 
     def moves(self, now_s: float) -> Moves:
-        """Moves of the box since the epoch. Calls come in order of time."""
+        """Return the moves of the box since the epoch. Calls come in order of time."""
         if now_s >= self._moves_until_s:
             self._moves = self._clock.moves(now_s)
             next_s = self._clock.next_move_s(now_s)
@@ -252,24 +254,24 @@ class SkyGeometry:
         return self._moves
 
     def servers_at(self, set_moves: Moves, now_s: float) -> tuple[SatelliteId, ...]:
-        """Satellite of each server now, for values written at ``set_moves``."""
+        """Return the present satellite of each server, for values written at ``set_moves``."""
         return self._sky.servers_at(self._strategy, self.plan.servers, set_moves, self.moves(now_s))
 
     def round_trip_s(self, set_moves: Moves, now_s: float) -> float:
-        """Round trip to the farthest server of values written at ``set_moves``; infinite while out of reach."""
-        # Link lengths change by a few kilometres per second: computed once per ``geometry_s``, and again after each
-        # move.
+        """Return the round trip to the farthest server of values written at ``set_moves``; infinite if out of reach."""
+        # Link lengths change by a few kilometres per second, so they are computed once per ``geometry_s`` and after
+        # each move.
         step = self.moves(now_s), math.floor(now_s / self._step_s)
         if step != self._step:
             self._look(step, now_s)
-        found = self._round_trips.get(set_moves)
-        if found is None:
-            found = 2 * max(self._one_way_s(satellite) for satellite in self.servers_at(set_moves, now_s))
-            self._round_trips[set_moves] = found
-        return found
+        round_trip_s = self._round_trips.get(set_moves)
+        if round_trip_s is None:
+            round_trip_s = 2 * max(self._one_way_s(satellite) for satellite in self.servers_at(set_moves, now_s))
+            self._round_trips[set_moves] = round_trip_s
+        return round_trip_s
 
     def _look(self, step: tuple[Moves, int], now_s: float) -> None:
-        """Recomputes the links of this step; never reuses those from before a move."""
+        """Recompute the links of this step, and never reuse links from before a move."""
         self._step, self._look_s = step, now_s
         self._one_way.clear()
         self._round_trips.clear()
@@ -287,16 +289,16 @@ class SkyGeometry:
         return self._sky.sight.one_way_s(satellite, self._centre, self._look_s)
 
     def _one_way_s(self, satellite: SatelliteId) -> float:
-        found = self._one_way.get(satellite)
-        if found is None:
+        one_way_s = self._one_way.get(satellite)
+        if one_way_s is None:
             access = self.plan.access
             if access == "ideal" or (access == "hybrid" and satellite in self._seen):
-                found = self._beam_to(satellite)
+                one_way_s = self._beam_to(satellite)
             elif self._beam_s == math.inf:
-                found = math.inf
+                one_way_s = math.inf
             else:
                 gateway = self._seen[0]
                 hops = self.plan.torus.delta(gateway, satellite)
-                found = self._beam_s + self._shell.path_one_way_s(gateway.plane, *hops)
-            self._one_way[satellite] = found
-        return found
+                one_way_s = self._beam_s + self._shell.path_one_way_s(gateway.plane, *hops)
+            self._one_way[satellite] = one_way_s
+        return one_way_s

@@ -1,6 +1,6 @@
-"""Links with rates over real geometry: latency, its lower bound, the best setting, when loading beats computing.
+"""Simulation of links with rates over real geometry: latency, its lower bound, the best setting, loading or computing.
 
-Scenarios are the way in: ``run(Scenario.read(path))`` gives the figures of every cell.
+Start with scenarios: ``run(Scenario.read(path))`` gives the figures of every cell.
 """
 
 from skymemory.sim.sky.run import CellResult, Results, run

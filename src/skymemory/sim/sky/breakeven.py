@@ -1,11 +1,11 @@
-"""When loading a prompt's KV beats computing it, by prefill speed, link rate and prompt length; or both at once (Cake).
+"""Break-even of loading a prompt's KV against computing it, by prefill speed, link rate and prompt length.
 
 A cell compares three ways to the same cache. ``compute``: prompt tokens at the engine's speed. ``load``: all of its KV
-by the physical latency model, with the lower bound beside it. ``both``: the production loader (``cache.cake``) in
-virtual time, computing from the front and loading from the back over the link that the model gives: its latency to the
-first step, its rate from there on. ``both`` is chosen where it saves a twentieth of the better of the others.
+by the physical latency model, together with the lower bound. ``both``: the production loader (``cache.cake``) in
+virtual time, computing from the front and loading from the back. Its link comes from the model: the latency until the
+first step, the rate from then on. ``both`` is chosen if it saves at least a twentieth of the better of the other two.
 
-An engine's speed is a constant within a prompt; in truth later steps are slower, so ``both`` saves somewhat more.
+An engine's speed is constant within a prompt. In reality later steps are slower, so ``both`` saves somewhat more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skymemory.sim.sky.physical import LinkRates, Setting, Ways, latency_s
 
 Best = Literal["compute", "load", "both"]
 WORTH = 0.05
-"""``both`` is the answer where it saves this share of the better of the others."""
+"""Least share of the better of the other two ways that ``both`` must save to be chosen."""
 STEP_TOKENS = PAPER_STEP_TOKENS
 KV_BYTES_PER_TOKEN = {
     "tinyllama-1.1b": 2 * 22 * 4 * 64 * 2,
@@ -38,7 +38,10 @@ KV_BYTES_PER_TOKEN = {
     "llama-3.1-70b": 2 * 80 * 8 * 128 * 2,
     "longalpaca-7b": PAPER_TOKEN_BYTES,
 }
-"""2 · layers · KV heads · head's width · 2 bytes, from their configurations; the last is the Cake paper's model."""
+"""KV bytes per token: 2 · layers · KV heads · head width · 2 bytes, from the models' configurations.
+
+The last entry is the Cake paper's model.
+"""
 MEASURED_FILE = Path(__file__).parent / "measured.json"
 _FORMAT = "skymemory-prefill/1"
 _IN_FLIGHT_STEPS = 4
@@ -46,7 +49,7 @@ _IN_FLIGHT_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Seconds of each way for one prompt. ``load_bound_s``: the least a load can take."""
+    """Seconds of each way for a prompt. ``load_bound_s`` is the least that a load can take."""
 
     tokens: int
     tokens_per_s: float
@@ -59,13 +62,12 @@ class Cell:
 
     @property
     def saved(self) -> float:
-        """Share of the compute time that the best way saves."""
         return 1 - min(self.compute_s, self.load_s, self.both_s) / self.compute_s
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Prefill times of an engine: ``prefill`` is pairs of prompt tokens and seconds."""
+    """Prefill times of an engine. ``prefill`` has pairs of prompt tokens and seconds."""
 
     name: str
     device: str
@@ -75,14 +77,13 @@ class Measured:
     source: str
 
     def nearest(self, tokens: int) -> tuple[int, float]:
-        """The measured length nearest to this one, and its tokens a second."""
         length, seconds = min(self.prefill, key=lambda pair: abs(math.log(pair[0] / tokens)))
         return length, length / seconds
 
 
 @dataclass(frozen=True)
 class Break:
-    """The load over one link at one rate, fitted to two latencies of the physical model: of a step, of the prompt."""
+    """Load over a link at one rate, fitted to two latencies of the physical model: of a step and of the prompt."""
 
     load_s: float
     bound_s: float
@@ -90,7 +91,7 @@ class Break:
 
 
 class BreakEven:
-    """Cells over one way to the sky. ``setting``: chunks and server time; its value's size is replaced."""
+    """Cells over one path to the sky. ``setting`` gives chunks and server time, not the value size."""
 
     def __init__(self, ways: Ways, setting: Setting, rates: LinkRates) -> None:
         self.rates = rates
@@ -98,18 +99,24 @@ class BreakEven:
         self._link = lru_cache(maxsize=4096)(self._link_of)
 
     def _link_of(self, value_bytes: int, step_bytes: int, rate_bit_s: float) -> Break:
-        # On board there is no beam: what is varied are the links of the host.
+        # On board there is no beam, so the rate of the host's inter-satellite links is varied.
         varied = "isl_bit_s" if self._ways.access == "onboard" else "down_bit_s"
         rates = replace(self.rates, **{varied: rate_bit_s})
-        whole, step = (replace(self._setting, value_bytes=size) for size in (value_bytes, min(step_bytes, value_bytes)))
-        whole_s, step_s = (float(np.median(latency_s(self._ways, one, rates))) for one in (whole, step))
-        bound_s = float(np.median(lower_bound_s(self._ways, whole, rates)))
-        more_bytes, more_s = whole.value_bytes - step.value_bytes, whole_s - step_s
+        prompt, step = (
+            replace(self._setting, value_bytes=size) for size in (value_bytes, min(step_bytes, value_bytes))
+        )
+        prompt_s, step_s = (float(np.median(latency_s(self._ways, setting, rates))) for setting in (prompt, step))
+        bound_s = float(np.median(lower_bound_s(self._ways, prompt, rates)))
+        more_bytes, more_s = prompt.value_bytes - step.value_bytes, prompt_s - step_s
         rate = more_bytes / more_s if more_bytes and more_s > 0 else step.value_bytes / max(step_s, 1e-12)
-        return Break(whole_s, bound_s, LinkTrace.constant(rate, max(0.0, step_s - step.value_bytes / rate)))
+        return Break(prompt_s, bound_s, LinkTrace.constant(rate, max(0.0, step_s - step.value_bytes / rate)))
 
     def cell(self, tokens: int, tokens_per_s: float, rate_bit_s: float, kv_bytes_per_token: int) -> Cell:
-        """Raises ``InvalidInput`` for what is not more than 0."""
+        """Compare the three ways for a prompt.
+
+        Raises:
+            InvalidInput: an argument is not above 0.
+        """
         named = {"tokens": tokens, "tokens a second": tokens_per_s, "KV bytes a token": kv_bytes_per_token}
         for name, value in named.items():
             if not 0 < value < math.inf:
@@ -146,7 +153,7 @@ class BreakEven:
         ]
 
     def even_bit_s(self, tokens: int, tokens_per_s: float, kv_bytes_per_token: int) -> float:
-        """The link rate at which loading takes as long as computing; infinite: light alone takes longer."""
+        """Return the link rate at which loading takes as long as computing; infinite if light alone takes longer."""
         low, high = 1e3, 1e15
         compute_s = tokens / tokens_per_s
         step_bytes = STEP_TOKENS * kv_bytes_per_token
@@ -160,19 +167,18 @@ class BreakEven:
 
 
 def kv_bytes_of(model: str) -> int:
-    """KV bytes a token of a named model, or of a number."""
     if model.isdecimal() and int(model) > 0:
         return int(model)
-    found = KV_BYTES_PER_TOKEN.get(model.lower())
-    if found is None:
+    bytes_per_token = KV_BYTES_PER_TOKEN.get(model.lower())
+    if bytes_per_token is None:
         raise InvalidInput(
             f"no model is called {model!r}; {suggestion(model.lower(), KV_BYTES_PER_TOKEN)}, or KV bytes a token"
         )
-    return found
+    return bytes_per_token
 
 
 def fitted_gpus() -> list[Measured]:
-    """The two GPUs of the Cake paper as fitted to its savings (``sim.loading``): not measured here."""
+    """Return the two GPUs of the Cake paper as fitted to its savings (``sim.loading``); they are not measurements."""
     lengths = (2048, 8192, 32_768)
     return [
         Measured(
@@ -188,10 +194,13 @@ def fitted_gpus() -> list[Measured]:
 
 
 def read_measured(path: Path = MEASURED_FILE) -> list[Measured]:
-    """Measured engines of a JSON file: ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model",
-    "kv_bytes_per_token", "prefill": [[tokens, seconds], …], "source"}, …]}``.
+    """Read measured engines from a JSON file.
 
-    Raises ``InvalidInput`` where the file cannot be read or is not of this kind.
+    Its content is ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model", "kv_bytes_per_token",
+    "prefill": [[tokens, seconds], …], "source"}, …]}``.
+
+    Raises:
+        InvalidInput: the file cannot be read, or has another format.
     """
     content = read_json(path, f"measured engines, format {_FORMAT}", MAX_TABLE_BYTES)
     if content.get("format") != _FORMAT or not isinstance(content.get("points"), list):

@@ -1,13 +1,13 @@
-"""Which setting serves a load of values best: access, placement, number of servers, chunk and window.
+"""Search for the setting that serves a load of values best: access, placement, number of servers, chunk and window.
 
-Every combination of a grid is computed by the physical model at times spread over one orbit. The times of its first
-half choose; the chosen one, the second best and all curves are reported for the times of the second half, which no
-choice has seen. A value counts as stored where its box is at the time.
+Every combination of a grid is computed by the physical model at times spread over an orbit. The times of the first half
+choose. The chosen setting, the second best and all curves are reported for the times of the second half, which had no
+influence on the choice. A value counts as stored at the present place of its box.
 
-``requests_per_s`` load three stations: a satellite, the gateway's link (a quarter of the traffic that takes one, as if
-they shared it evenly) and the beam. Each is taken for a queue with Poisson arrivals and a fixed service, that of all of
-a value that passes it: M/D/1, whose mean wait ρ / (2 (1 − ρ)) · service is added, station by station. A setting with a
-station that is used fully or more cannot carry the load and is left out.
+``requests_per_s`` load three stations: a satellite, the gateway's link (a quarter of the traffic that takes a link, as
+if the four shared it evenly) and the beam. Each is modelled as a queue with Poisson arrivals and a fixed service, that
+of all bytes of a value that pass it: M/D/1, whose mean wait ρ / (2 (1 − ρ)) · service is added, station by station. A
+setting with a station at full utilisation or more cannot carry the load and is left out.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ CHUNKS_BYTES = (1280, 3072, 6144, 12_288, 24_576, 49_152)
 WINDOWS_BYTES = (1 << 20, 3 << 20, 12 << 20, 48 << 20)
 TIMES = 48
 _SAME_S = 1e-5
-"""Latencies this near are equal: the smaller window and the fewer servers are then better."""
+"""Difference below which latencies count as equal. Then the smaller window and fewer servers win."""
 
 
 class Choice(NamedTuple):
-    """A setting of the grid."""
-
     access: Access
     strategy: Strategy
     servers: int
@@ -50,7 +48,9 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``put_share`` of the ``requests_per_s`` store a value, the others read one. ``server_s``: a chunk's, on board."""
+    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read a value. ``server_s`` is per chunk,
+    on board.
+    """
 
     value_bytes: int
     server_s: float = 0.0
@@ -67,7 +67,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A choice at some times; means over the times, in seconds. ``seconds``: of a request of the mix, with waits."""
+    """Result of a choice at some times; means over the times, in seconds. ``seconds`` is a request of the mix, with
+    waits.
+    """
 
     choice: Choice
     seconds: float
@@ -76,12 +78,11 @@ class Outcome:
     get_bound_s: float
     set_bound_s: float
     bound_s: float
-    """The least that a request of the mix can take, without any other."""
+    """Least time of a request of the mix, without other requests."""
     wait_s: float
     worst_s: float
-    """The slowest time's."""
     utilisation: float
-    """Of the busiest station; 1 and more: it cannot carry the load."""
+    """Utilisation of the busiest station. From 1 on it cannot carry the load."""
     busiest: str
 
     @property
@@ -90,31 +91,31 @@ class Outcome:
 
     @property
     def of_bound(self) -> float:
-        """``seconds`` over ``bound_s``; 1 where nothing takes any time, as a satellite's own memory without limits."""
+        """Ratio of ``seconds`` to ``bound_s``; 1 if nothing takes any time, such as unlimited memory on board."""
         return self.seconds / self.bound_s if self.bound_s else 1.0
 
     def row(self) -> dict[str, object]:
-        """Choice and figures, flat."""
-        figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "choice"}
+        figures = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "choice"}
         return {**self.choice._asdict(), **figures, "of_bound": self.of_bound}
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """``chosen`` on the first half of an orbit; everything here as judged on the second."""
+    """The setting ``chosen`` on the first half of an orbit. Except for ``chosen_s``, all outcomes are of the second
+    half.
+    """
 
     chosen: Outcome
     second: Outcome | None
     chosen_s: float
-    """What the choice promised: its seconds in the first half."""
     judged_best: Outcome
-    """The best of all in the second half: what was lost by choosing on the first."""
+    """Best setting of the second half; shows the loss from choosing on the first half."""
     curves: dict[Parameter, list[Outcome]] = field(repr=False)
-    """One parameter varied, the others as chosen."""
+    """Outcomes with one parameter varied and the others as chosen."""
     settings: int
     overloaded: int
     seen_share: float
-    """Of the times, those with a satellite in sight."""
+    """Share of the times that have a satellite in sight."""
 
 
 def grid(
@@ -125,7 +126,7 @@ def grid(
     chunks_bytes: Sequence[int],
     windows_bytes: Sequence[int],
 ) -> Iterator[Choice]:
-    """All combinations that make sense: a parked value (``hop``, ``baseline``) flies away from a host on the ground."""
+    """Yield all sensible combinations: a parked value (``hop``, ``baseline``) flies away from a host on the ground."""
     for number in servers:
         check_servers(number, preset.torus)
     for access, strategy, number, chunk, window in product(accesses, strategies, servers, chunks_bytes, windows_bytes):
@@ -148,7 +149,7 @@ def optimise(
     times: int = TIMES,
     report: Callable[[str], None] = lambda line: None,
 ) -> Optimum:
-    """The best choice for this load, for the preset's host, with the curves that show why.
+    """Return the best choice for this load and the preset's host, with the curves that show why.
 
     Raises:
         InvalidInput: nothing is ever in sight, more servers than satellites, an empty grid, or no setting carries the
@@ -167,7 +168,7 @@ def optimise(
     sight = sight_of(preset, mask_deg, "climbing")
     first: dict[Choice, Outcome] = {}
     later: dict[Choice, Outcome] = {}
-    seen = 0.0
+    seen_share = 0.0
     known: tuple[tuple[str, str, int], Ways] | None = None
     for choice in choices:
         box = choice.access, choice.strategy, choice.servers
@@ -176,7 +177,7 @@ def optimise(
             ways = ways_of(
                 preset, sight, choice.access, at_s, strategy=choice.strategy, servers=choice.servers, exact_links=True
             )
-            seen, known = max(seen, ways.seen_share), (box, ways)
+            seen_share, known = max(seen_share, ways.seen_share), (box, ways)
             chosen_ways, judged_ways = (ways.of(ways.times_s < period_s / 2), ways.of(ways.times_s >= period_s / 2))
             if not len(chosen_ways.times_s) or not len(judged_ways.times_s):
                 raise InvalidInput(
@@ -185,7 +186,7 @@ def optimise(
                 )
         first[choice] = _outcome(choice, chosen_ways, rates, load)
         later[choice] = _outcome(choice, judged_ways, rates, load)
-    able = sorted((one for one in first.values() if one.carries), key=_rank)
+    able = sorted((outcome for outcome in first.values() if outcome.carries), key=_rank)
     if not able:
         least = min(first.values(), key=lambda one: one.utilisation)
         raise InvalidInput(
@@ -194,10 +195,10 @@ def optimise(
             "faster links or servers"
         )
     best = able[0].choice
-    # Another window or chunk alone would not be a second way to do it.
-    other = next((one.choice for one in able if one.choice[:3] != best[:3]), None)
+    # Another window or chunk alone would not be a different second way.
+    other = next((outcome.choice for outcome in able if outcome.choice[:3] != best[:3]), None)
     curves = {name: _curve(name, best, later) for name in PARAMETERS}
-    judged = [one for one in later.values() if one.carries] or [later[best]]
+    judged = [outcome for outcome in later.values() if outcome.carries] or [later[best]]
     return Optimum(
         later[best],
         None if other is None else later[other],
@@ -206,7 +207,7 @@ def optimise(
         curves,
         len(choices),
         len(choices) - len(able),
-        seen,
+        seen_share,
     )
 
 
@@ -219,22 +220,27 @@ def _words(choice: Choice) -> str:
 
 
 def _curve(name: Parameter, best: Choice, judged: dict[Choice, Outcome]) -> list[Outcome]:
-    """The outcomes that differ from the best in this parameter alone; for another access, with its best strategy."""
-    kept = [other for other in PARAMETERS if other != name and (name, other) != ("access", "strategy")]
-    found: dict[object, Outcome] = {}
-    for choice, one in judged.items():
-        if any(getattr(choice, other) != getattr(best, other) for other in kept):
+    fixed = [other for other in PARAMETERS if other != name and (name, other) != ("access", "strategy")]
+    best_by_value: dict[object, Outcome] = {}
+    for choice, outcome in judged.items():
+        if any(getattr(choice, other) != getattr(best, other) for other in fixed):
             continue
         value = getattr(choice, name)
-        if choice == best or value not in found or (found[value].choice != best and _rank(one) < _rank(found[value])):
-            found[value] = one
-    return list(found.values())
+        if (
+            choice == best
+            or value not in best_by_value
+            or (best_by_value[value].choice != best and _rank(outcome) < _rank(best_by_value[value]))
+        ):
+            best_by_value[value] = outcome
+    return list(best_by_value.values())
 
 
 def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcome:
     setting = Setting(load.value_bytes, choice.chunk_bytes, load.server_s, choice.window_bytes)
     get_s, set_s = (latency_s(ways, setting, rates, operation) for operation in OPERATIONS)
-    get_bound_s, set_bound_s = (float(lower_bound_s(ways, setting, rates, one).mean()) for one in OPERATIONS)
+    get_bound_s, set_bound_s = (
+        float(lower_bound_s(ways, setting, rates, operation).mean()) for operation in OPERATIONS
+    )
     wait_s, busiest, utilisation = waits_s(ways, setting, rates, load)
     put = load.put_share
     total_s = (1 - put) * get_s + put * set_s + wait_s
@@ -254,8 +260,10 @@ def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcom
 
 
 def waits_s(ways: Ways, setting: Setting, rates: LinkRates, load: Load) -> tuple[Floats, str, float]:
-    """What a request of the mix waits for others at each time, the busiest station, and its utilisation (the largest
-    over the times). Infinite where a station is used fully.
+    """Return the wait of a request of the mix at each time, the busiest station, and its largest utilisation over the
+    times.
+
+    The wait is infinite if a station is fully used.
     """
     counts = setting.counts(ways.servers)
     used = len(counts)
@@ -285,7 +293,6 @@ def waits_s(ways: Ways, setting: Setting, rates: LinkRates, load: Load) -> tuple
 
 
 def at_place(preset: Preset, latitude_deg: float | None, longitude_deg: float | None) -> Preset:
-    """The preset with its host there (None: its own latitude, or longitude)."""
     if latitude_deg is None and longitude_deg is None:
         return preset
     if preset.fixed_centre is not None:

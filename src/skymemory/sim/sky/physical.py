@@ -1,25 +1,26 @@
-"""Latency of a get or a set by physics: light, rates of links, first-in-first-out queues, servers that take their time.
+"""Latency of a get or a set by physics: light, link rates, first-in-first-out queues, servers that take their time.
 
-``ways_of`` derives from the geometry how a host reaches each server at many times at once; ``latency_s`` then takes a
+``ways_of`` derives from the geometry how a host reaches each server at many times at once. ``latency_s`` then moves a
 value there or back, for all these times in one pass of numpy. A point is one latency: one setting at one time.
 
-What is modelled:
+The model covers:
 
-- A get asks each server once, in their order; a server answers chunk after chunk, each after ``server_s``; links store
-  and forward whole packets, with the bytes of our headers and of UDP over IPv4.
-- A set sends chunks in bursts, server after server, as the client does (or all of the farthest server's first); each
-  server processes a chunk after the other and acknowledges its last.
-- ``window_bytes``: bytes under way, of a get in all, of a set on each beam; when a chunk is through, the next one goes.
-- Through a gateway all packets share its beam, and each of its four links to neighbours carries those of the servers
-  behind it. In a tree of equally fast links nothing waits longer than it would in one queue at the tree's root, so only
-  the roots are computed.
+- A get asks each server once, in order. A server answers chunk after chunk, each after ``server_s``. Links store and
+  forward whole packets, with the bytes of the SkyMemory headers and of UDP over IPv4.
+- A set sends chunks in bursts, server after server, as the client does (or all chunks of the farthest server first).
+  Each server processes its chunks in sequence and acknowledges the last.
+- ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam. When a chunk has passed, the
+  next chunk starts.
+- Through a gateway all packets share its beam, and each of its four links to neighbours carries the packets of the
+  servers that it leads to. In a tree of equally fast links nothing waits longer than in a single queue at the tree's
+  root, so only the roots are computed.
 
-It is exact for beams of their own (``ideal``, and the direct ones of ``hybrid``), and for shared links where servers
-take no time, no window binds and links between satellites are not slower than the beam. Else a server's chunks count as
-a fluid where they merge with others': wrong by at most one chunk's transmission for each server. The last chunk counts
-as a full one. Where links between satellites are slower than the beam, the larger of the two queues counts (2 % too
-short at most in 240 random cases); a window that binds carries its bytes once in a mean round trip (wrong by 3 % in the
-median of 240 cases, by 36 % in the worst).
+The model is exact for separate beams (``ideal``, and the direct beams of ``hybrid``). It is also exact for shared links
+if servers take no time, no window binds and inter-satellite links are not slower than the beam. Otherwise a server's
+chunks are treated as a fluid when they merge with those of other servers: the error is at most one chunk's transmission
+per server. The last chunk counts as a full chunk. If inter-satellite links are slower than the beam, the larger of the
+two queues counts (at most 2 % too short in 240 random cases). A window that binds carries its bytes once per mean round
+trip (error 3 % in the median of 240 cases, 36 % in the worst).
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ Array = TypeVar("Array", Floats, Integers)
 
 _UDP_BYTES = 28
 REQUEST_BYTES, DATA_BYTES, SET_BYTES, ACK_BYTES = 97 + _UDP_BYTES, 132 + _UDP_BYTES, 124 + _UDP_BYTES, 105 + _UDP_BYTES
-"""A GET, what a DATA and a SET have beside their chunk, an ACK: as the machines send them, with UDP and IPv4."""
+"""Packet bytes as the machines send them, with UDP and IPv4: a GET, the overhead of a DATA and a SET, an ACK."""
 _OWN, _AT_GATEWAY = -2, -1
-"""The gateway's link of a server with a beam of its own, and of the gateway itself."""
+"""Values of ``Ways.out_link`` and ``in_link``: the server has its own beam; the server is the gateway."""
 LINKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bits per second of a beam up, a beam down and a link between satellites, each way; None: no limit."""
+    """Bits per second of a beam up, a beam down and an inter-satellite link, in each direction; None: no limit."""
 
     up_bit_s: float | None = None
     down_bit_s: float | None = None
@@ -78,7 +79,10 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is moved and how. ``server_s``: a satellite's time for one chunk. ``window_bytes`` None: all at once."""
+    """Size and manner of a transfer.
+
+    ``server_s`` is a satellite's time per chunk. ``window_bytes`` of None sends all at once.
+    """
 
     value_bytes: int
     chunk_bytes: int = 6144
@@ -103,20 +107,19 @@ class Setting:
         return -(-self.value_bytes // self.chunk_bytes)
 
     def counts(self, servers: int) -> Integers:
-        """Chunks of each server that has any: they go round the servers in turn."""
-        each, more = divmod(self.chunks, servers)
-        held: Integers = each + (np.arange(servers) < more).astype(np.int64)
-        return held[held > 0]
+        """Return the chunks of each server that has any. Chunks are dealt to the servers in turn."""
+        per_server, more = divmod(self.chunks, servers)
+        chunks: Integers = per_server + (np.arange(servers) < more).astype(np.int64)
+        return chunks[chunks > 0]
 
     @property
     def window_chunks(self) -> float:
-        """Chunks under way at most."""
         return math.inf if self.window_bytes is None else self.window_bytes // self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How a host reaches each server: arrays of times × servers, in the order of the servers."""
+    """Paths from a host to each server: arrays of times × servers, in the order of the servers."""
 
     access: Access
     times_s: Floats
@@ -124,17 +127,18 @@ class Ways:
     one_way_s: Floats
     """Light time between host and server: half the round trip, whose way back may take other links."""
     hops: Integers
-    """Links between satellites on the way."""
     out_link: Integers
     in_link: Integers
-    """The gateway's link on the way there and on the way back, 0 to 3 as its neighbours; −1: the server is the gateway;
-    −2: it has a beam of its own.
+    """The gateway's link on the way out and on the way back: 0 to 3 as its neighbours.
+
+    −1: the server is the gateway. −2: the server has its own beam.
     """
     seen_share: float = 1.0
-    """Of the times asked for, those with a satellite in sight."""
+    """Share of the requested times that have a satellite in sight."""
     least_one_way_s: Floats | None = None
-    """Over the quickest links that lead there, for the lower bound: routes are of the fewest links, and satellites send
-    around what is broken or behind the Earth. None: as ``one_way_s``.
+    """Light time over the quickest links, for the lower bound. None: as ``one_way_s``.
+
+    Routes use the fewest links, but satellites send around links that are broken or blocked by the Earth.
     """
 
     @property
@@ -147,14 +151,13 @@ class Ways:
         return np.asarray(self.out_link != _OWN)
 
     def of(self, chosen: slice | Booleans) -> Ways:
-        """The ways of some of the times."""
         names = ["times_s", "one_way_s", "hops", "out_link", "in_link"]
         names += ["least_one_way_s"] if self.least_one_way_s is not None else []
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 def sight_of(preset: Preset, mask_deg: float, rule: Literal["nearest", "climbing"] = "nearest") -> Sight:
-    """What the preset's host sees; in a grid that is not an orbit, by offset from the satellite overhead."""
+    """Return the sight of the preset's host; in a grid that is no orbit, by offset from the satellite overhead."""
     if preset.fixed_centre is not None:
         return BoxSight(preset.shell, preset.torus, mask_deg)
     return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule, preset.torus.gaps)
@@ -171,13 +174,19 @@ def ways_of(
     exact_links: bool = False,
     placed: Sequence[tuple[Moves, Moves]] | None = None,
 ) -> Ways:
-    """The ways to a value stored at each of these times (seconds after the epoch).
+    """Return the ways to a value stored at each of these times (seconds after the epoch).
 
-    ``placed``: for each time, the moves at which the value was set and those that its holders count; else it is set at
-    that time, and the box moves by the clock. A ``PlaceSight`` sees the box of another host.
-
-    ``exact_links``: by the satellites' positions at each time; else links between planes have their longest length, as
-    in the plan of a constellation. Times with nothing in sight are left out.
+    Args:
+        preset: the constellation and its host.
+        sight: what the host sees. A ``PlaceSight`` sees the box of another host.
+        access: how the host reaches the box.
+        times_s: the times. Times with nothing in sight are left out.
+        strategy: the placement; None: ``hop`` on board, else the preset's.
+        servers: the number of servers; None: the preset's.
+        exact_links: links have their length at each time; otherwise links between planes have their longest length, as
+            in the plan of a constellation.
+        placed: per time, the moves at the set and the moves that the value's holders count. None: the value is set at
+            that time, and the box moves by the clock.
 
     Raises:
         InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
@@ -189,30 +198,35 @@ def ways_of(
     track = over.track if isinstance(over, OrbitSight) and access != "onboard" else None
     centre = preset.centre if track is None else preset.torus.wrap(*track.cell_at(0.0))
     slot_s, plane_s = preset.shell.isl_one_way_s("slot"), preset.shell.isl_one_way_s("plane")
-    kept = strategy or ("hop" if access == "onboard" else preset.strategy)
+    placement_strategy = strategy or ("hop" if access == "onboard" else preset.strategy)
     wanted = preset.servers if servers is None else servers
-    placement = Placement.of(kept, wanted, preset.torus, centre, slot_s, plane_s)
+    placement = Placement.of(placement_strategy, wanted, preset.torus, centre, slot_s, plane_s)
     own_orbits = preset.shell.torus.cells == preset.torus.cells
     paths = _Paths(preset, exact_links and own_orbits)
-    found = []
+    rows = []
     for at, time_s in enumerate(map(float, times_s)):
         moves = (0, 0) if track is None else track.moves(time_s)
         set_moves, moves = (moves, moves) if placed is None else placed[at]
-        here = placement.centre_at(moves)
-        seen = (preset.torus.living(here),) if access in ("onboard", "ideal") else sight.in_sight(here, time_s)
-        if seen:
-            found.append(
-                (time_s, *_row(sight, access, placement.locate_all(set_moves, moves), here, seen, time_s, paths))
+        centre_now = placement.centre_at(moves)
+        visible = (
+            (preset.torus.living(centre_now),) if access in ("onboard", "ideal") else sight.in_sight(centre_now, time_s)
+        )
+        if visible:
+            rows.append(
+                (
+                    time_s,
+                    *_row(sight, access, placement.locate_all(set_moves, moves), centre_now, visible, time_s, paths),
+                )
             )
-    if not found:
+    if not rows:
         host = preset.host
         raise InvalidInput(
             f"no satellite of {preset.name} is in sight of {host.latitude_deg:g}, {host.longitude_deg:g} at any of "
             f"{len(times_s)} times: expected a place nearer to its orbits ({preset.shell.inclination_deg:g}° north or "
             "south at most, and some degrees), or a lower elevation mask"
         )
-    times, one_way_s, hops, out_link, in_link, least_s = (np.array(column) for column in zip(*found, strict=True))
-    return Ways(access, times, one_way_s, hops, out_link, in_link, len(found) / len(times_s), least_s)
+    times, one_way_s, hops, out_link, in_link, least_s = (np.array(column) for column in zip(*rows, strict=True))
+    return Ways(access, times, one_way_s, hops, out_link, in_link, len(rows) / len(times_s), least_s)
 
 
 def _row(
@@ -224,7 +238,7 @@ def _row(
     time_s: float,
     paths: _Paths,
 ) -> tuple[Floats, Integers, Integers, Integers, Floats]:
-    """Light times, links on the way, the gateway's links, and the least light times of each server, at one time."""
+    """Return the light times, hops, the gateway's links, and the least light times of each server, at one time."""
     direct = set(servers) if access == "ideal" else set(seen) - {seen[0]} if access == "hybrid" else set()
     gateway = seen[0]
     one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
@@ -240,7 +254,7 @@ def _row(
 
 
 class _Path(NamedTuple):
-    """There and back again: indices of the satellites, the gateway's two links, seconds with the longest links."""
+    """A path there and back: satellite indices, the gateway's links, round trip in seconds with the longest links."""
 
     nodes: list[int]
     hops: int
@@ -250,7 +264,7 @@ class _Path(NamedTuple):
 
 
 class _Paths:
-    """Routes over the links of a grid from a gateway and back to it, with their light times."""
+    """Routes from a gateway to satellites and back over the links of a grid, with their light times."""
 
     def __init__(self, preset: Preset, exact: bool) -> None:
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
@@ -259,24 +273,25 @@ class _Paths:
         self._hops_s: dict[tuple[SatelliteId, SatelliteId], float] = {}
 
     def _path(self, here: SatelliteId, there: SatelliteId) -> _Path:
-        found = self._known.get((here, there))
-        if found is None:
+        path = self._known.get((here, there))
+        if path is None:
             out, back = self._torus.path(here, there), self._torus.path(there, here)
             neighbours = self._torus.neighbours(here)
             at_it = len(out) == 1
             way = out + back[1:]
-            found = self._known[here, there] = _Path(
-                [self._torus.index(each) for each in way],
+            path = self._known[here, there] = _Path(
+                [self._torus.index(satellite) for satellite in way],
                 len(out) - 1,
                 _AT_GATEWAY if at_it else neighbours.index(out[1]),
                 _AT_GATEWAY if at_it else neighbours.index(back[-2]),
                 sum(self._hop_s(*link) for link in pairwise(way)),
             )
-        return found
+        return path
 
     def least_s(self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], routed_s: Floats) -> Floats:
-        """Light times over the quickest links, each at its longest. With exact links those of the routes: which ways
-        are quickest then changes from one moment to the next.
+        """Return the light times over the quickest links, each at its longest.
+
+        With exact links, return those of the routes, because the quickest paths then change from moment to moment.
         """
         if self._exact:
             return routed_s.copy()
@@ -285,42 +300,41 @@ class _Paths:
         return np.array([self._least_s[gateway, server] for server in servers])
 
     def _search(self, gateway: SatelliteId, wanted: set[SatelliteId]) -> None:
-        """Dijkstra's, as far as the servers."""
         edge, settled = [(0.0, gateway)], set[SatelliteId]()
         while edge and not wanted <= settled:
-            light_s, here = heapq.heappop(edge)
-            if here in settled:
+            light_s, satellite = heapq.heappop(edge)
+            if satellite in settled:
                 continue
-            settled.add(here)
-            self._least_s[gateway, here] = light_s
-            for there in self._torus.neighbours(here):
-                if there not in settled:
-                    heapq.heappush(edge, (light_s + self._hop_s(here, there), there))
+            settled.add(satellite)
+            self._least_s[gateway, satellite] = light_s
+            for neighbour in self._torus.neighbours(satellite):
+                if neighbour not in settled:
+                    heapq.heappush(edge, (light_s + self._hop_s(satellite, neighbour), neighbour))
 
     def _hop_s(self, here: SatelliteId, there: SatelliteId) -> float:
-        found = self._hops_s.get((here, there))
-        if found is None:
-            found = self._hops_s[here, there] = self._shell.hop_one_way_s(self._torus, here, there)
-        return found
+        hop_s = self._hops_s.get((here, there))
+        if hop_s is None:
+            hop_s = self._hops_s[here, there] = self._shell.hop_one_way_s(self._torus, here, there)
+        return hop_s
 
     def from_gateway(
         self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], time_s: float
     ) -> tuple[Floats, Integers, Integers, Integers]:
-        """Light times (half of there and back), hops, and the gateway's links."""
-        found = [self._path(gateway, server) for server in servers]
-        hops, out_link, in_link = (np.array(part) for part in zip(*(path[1:4] for path in found), strict=True))
+        """Return the light times (half of there and back), hops, and the gateway's links."""
+        paths = [self._path(gateway, server) for server in servers]
+        hops, out_link, in_link = (np.array(part) for part in zip(*(path[1:4] for path in paths), strict=True))
         if not self._exact:
-            return np.array([path.round_trip_s / 2 for path in found]), hops, out_link, in_link
-        nodes = np.concatenate([path.nodes for path in found])
+            return np.array([path.round_trip_s / 2 for path in paths]), hops, out_link, in_link
+        nodes = np.concatenate([path.nodes for path in paths])
         positions = self._shell.positions_m(time_s).reshape(-1, 3)[nodes]
         starts = np.concatenate([[0], np.cumsum(2 * hops + 1)[:-1]])
         steps_m = np.linalg.norm(np.diff(positions, axis=0, prepend=positions[:1]), axis=1)
-        steps_m[starts] = 0.0  # from the end of one path to the start of the next
+        steps_m[starts] = 0.0  # the step from the end of a path to the start of the next path
         return np.add.reduceat(steps_m, starts) / (2 * SPEED_OF_LIGHT_M_S), hops, out_link, in_link
 
 
 def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
-    """Seconds of a get (the last chunk is here) or a set (the last acknowledgement is), at each time."""
+    """Return the seconds of a get (until the last chunk) or a set (until the last acknowledgement), at each time."""
     if operation not in OPERATIONS:
         raise InvalidInput(f"operation {operation!r}: expected get or set")
     counts = setting.counts(ways.servers)
@@ -329,8 +343,6 @@ def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operati
 
 
 class _Used:
-    """The servers that have chunks of the value."""
-
     def __init__(self, ways: Ways, used: int, setting: Setting, counts: Integers) -> None:
         self.setting, self.counts, self.onboard = setting, counts, ways.access == "onboard"
         self.one_way_s, self.hops = ways.one_way_s[:, :used], ways.hops[:, :used]
@@ -339,8 +351,9 @@ class _Used:
         self.any_own, self.any_shared = not self.shared.all(), bool(self.shared.any())
 
     def span_s(self, each_s: Floats | float, cycle_s: Floats) -> Floats:
-        """From each server's first chunk to its last, ``each_s`` apart, if each has a window of its own and a chunk is
-        through ``cycle_s`` after it was begun.
+        """Return the time from each server's first chunk to its last, ``each_s`` apart.
+
+        Each server has its own window, and a chunk has passed ``cycle_s`` after its start.
         """
         window = np.minimum(self.counts, self.setting.window_chunks)
         rounds, place = np.divmod(self.counts - 1, window)
@@ -349,14 +362,15 @@ class _Used:
         return np.asarray(rounds * np.maximum(cycle_s, window * each_s) + place * each_s)
 
     def stretched_s(self, cycle_s: Floats, among: Booleans | None = None) -> Floats | float:
-        """From the first chunk to the last of all, if one window is for all of them: it is used up once in a mean
-        cycle.
+        """Return the time from the first chunk to the last of all servers, if they share one window.
+
+        The window is used up once per mean cycle.
         """
-        held = self.counts if among is None else self.counts * among
-        chunks, window = held.sum(axis=-1, keepdims=True), self.setting.window_chunks
+        server_chunks = self.counts if among is None else self.counts * among
+        chunks, window = server_chunks.sum(axis=-1, keepdims=True), self.setting.window_chunks
         if (chunks <= window).all():
             return 0.0
-        mean_s = (held * cycle_s).sum(axis=1, keepdims=True) / np.maximum(chunks, 1)
+        mean_s = (server_chunks * cycle_s).sum(axis=1, keepdims=True) / np.maximum(chunks, 1)
         return np.asarray(np.maximum(chunks - window, 0) / window * mean_s)
 
 
@@ -370,7 +384,7 @@ def _get_s(used: _Used, rates: LinkRates) -> Floats:
     down_s = _seconds(setting.chunk_bytes + DATA_BYTES, rates.down_bit_s)
     isl_s = _seconds(setting.chunk_bytes + DATA_BYTES, rates.isl_bit_s)
     if used.onboard:
-        # No beam: the requests queue at the host's links; their first hop is counted with the others.
+        # No beam: the requests queue at the host's links; their first hop is included in the hops.
         sent_s = (_rank_by_link(used.out_link) - 1) * ask_isl_s
         ask_s = down_s = 0.0
     else:
@@ -391,29 +405,30 @@ def _get_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _rank_by_link(link: Integers) -> Integers:
-    """Which packet each server's is on its first link, from 1; 1 where there is no link."""
+    """Return each server's packet position on its first link, from 1; 1 if there is no link."""
     rank = np.ones_like(link)
-    for one in range(LINKS):
-        on_it = link == one
+    for link_number in range(LINKS):
+        on_it = link == link_number
         rank = np.where(on_it, np.cumsum(on_it, axis=1), rank)
     return rank
 
 
 def _root_s(link: Integers, first_s: Floats, last_s: Floats, counts: Integers, isl_s: float, beam_s: float) -> Floats:
-    """When the last packet has passed the gateway's links and its beam, for arrivals without any queue."""
+    """Return when the last packet has passed the gateway's links and its beam, for arrivals without any queue."""
     merged = _Merged(link, first_s, last_s, counts)
     end_s = merged.end_s(None, beam_s)
-    if isl_s > beam_s:  # else a link's queue is never longer than what the beam's would be without it
-        for one in range(LINKS):
+    if isl_s > beam_s:  # otherwise a link's queue is never longer than the beam's queue would be without it
+        for link_number in range(LINKS):
             # Arrivals have passed the link once already.
-            end_s = np.maximum(end_s, merged.end_s(one, isl_s) - isl_s + beam_s)
+            end_s = np.maximum(end_s, merged.end_s(link_number, isl_s) - isl_s + beam_s)
     return end_s
 
 
 class _Merged:
-    """Streams of packets in the order of their first and last moments; those with beams of their own are left out.
+    """Streams of packets, sorted by their first and last moments. Streams with their own beams are left out.
 
-    A stream's first packet counts at its moment, the last at its own, the others come evenly between.
+    A stream's first packet counts at the first moment, its last packet at the last moment; the others are spread
+    evenly.
     """
 
     def __init__(self, link: Integers, first_s: Floats, last_s: Floats, counts: Integers) -> None:
@@ -426,7 +441,7 @@ class _Merged:
             link = np.concatenate([link, link], axis=1)
         else:
             moments_s, jumps = first_s, np.broadcast_to(counts.astype(np.float64), first_s.shape)
-        # Rows are sorted once for all links; one flat index is faster than an index for each axis.
+        # Rows are sorted once for all links. One flat index is faster than an index per axis.
         order = np.argsort(moments_s, axis=1)
         order += np.arange(len(order))[:, None] * order.shape[1]
         self._moments_s, self._jumps, self._link = (
@@ -438,8 +453,10 @@ class _Merged:
             self._step_s = np.diff(self._moments_s, axis=1)
 
     def end_s(self, link: int | None, each_s: float) -> Floats:
-        """When a queue with ``each_s`` per packet has served all that comes by this link (None: by any, or none): the
-        largest, over all moments, of the moment plus the service of all that arrives then or later.
+        """Return when a queue with ``each_s`` per packet has served all arrivals by this link (None: all shared
+        arrivals).
+
+        It is the largest sum, over all moments, of the moment and the service of all later or simultaneous arrivals.
         """
         among = self._link != _OWN if link is None else self._link == link
         if each_s == 0.0:
@@ -458,7 +475,7 @@ def _set_s(used: _Used, rates: LinkRates) -> Floats:
     isl_s = _seconds(setting.chunk_bytes + SET_BYTES, rates.isl_bit_s)
     ack_s = 0.0 if used.onboard else _seconds(ACK_BYTES, rates.down_bit_s)
     ack_isl_s = _seconds(ACK_BYTES, rates.isl_bit_s)
-    # One that is sent first, and the next once it has been acknowledged.
+    # A chunk that is sent first; the next chunk starts after its acknowledgement.
     alone_s = up_s + used.one_way_s + hops * isl_s + tau_s
     cycle_s = alone_s + used.one_way_s + hops * ack_isl_s + ack_s
     ends = []
@@ -476,32 +493,32 @@ def _set_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats]:
-    """When a server's first and last chunk arrive at it through the gateway."""
+    """Return when each server's first and last chunk arrive at it through the gateway."""
     sending = _Sending(used)
     first, last = sending.places(used.shared)
-    first_s = np.asarray((first + 1) * up_s, dtype=np.float64)  # at the gateway, but for the beam's length
+    first_s = np.asarray((first + 1) * up_s, dtype=np.float64)  # at the gateway, without the beam's light time
     last_s = np.asarray((last + 1) * up_s, dtype=np.float64)
     if isl_s > up_s:
-        for one in range(LINKS):
-            on_it = used.out_link == one
+        for link_number in range(LINKS):
+            on_it = used.out_link == link_number
             if not on_it.any():
                 continue
             first, last = sending.places(on_it)
-            # The k-th packet leaves a queue at the largest, over those before it, of arrival plus services since.
-            began_s = sending.latest(np.where(on_it, first_s - first * isl_s, -np.inf))
-            first_s = np.where(on_it, began_s + first * isl_s, first_s)
-            last_s = np.where(on_it, np.maximum(last_s, began_s + last * isl_s), last_s)
+            # The k-th packet leaves a queue at the largest sum, over the earlier packets, of arrival and services since
+            # then.
+            started_s = sending.latest(np.where(on_it, first_s - first * isl_s, -np.inf))
+            first_s = np.where(on_it, started_s + first * isl_s, first_s)
+            last_s = np.where(on_it, np.maximum(last_s, started_s + last * isl_s), last_s)
     way_s = used.one_way_s + used.hops * isl_s
     return first_s + way_s, last_s + way_s
 
 
 class _Sending:
-    """In which order a set's chunks leave the host."""
+    """Order in which a set's chunks leave the host."""
 
     def __init__(self, used: _Used) -> None:
         self._counts = used.counts
         self._order: Integers | None = None
-        """None: the servers' own."""
         self._burst = WRITE_BURST_CHUNKS
         if used.setting.order == "farthest":
             self._burst = int(used.counts.max())
@@ -509,30 +526,29 @@ class _Sending:
             self._back = np.argsort(self._order, axis=1, kind="stable")
 
     def places(self, among: Booleans) -> tuple[Integers, Integers]:
-        """Of each server's first and last chunk, from 0, counting only the servers ``among``."""
+        """Return the positions of each server's first and last chunk, from 0, counting only the servers ``among``."""
         counts, burst = self._counts, self._burst
         first = self._before(among, np.minimum(counts, burst))
         if counts[0] <= burst:
             return first, first + counts - 1
         last = np.zeros_like(first)
-        for held in np.unique(counts):  # two numbers at most
-            rounds = (held - 1) // burst
+        for chunks in np.unique(counts):  # two numbers at most
+            rounds = (chunks - 1) // burst
             complete = (among * np.minimum(counts, rounds * burst)).sum(axis=1, keepdims=True)
-            here = self._before(among, np.clip(counts - rounds * burst, 0, burst))
-            last = np.where(counts == held, complete + here + held - 1 - rounds * burst, last)
+            before = self._before(among, np.clip(counts - rounds * burst, 0, burst))
+            last = np.where(counts == chunks, complete + before + chunks - 1 - rounds * burst, last)
         return first, last
 
     def _before(self, among: Booleans, sent: Integers) -> Integers:
-        """Chunks of the servers sent before each."""
         in_order = self._sent(among * sent)
         return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 
     def latest(self, values: Floats) -> Floats:
-        """The largest value of each server and those sent before it."""
+        """Return the largest value of each server and the servers sent before it."""
         return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
 
     def _sent(self, values: Array) -> Array:
-        """From the order of the servers to that of sending; ``_unsent``: back."""
+        """Reorder from the order of the servers to the order of sending. ``_unsent`` is the inverse."""
         return values if self._order is None else np.take_along_axis(values, self._order, axis=1)
 
     def _unsent(self, values: Array) -> Array:

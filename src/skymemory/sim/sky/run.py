@@ -1,8 +1,10 @@
-"""Runs scenarios: cell by cell, by the satellites' and clients' own machines in virtual time or by the physical model.
+"""Runs of scenarios, cell by cell: by the satellites' and clients' own machines in virtual time, or by the physical
+model.
 
-Beside every latency stand the least time that any protocol needs (``bound``) and what the physical model says, for the
-same value at the same place and time. A miss costs no time here: what is missing is computed, and stored again. Hosts
-know what the others have stored (one index for all); a value counts as stored when its last acknowledgement has come.
+Every latency comes with the least time that any protocol needs (``bound``) and the time of the physical model, for the
+same value at the same place and time. A miss costs no time here: the missing value is computed and stored again. Hosts
+know what other hosts have stored (one index for all). A value counts as stored when its last acknowledgement has
+arrived.
 """
 
 from __future__ import annotations
@@ -48,18 +50,18 @@ from skymemory.transport.faults import FaultInjector
 from skymemory.transport.simulated import Machine, Node, SimulatedClient, SimulatedConstellation
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
-"""Of what is kept in a folder; another one when a change of the code changes results."""
+"""Version of the results kept in a folder. It changes when a change of the code changes results."""
 _UNSEEN = "nothing in sight"
 _FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
 _GONE = ("missing", "corrupt")
-"""Failures that prove a value lost. After others it stays known."""
+"""Failures that prove a value lost. After other failures the value stays known."""
 _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
 class VirtualConstellation:
     """All satellites of a plan in virtual time, in one process, with link delays by its geometry at every moment.
 
-    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks``: of satellites with wrong clocks. ``machine``
+    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks`` are for satellites with wrong clocks. ``machine``
     makes the satellites (default: ``SatelliteMachine``).
     """
 
@@ -74,12 +76,10 @@ class VirtualConstellation:
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
         self._centre = (0, 0), sky_of(plan).centre_at((0, 0))
-        """Moves, and the satellite in the middle of the box at them."""
+        """Moves, and the satellite in the middle of the box at these moves."""
         self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
         self._links_s: dict[tuple[Node, Node], float] = {}
-        """Of links that were used."""
         self._sights: dict[Node, Sight] = {}
-        """Of hosts with a place of their own."""
         self._places: dict[Node, str] = {}
         self.simulated = SimulatedConstellation(
             sky_of(plan),
@@ -127,7 +127,6 @@ class VirtualConstellation:
         return sight.one_way_s(satellite, centre, self.clock.sky_s(now_s)) * self.plan.delay_scale
 
     def connect(self, access: str | None = None, ground: int = 1, place: GroundHost | None = None) -> SimulatedClient:
-        """A client; ``access`` and ``place`` override the plan's."""
         mode = check_access(self.plan, access or self.plan.access)
         rtt_s = expected_round_trip_s(self.plan, mode, self.simulated.now_s, place)
         config = ClientConfig(ground, mode, expected_rtt_s=rtt_s, links=self.plan.links)
@@ -146,7 +145,6 @@ class VirtualConstellation:
         ground: int = 1,
         place: GroundHost | None = None,
     ) -> ConstellationStore:
-        """A store over it."""
         client = self.connect(access, ground, place)
         return ConstellationStore(client, self.simulated.sky, settings_of(self.plan, ground=place), index=index)
 
@@ -155,7 +153,11 @@ class VirtualConstellation:
 
 
 class _Transfer(NamedTuple):
-    """A get that hit, or a set. ``moves``: at which the value was set, at the start, before, and at the end."""
+    """A get that hit, or a set.
+
+    ``placed`` has a time, the moves at the set, and the moves by which holders are located: at the start, at the start
+    with the moves ``HANDED_OVER_S`` earlier (as clients do first), and at the end.
+    """
 
     host: int
     direction: Direction
@@ -167,8 +169,9 @@ class _Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class CellResult:
-    """``figures``: by name, with units in the names; None: no such operation. ``wall_s`` and ``packets`` are of the run
-    itself, and not part of what is compared.
+    """Result of a cell. ``figures`` are by name, with units in the names; None means no such operation.
+
+    ``wall_s`` and ``packets`` describe the run itself and are not part of what is compared.
     """
 
     number: int
@@ -177,15 +180,14 @@ class CellResult:
     wall_s: float = 0.0
     packets: int = 0
     kept: bool = False
-    """Whether it was there from an earlier run."""
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """The results of one cell; the same on every computer and in every process.
+    """Run a cell. The results are the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, a file that cannot be read; of a sweep
-            with the cell's values.
+        InvalidInput: a place that sees nothing, a workload that is too large, or a file that cannot be read. In a sweep
+            the message names the cell's values.
     """
     try:
         return _run_cell(cell)
@@ -197,18 +199,16 @@ def run_cell(cell: Cell) -> CellResult:
 
 
 def _run_cell(cell: Cell) -> CellResult:
-    scenario, began_s = cell.scenario, time.perf_counter()
+    scenario, started_s = cell.scenario, time.perf_counter()
     scenario.check_sight()
     work = scenario.operations()
     cell_run = _ByModel(scenario) if scenario.engine == "model" else _ByMachines(scenario)
     cell_run.run(work)
     figures = {**cell_run.figures(), **_latencies(scenario, cell_run)}
-    return CellResult(cell.number, cell.swept, figures, time.perf_counter() - began_s, cell_run.packets)
+    return CellResult(cell.number, cell.swept, figures, time.perf_counter() - started_s, cell_run.packets)
 
 
 class _Run(ABC):
-    """What both engines count."""
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.packets = 0
@@ -227,14 +227,13 @@ class _Run(ABC):
 
     @abstractmethod
     def run(self, work: Sequence[Sequence[Operation]]) -> None:
-        """All operations of a scenario, request by request."""
+        """Run all operations of a scenario, request by request."""
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
-        """Bytes under way, of a get and of a set."""
         return None, None
 
     def sees(self, host: int, now_s: float) -> bool:
-        """Whether a host that depends on beams has one."""
+        """Return True unless the host depends on beams and has none."""
         centre = self._sky.centre_at(self._clock.moves(now_s))
         return not self._beams[host] or bool(self.sights[host].in_sight(centre, self._clock.sky_s(now_s)))
 
@@ -260,19 +259,22 @@ class _Run(ABC):
 
 
 class _ByModel(_Run):
-    """Every value is stored when its latency is asked for, by one host alone, and nothing is ever evicted or lost."""
+    """Run by the physical model.
+
+    Every value is stored when its latency is first computed, by a single host, and nothing is ever evicted or lost.
+    """
 
     def run(self, work: Sequence[Sequence[Operation]]) -> None:
         known: set[int] = set()
         for request in work:
-            behind = False
+            after_miss = False
             for at_s, host, put, key, value_bytes in request:
                 unseen = not self.sees(host, at_s)
-                reason = _UNSEEN if unseen else _BEHIND if behind else _FIRST
-                is_hit = not put and key in known and not unseen and not behind
+                reason = _UNSEEN if unseen else _BEHIND if after_miss else _FIRST
+                is_hit = not put and key in known and not unseen and not after_miss
                 if not put:
                     self.hit(host) if is_hit else self.missed(host, reason)
-                    behind = not is_hit
+                    after_miss = not is_hit
                 if unseen:
                     if put or key not in known:
                         self.failed_sets[_UNSEEN] += 1
@@ -283,7 +285,7 @@ class _ByModel(_Run):
 
 
 class _Begun(NamedTuple):
-    """A transfer of the ``at``-th operation of a request; ``out``: of a get."""
+    """A transfer of the ``at``-th operation of a request. ``out`` is the buffer of a get."""
 
     operation: Operation
     request: _Request
@@ -295,16 +297,13 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    """Operations that began together."""
-
     operations: Sequence[Operation]
     waiting: int = 0
     failures: dict[int, str] = field(default_factory=dict)
-    """Its gets that missed, and why."""
 
 
 class _ByMachines(_Run):
-    """The machines of all satellites, and of one client for each host, event by event."""
+    """Run by the machines of all satellites, and of one client per host, event by event."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -328,7 +327,6 @@ class _ByMachines(_Run):
         return max(chunk_bytes, config.window_bytes), max(chunk_bytes, config.credit_bytes)
 
     def _value(self, key: int, value_bytes: int) -> memoryview:
-        """Other bytes for other keys."""
         first = key * 251 % (1 << 16)
         return memoryview(self._content)[first : first + value_bytes]
 
@@ -339,11 +337,11 @@ class _ByMachines(_Run):
         end_s = self.scenario.duration_s + ENDS_WITHIN_S
         while self._begun and self._step(end_s):
             pass
-        for begun in self._begun.values():
-            if begun.out is None:
+        for transfer in self._begun.values():
+            if transfer.out is None:
                 self.failed_sets["not ended"] += 1
             else:
-                self.missed(begun.operation.host, "not ended")
+                self.missed(transfer.operation.host, "not ended")
         self.packets = self._simulated.datagrams_sent
 
     def _advance(self, until_s: float) -> None:
@@ -351,96 +349,99 @@ class _ByMachines(_Run):
             pass
 
     def _step(self, until_s: float) -> bool:
-        went_on = self._simulated.step(until_s)
+        is_running = self._simulated.step(until_s)
         for host, client in enumerate(self._clients):
             while (event := client.machine.next_event()) is not None:
                 self._ended(host, event)
-        return went_on
+        return is_running
 
     def _begin(self, request: _Request) -> None:
-        """A mix's operation, or the gets of a request: of the blocks that are known, as far as there is no hole."""
+        """Start an operation of a mix, or the gets of a request: its known blocks up to the first unknown block."""
         first = request.operations[0]
         if first.put:
             self._put(request, 0)
             return
         if not self.sees(first.host, self._simulated.now_s):
-            for one in request.operations:
-                self.missed(one.host, _UNSEEN)
+            for operation in request.operations:
+                self.missed(operation.host, _UNSEEN)
             return
-        for at, one in enumerate(request.operations):
-            if one.key not in self._index:
-                used = one.key in self._writing  # a counter keeps keys that are back at 0
-                request.failures[at] = _WRITING if self._writing[one.key] else _LOST if used else _FIRST
+        for at, operation in enumerate(request.operations):
+            if operation.key not in self._index:
+                used = operation.key in self._writing  # a counter keeps keys with a count of 0
+                request.failures[at] = _WRITING if self._writing[operation.key] else _LOST if used else _FIRST
                 break
             self._get(request, at)
         if not request.waiting:
             self._complete(request)
 
     def _get(self, request: _Request, at: int) -> None:
-        one, now_s = request.operations[at], self._simulated.now_s
-        info = self._index[one.key]
+        operation, now_s = request.operations[at], self._simulated.now_s
+        info = self._index[operation.key]
         out = bytearray(info.value_bytes)
-        number = self._clients[one.host].machine.get(info, memoryview(out), now_s)
+        number = self._clients[operation.host].machine.get(info, memoryview(out), now_s)
         request.waiting += 1
-        self._begun[one.host, number] = _Begun(one, request, at, info, out, now_s)
+        self._begun[operation.host, number] = _Begun(operation, request, at, info, out, now_s)
 
     def _put(self, request: _Request, at: int) -> None:
-        one, now_s = request.operations[at], self._simulated.now_s
-        if not self.sees(one.host, now_s):
+        operation, now_s = request.operations[at], self._simulated.now_s
+        if not self.sees(operation.host, now_s):
             self.failed_sets[_UNSEEN] += 1
             return
-        placement, value = self.scenario.placement, self._value(one.key, one.value_bytes)
+        placement, value = self.scenario.placement, self._value(operation.key, operation.value_bytes)
         how = placement.chunk_bytes, self._code, placement.servers
-        number, info = self._clients[one.host].machine.put(one.key.to_bytes(32, "big", signed=True), value, *how, now_s)
-        self._writing[one.key] += 1
-        self._begun[one.host, number] = _Begun(one, request, at, info, None, now_s)
+        number, info = self._clients[operation.host].machine.put(
+            operation.key.to_bytes(32, "big", signed=True), value, *how, now_s
+        )
+        self._writing[operation.key] += 1
+        self._begun[operation.host, number] = _Begun(operation, request, at, info, None, now_s)
 
     def _ended(self, host: int, event: Finished) -> None:
-        begun = self._begun.pop((host, event.number), None)
-        if begun is None:
+        transfer = self._begun.pop((host, event.number), None)
+        if transfer is None:
             return
-        one, request, info, failure = begun.operation, begun.request, begun.info, event.report.failure
-        if begun.out is None:
-            self._writing[one.key] -= 1
+        operation, request, info, failure = transfer.operation, transfer.request, transfer.info, event.report.failure
+        if transfer.out is None:
+            self._writing[operation.key] -= 1
             if event.ok:
-                self._index[one.key] = info
-                self._passed("set", begun)
+                self._index[operation.key] = info
+                self._passed("set", transfer)
             else:
                 self.failed_sets[failure] += 1
             return
         if event.ok:
-            self.wrong += begun.out != self._value(one.key, one.value_bytes)
-            self._passed("get", begun)
+            self.wrong += transfer.out != self._value(operation.key, operation.value_bytes)
+            self._passed("get", transfer)
         else:
-            request.failures[begun.at] = failure
-            if failure in _GONE and self._index.get(one.key) is info:
-                del self._index[one.key]
+            request.failures[transfer.at] = failure
+            if failure in _GONE and self._index.get(operation.key) is info:
+                del self._index[operation.key]
         request.waiting -= 1
         if not request.waiting:
             self._complete(request)
 
     def _complete(self, request: _Request) -> None:
-        """All gets have ended: what misses is computed and stored."""
         first = min(request.failures, default=len(request.operations))
-        for at, one in enumerate(request.operations):
+        for at, operation in enumerate(request.operations):
             if at < first:
-                self.hit(one.host)
+                self.hit(operation.host)
                 continue
-            self.missed(one.host, request.failures.get(at, _BEHIND))
-            if one.key not in self._index and not self._writing[one.key]:
+            self.missed(operation.host, request.failures.get(at, _BEHIND))
+            if operation.key not in self._index and not self._writing[operation.key]:
                 self._put(request, at)
 
     def _passed(self, direction: Direction, begun: _Begun) -> None:
-        one, end_s = begun.operation, self._simulated.now_s
-        placed = []
+        operation, end_s = begun.operation, self._simulated.now_s
+        positions = []
         for now_s, counted_s in (
             (begun.begun_s, begun.begun_s),
             (begun.begun_s, begun.begun_s - HANDED_OVER_S),
             (end_s, end_s),
         ):
-            placed.append((now_s, begun.info.set_moves, self._clock.moves(counted_s)))
+            positions.append((now_s, begun.info.set_moves, self._clock.moves(counted_s)))
         self.transfers.append(
-            _Transfer(one.host, direction, one.value_bytes, begun.begun_s, end_s - begun.begun_s, tuple(placed))
+            _Transfer(
+                operation.host, direction, operation.value_bytes, begun.begun_s, end_s - begun.begun_s, tuple(positions)
+            )
         )
 
     def figures(self) -> dict[str, Any]:
@@ -453,8 +454,8 @@ class _ByMachines(_Run):
             **super().figures(),
             "wrong_values": self.wrong,
             "gateway_handovers": sum(handovers),
-            "chunks_handed_over": sum(one.counters.get("chunks_migrated_out") for one in satellites),
-            "chunks_evicted": sum(one.counters.get("chunks_evicted") for one in satellites),
+            "chunks_handed_over": sum(satellite.counters.get("chunks_migrated_out") for satellite in satellites),
+            "chunks_evicted": sum(satellite.counters.get("chunks_evicted") for satellite in satellites),
             **{f"{kind}_bytes": 0 if kind in unused else counts[kind].bytes for kind in LINK_CLASSES},
             **{f"{kind}_packets_lost": lost[kind] for kind in LINK_CLASSES},
         }
@@ -464,17 +465,19 @@ class _ByMachines(_Run):
 
 
 def _latencies(scenario: Scenario, cell_run: _Run) -> dict[str, Any]:
-    """Spreads of what was measured, of the bound and of the model, over the same transfers; seconds."""
+    """Return the spreads of the measured times, the bound and the model, over the same transfers, in seconds."""
     columns: dict[tuple[int, Direction], list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
     for host in range(len(scenario.ground)):
         for direction in _BOTH:
-            mine = [one for one in cell_run.transfers if (one.host, one.direction) == (host, direction)]
+            mine = [
+                transfer for transfer in cell_run.transfers if (transfer.host, transfer.direction) == (host, direction)
+            ]
             columns[host, direction] = _beside(scenario, cell_run, host, direction, mine)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for direction in _BOTH:
         parts = [columns[host, direction] for host in range(len(scenario.ground))]
-        found.update(_spreads(direction, [np.concatenate(column) for column in zip(*parts, strict=True)]))
-    found["hosts"] = {
+        figures.update(_spreads(direction, [np.concatenate(column) for column in zip(*parts, strict=True)]))
+    figures["hosts"] = {
         host.name: {
             "hits": cell_run.hits_of[number],
             "misses": cell_run.misses_of[number],
@@ -482,66 +485,69 @@ def _latencies(scenario: Scenario, cell_run: _Run) -> dict[str, Any]:
         }
         for number, host in enumerate(scenario.ground)
     }
-    return found
+    return figures
 
 
 def _spreads(direction: str, columns: Sequence[Iterable[float]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for label, values in zip(("", "_bound", "_model"), columns, strict=True):
-        its = spread(values)
+        statistics = spread(values)
         if not label:
-            found[f"{direction}s"] = its.count
+            figures[f"{direction}s"] = statistics.count
         for part in ("p50", "p99", "mean"):
-            value = getattr(its, part)
-            found[f"{direction}{label}_{part}_s"] = None if math.isnan(value) else value
-    return found
+            value = getattr(statistics, part)
+            figures[f"{direction}{label}_{part}_s"] = None if math.isnan(value) else value
+    return figures
 
 
 def _beside(
     scenario: Scenario, cell_run: _Run, host: int, direction: Direction, transfers: Sequence[_Transfer]
 ) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-    """Seconds measured, at least, and by the model. The physical model's own column stands for what is measured."""
-    took_s = np.array([one.took_s for one in transfers])
+    """Return the seconds measured, at least, and by the model.
+
+    With the engine ``model``, the model's own column replaces the measured column.
+    """
+    took_s = np.array([transfer.took_s for transfer in transfers])
     bound_s, model_s = np.full(len(transfers), math.nan), np.full(len(transfers), math.nan)
     if not transfers:
         return [took_s, bound_s, model_s]
     rates, window_bytes = _rates(scenario), cell_run.windows(host)[direction == "set"]
     by_size: dict[int, list[int]] = defaultdict(list)
-    for at, one in enumerate(transfers):
-        by_size[one.value_bytes].append(at)
+    for at, transfer in enumerate(transfers):
+        by_size[transfer.value_bytes].append(at)
     for value_bytes, numbers in by_size.items():
         setting = Setting(value_bytes, scenario.placement.chunk_bytes, scenario.memory.server_s, window_bytes)
         mine = [transfers[number] for number in numbers]
         ways = _ways(scenario, cell_run, host, mine)
-        looks = max(1, len(mine[0].placed))
-        # The box and the beams move while a transfer is under way: the bound is the least of what holds meanwhile.
-        least = lower_bound_s(ways, setting, rates, direction).reshape(-1, looks)
+        moments = max(1, len(mine[0].placed))
+        # The box and the beams move during a transfer, so the bound is the least of the moments.
+        least = lower_bound_s(ways, setting, rates, direction).reshape(-1, moments)
         bound_s[numbers] = least.min(axis=1)
-        model_s[numbers] = latency_s(ways, setting, rates, direction).reshape(-1, looks)[:, 0]
+        model_s[numbers] = latency_s(ways, setting, rates, direction).reshape(-1, moments)[:, 0]
     return [model_s if scenario.engine == "model" else took_s, bound_s, model_s]
 
 
 def _ways(scenario: Scenario, cell_run: _Run, host: int, transfers: Sequence[_Transfer]) -> Ways:
     plan = scenario.plan
-    looks = [look for one in transfers for look in one.placed or ((one.begun_s, None, None),)]
-    times = [scenario.start_s + look[0] for look in looks]
-    placed = None if looks[0][1] is None else [(set_moves, moves) for _, set_moves, moves in looks]
+    moments = [moment for transfer in transfers for moment in transfer.placed or ((transfer.begun_s, None, None),)]
+    times = [scenario.start_s + moment[0] for moment in moments]
+    placed = None if moments[0][1] is None else [(set_moves, moves) for _, set_moves, moves in moments]
     how: dict[str, Any] = {"strategy": plan.strategy, "servers": plan.servers, "placed": placed}
     ways = ways_of(scenario.preset, cell_run.sights[host], cell_run.accesses[host], times, **how)  # type: ignore[arg-type]
     if len(ways.times_s) == len(times):
         return ways
-    # At the end of a transfer its last satellite may have set: there the begin counts.
-    seen, rows, at = set(ways.times_s.tolist()), [], -1
+    # At the end of a transfer its last satellite may have set. The begin counts then.
+    visible_times, rows, at = set(ways.times_s.tolist()), [], -1
     for time_s in times:
-        at += time_s in seen
+        at += time_s in visible_times
         rows.append(max(at, 0))
     return ways.of(np.array(rows))
 
 
 def _rates(scenario: Scenario) -> LinkRates:
-    """What other traffic leaves, in clear weather."""
-    left = (8 * scenario.links.bytes_per_s(kind) for kind in ("up", "down", "isl"))
-    return LinkRates(*(None if math.isinf(rate) else rate for rate in left))
+    """Return the rates that other traffic leaves, in clear weather."""
+    rates_bit_s = (8 * scenario.links.bytes_per_s(kind) for kind in ("up", "down", "isl"))
+    return LinkRates(*(None if math.isinf(rate) else rate for rate in rates_bit_s))
 
 
 # --- All cells ---
@@ -549,14 +555,12 @@ def _rates(scenario: Scenario) -> LinkRates:
 
 @dataclass(frozen=True)
 class Results:
-    """Of all cells, in their order."""
-
     scenario: Scenario
     cells: tuple[CellResult, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a cell: the swept keys, then figures with their units; reasons are written in one text."""
-        found = []
+        """Return a flat row per cell: the swept keys, then figures with units. Reasons are joined into one text."""
+        rows = []
         for cell in self.cells:
             row: dict[str, Any] = {"cell": cell.number}
             row.update(
@@ -569,8 +573,8 @@ class Results:
                 row[name] = (
                     "; ".join(f"{why} {count}" for why, count in value.items()) if isinstance(value, dict) else value
                 )
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     def as_csv(self) -> str:
         rows = self.rows()
@@ -582,11 +586,10 @@ class Results:
         return lines.getvalue()
 
     def as_json(self) -> str:
-        found = [{"cell": cell.number, "swept": dict(cell.swept), **cell.figures} for cell in self.cells]
-        return json.dumps({"title": self.scenario.title, "cells": found}, indent=1) + "\n"
+        cells = [{"cell": cell.number, "swept": dict(cell.swept), **cell.figures} for cell in self.cells]
+        return json.dumps({"title": self.scenario.title, "cells": cells}, indent=1) + "\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """``results.csv``, ``results.json``, and ``results.parquet`` where pyarrow is installed."""
         written = []
         for name, content in (("results.csv", self.as_csv()), ("results.json", self.as_json())):
             write_output(folder / name, content.encode())
@@ -596,7 +599,11 @@ class Results:
         return written
 
     def write_parquet(self, path: Path) -> Path:
-        """Raises ``MissingExtra`` without pyarrow."""
+        """Write the rows as Parquet.
+
+        Raises:
+            MissingExtra: pyarrow is not installed.
+        """
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -616,13 +623,13 @@ def run(
 ) -> Results:
     """Run all cells of a scenario, and write results into the folder ``out``.
 
-    Finished cells are kept in ``out/cells`` as they end, and are not run again; a change of the scenario, or of a file
-    that it names, makes other cells. Figures are the same for any number of ``jobs`` (None: one a core), on processes,
-    in sequence or on Ray, and whether or not a run was interrupted.
+    Each finished cell is stored in ``out/cells`` and not run again. A change of the scenario, or of a file that it
+    names, makes other cells. Figures are the same for any number of ``jobs`` (None: one per core), on processes, in
+    sequence or on Ray, and after an interruption.
 
     Raises:
         InvalidInput: the scenario is impossible (see ``Scenario.read``), or a place sees nothing.
-        SkyMemoryError: worker processes are killed, Ray is not there.
+        SkyMemoryError: worker processes are killed, or Ray is not available.
         OSError: ``out`` cannot be written.
     """
     cells = scenario.cells()
@@ -631,8 +638,8 @@ def run(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for cell in cells:
-            if (kept := _kept(folder, cell)) is not None:
-                known[cell.number] = kept
+            if (earlier := _kept(folder, cell)) is not None:
+                known[cell.number] = earlier
     missing = [cell for cell in cells if cell.number not in known]
     before = len(known)
     progress(before, len(cells))
@@ -659,13 +666,13 @@ def run(
 
 
 def _kept(folder: Path, cell: Cell) -> CellResult | None:
-    """An earlier run's result; one that is damaged is run again."""
+    """Return the result of an earlier run; None if it is absent or damaged."""
     try:
-        found = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())
-        figures = dict(found["figures"])
-        if found["digest"] != _figures_digest(figures):
+        content = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())
+        figures = dict(content["figures"])
+        if content["digest"] != _figures_digest(figures):
             return None
-        return CellResult(cell.number, cell.swept, figures, found["wall_s"], found["packets"], True)
+        return CellResult(cell.number, cell.swept, figures, content["wall_s"], content["packets"], True)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):

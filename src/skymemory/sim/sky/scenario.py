@@ -1,7 +1,7 @@
-"""A scenario: shell, ground hosts, links, placement, memory and workload in one TOML file, and what it means.
+"""A scenario: shell, ground hosts, links, placement, memory and workload in a TOML file.
 
-``[sweep]`` lists values for any keys by dotted path; the product of the lists are the scenario's *cells*. Each cell is
-the file with one value for each of these keys, and is run by itself (``run``). All times count from ``start``.
+``[sweep]`` lists values for any keys by dotted path. The product of the lists are the scenario's *cells*. A cell is the
+file with a single value for each of these keys, and is run by itself (``run``). All times count from ``start``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from skymemory.testbed.plan import (
 
 Engine = Literal["machines", "model"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-"""``machines``: the satellites' and clients' own state machines over virtual time. ``model``: the physical model."""
+"""Engines. ``machines``: state machines of satellites and clients in virtual time. ``model``: the physical model."""
 NOT_OF: dict[Engine, tuple[str, ...]] = {
     "machines": ("memory.server_time",),
     "model": (
@@ -68,22 +68,20 @@ NOT_OF: dict[Engine, tuple[str, ...]] = {
         *(f"memory.{key}" for key in ("per_satellite", "replacement", "eviction")),
     ),
 }
-"""Keys that an engine does not implement: it refuses them, whatever their values."""
+"""Keys that an engine does not implement. It refuses them with any value."""
 _OF_A_MIX = ("rate", "put", "keys", "zipf", "seed")
-"""Of a workload without a trace, which has these itself."""
+"""Keys of a mix. A trace implies them itself."""
 MOST_CELLS = 100_000
 ENDS_WITHIN_S = 120.0
-"""What has begun ends within this time after the last operation has begun."""
+"""Time after the last operation has started in which all operations end."""
 MOST_OPERATIONS = 1_000_000
 MOST_SATELLITES = 100_000
-"""Of a shell; a run by the machines takes some 50 KB of memory for each."""
+"""Limit for a shell. A run by the machines takes about 50 KB of memory per satellite."""
 MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
-"""From element sets to what is flown by them, and what that may move a satellite along its plane."""
+"""Limits between element sets and the flown time: days, and drift of a satellite along its plane."""
 MOST_BYTES = 1 << 30
-"""Of one value."""
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
-"""Places that see nothing are looked for at this interval."""
 _MOST_LOOKS = 200
 
 
@@ -109,11 +107,10 @@ _engine, _rule, _pattern = _one_of(*ENGINES), _one_of(*GATEWAY_RULES), _one_of(*
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    """One size, or several."""
-    found = tuple(map(size, value)) if isinstance(value, list | tuple) else (size(value),)
-    if not found or not all(1 <= one <= MOST_BYTES for one in found):
+    sizes = tuple(map(size, value)) if isinstance(value, list | tuple) else (size(value),)
+    if not sizes or not all(1 <= value_bytes <= MOST_BYTES for value_bytes in sizes):
         raise InvalidInput(f'{value!r}: expected sizes from 1 byte to 1 GiB, such as "2.9MB" or ["64KiB", "2.9MB"]')
-    return found
+    return sizes
 
 
 def _rate(value: object) -> float:
@@ -123,14 +120,13 @@ def _rate(value: object) -> float:
 
 
 def _share(value: object) -> float:
-    found = _number(value)
-    if not 0 <= found <= 1:
+    share = _number(value)
+    if not 0 <= share <= 1:
         raise InvalidInput(f"{value!r}: expected a share from 0 to 1")
-    return found
+    return share
 
 
 def _start(value: object) -> float | str:
-    """Seconds after the epoch, or a moment in UTC."""
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, str) and value[:1].isdigit() and "-" in value:
@@ -143,10 +139,10 @@ def _start(value: object) -> float | str:
 
 
 def _count(value: object) -> int:
-    found = whole(value)
-    if not found:
+    count = whole(value)
+    if not count:
         raise InvalidInput("0: expected 1 or more")
-    return found
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +161,12 @@ class ShellTable:
     pattern: str = setting("pattern", _pattern, "delta", "delta or star")
 
     def __post_init__(self) -> None:
-        given = [name for name, value in (("preset", self.preset), ("tle", self.tle), ("planes", self.planes)) if value]
-        if len(given) != 1:
+        sources = [
+            name for name, value in (("preset", self.preset), ("tle", self.tle), ("planes", self.planes)) if value
+        ]
+        if len(sources) != 1:
             raise InvalidInput(
-                f"{' and '.join(given) or 'nothing'} given: expected a preset, a tle file, or planes and slots"
+                f"{' and '.join(sources) or 'nothing'} given: expected a preset, a tle file, or planes and slots"
             )
         if bool(self.slots) != bool(self.planes):
             raise InvalidInput("planes and slots: expected both")
@@ -178,12 +176,12 @@ class ShellTable:
             name for name, set_ in (("number", self.number != 1), ("skip_bad", self.skip_bad)) if set_ and not self.tle
         ]
         if unused:
-            raise InvalidInput(f"{', '.join(unused)}: no effect with {given[0]}; leave it out")
+            raise InvalidInput(f"{', '.join(unused)}: no effect with {sources[0]}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
 class GroundTable:
-    """One host. ``access``: None: as the first host's."""
+    """A host. An empty ``access`` means that of the first host."""
 
     name: str = setting("name", text, "", "in the results")
     latitude_deg: float | None = setting("lat", _number, None, "degrees north")
@@ -208,8 +206,9 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTable:
-    """Puts and gets of a mix, or a request trace. The first use of a key is a miss and stores its value, as every miss
-    does that is certain.
+    """A mix of puts and gets, or a request trace.
+
+    The first use of a key is a miss and stores its value, as does every miss that is certain.
     """
 
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
@@ -229,7 +228,7 @@ class WorkloadTable:
 
 
 class Operation(NamedTuple):
-    """Of one key at ``at_s`` after the start. A request's gets are of a prefix: behind a miss all are misses."""
+    """An operation on a key at ``at_s`` after the start. A request's gets form a prefix: after a miss all miss."""
 
     at_s: float
     host: int
@@ -240,10 +239,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A whole scenario, or one cell of it: everything that a run depends on.
+    """A whole scenario or a cell of it: everything that a run depends on.
 
-    ``duration_s``: how long operations begin. ``mask_deg``: lowest elevation of a beam. ``folder``: where the files
-    that it names are. ``source``: as it was read.
+    ``duration_s`` is the time during which operations start. ``mask_deg`` is the lowest elevation of a beam. ``folder``
+    contains the files that it names. ``source`` is the table as it was read.
     """
 
     title: str = setting("title", text, "", "one line for the list")
@@ -263,21 +262,21 @@ class Scenario:
 
     @classmethod
     def read(cls, path: Path) -> Scenario:
-        """From a TOML file.
+        """Read a scenario from a TOML file.
 
         Raises:
-            InvalidInput: it cannot be read, an unknown key (with the nearest known one), an impossible value.
+            InvalidInput: it cannot be read, an unknown key (with the nearest known key), an impossible value.
         """
-        found = read_toml(path)
-        if not found:  # all keys have defaults, but a file without any is more likely one that was not written
+        content = read_toml(path)
+        if not content:  # all keys have defaults, but an empty file is more likely a mistake
             raise InvalidInput(
                 f"{path}: it has no key of a scenario: expected at least one, such as title or [workload]"
             )
-        return cls.of(found, str(path), path.parent)
+        return cls.of(content, str(path), path.parent)
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
-        """From a table as TOML gives it; ``where`` begins errors, ``folder`` has the files that it names.
+        """Read a scenario from a TOML table. ``where`` begins errors, ``folder`` contains the files that it names.
 
         Raises:
             InvalidInput: as ``read``.
@@ -309,8 +308,8 @@ class Scenario:
         names = [host.name for host in self.ground]
         if len(set(names)) != len(names):
             raise InvalidInput(f"ground: two hosts share a name: {', '.join(names)}")
-        # Impossible orbits, places and links of a plan are refused here, not in the midst of a sweep. (Of a file with
-        # element sets later: to read it takes seconds.)
+        # Impossible orbits, places and links of a plan are refused here, not during a sweep. (With a file of element
+        # sets they are refused later, because reading it takes seconds.)
         if not self.shell.tle:
             _ = self.plan
 
@@ -318,7 +317,7 @@ class Scenario:
 
     @cached_property
     def preset(self) -> Preset:
-        """The constellation, with its first host's place as the one around which the box is.
+        """The constellation, whose box is around the place of the first host.
 
         Raises:
             InvalidInput: an impossible shell, or a file of element sets that cannot be used.
@@ -345,23 +344,30 @@ class Scenario:
         return replace(preset, host=self.place(0, preset.host))
 
     def place(self, host: int, default: GroundHost | None = None) -> GroundHost:
-        """Where a host is. Raises ``InvalidInput`` for a place that is none."""
-        one, other = self.ground[host], default or self.preset.host
-        if (one.latitude_deg is None) != (one.longitude_deg is None):
-            raise InvalidInput(f"ground: {one.name}: expected lat and lon, or neither")
-        if one.latitude_deg is None or one.longitude_deg is None:
+        """Return the place of a host.
+
+        Raises:
+            InvalidInput: the place is invalid.
+        """
+        entry, other = self.ground[host], default or self.preset.host
+        if (entry.latitude_deg is None) != (entry.longitude_deg is None):
+            raise InvalidInput(f"ground: {entry.name}: expected lat and lon, or neither")
+        if entry.latitude_deg is None or entry.longitude_deg is None:
             if host:
-                raise InvalidInput(f"ground: {one.name}: expected lat and lon: only the first host has a default")
+                raise InvalidInput(f"ground: {entry.name}: expected lat and lon: only the first host has a default")
             return other
-        return GroundHost(one.latitude_deg, one.longitude_deg)
+        return GroundHost(entry.latitude_deg, entry.longitude_deg)
 
     def access(self, host: int) -> str:
-        """Raises ``InvalidInput`` for an unknown one."""
+        """Return the access of a host.
+
+        Raises:
+            InvalidInput: an unknown access.
+        """
         return access_named(self.ground[host].access or self.ground[0].access or "gateway")
 
     @property
     def start_s(self) -> float:
-        """Seconds after the constellation's epoch."""
         if not isinstance(self.start, str):
             return self.start
         moment = datetime.fromisoformat(self.start)
@@ -369,10 +375,10 @@ class Scenario:
 
     @cached_property
     def plan(self) -> ConstellationPlan:
-        """As the plan of a constellation: its clock reads 0 at the start, and runs at the pace of the sky.
+        """The plan of a constellation for this scenario. Its clock is 0 at the start, and runs at the pace of the sky.
 
         Raises:
-            InvalidInput: what no constellation can be.
+            InvalidInput: an impossible constellation.
         """
         preset, memory, placement = self.preset, self.memory, self.placement
         for number, host in enumerate(self.ground):
@@ -393,10 +399,10 @@ class Scenario:
         ground = Ground(place.latitude_deg, place.longitude_deg, self.mask_deg, self.gateway)
         if preset.torus.seam:
             ground = self._beside_the_seam(ground, preset, strategy)
-        # Outages count from the start, a plan's from the epoch.
+        # Outages of a scenario count from the start, outages of a plan from the epoch.
         shift_s = self.start_s
         outages = tuple(
-            replace(one, from_s=one.from_s + shift_s, to_s=one.to_s + shift_s) for one in self.links.outages
+            replace(outage, from_s=outage.from_s + shift_s, to_s=outage.to_s + shift_s) for outage in self.links.outages
         )
         plan = ScenarioPlan(
             preset=preset.name,
@@ -418,7 +424,7 @@ class Scenario:
             own=preset,
         )
         for number in range(1, len(self.ground)):
-            plan.sight(self.place(number))  # refuses a place where the first host is on board, or the box is fixed
+            plan.sight(self.place(number))  # refuses a place if the first host is on board or the box is fixed
             try:
                 check_access(plan, self.access(number))
             except InvalidInput as error:
@@ -426,7 +432,11 @@ class Scenario:
         return plan
 
     def _check_drift(self, preset: Preset) -> None:
-        """Raises ``InvalidInput`` where the element sets are no longer where the closed form has their satellites."""
+        """Check that the closed form still has the satellites of the element sets at their places.
+
+        Raises:
+            InvalidInput: the start is too far from the element sets.
+        """
         farthest_s = max(self.start_s, self.start_s + self.duration_s, key=abs)
         shell = _of_elements(Path(self.folder, self.shell.tle), self.shell.number, self.shell.skip_bad)
         at = datetime.fromtimestamp(round(preset.epoch_unix_s), UTC).isoformat().replace("+00:00", "Z")
@@ -441,26 +451,26 @@ class Scenario:
             )
 
     def _beside_the_seam(self, ground: Ground, preset: Preset, strategy: str) -> Ground:
-        """On the branch over the host whose box has no seam in it for as long as this lasts.
+        """Choose the branch over the host whose box contains no seam for the whole duration.
 
         Raises:
-            InvalidInput: neither has.
+            InvalidInput: neither branch does.
         """
         shell, onboard = preset.shell, self.access(0) == "onboard"
         links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
         box = layout(parse_strategy(strategy), self.placement.servers, preset.torus, *links_s).box
         # On board the box is around the satellite that is overhead at the epoch, and flies with it.
         from_s, needed_s = (0.0, 0.0) if onboard else (self.start_s, self.duration_s + ENDS_WITHIN_S)
-        found = []
+        seam_free_s = []
         for descending in (False,) if onboard else (False, True):
             track = track_over(shell, ground.place, preset.epoch_unix_s, descending)
             wait_s, for_s = seam_free(track, shell, box.north, box.height - 1 - box.north, from_s)
             if wait_s == 0 and for_s >= needed_s:
                 how = ground.latitude_deg, ground.longitude_deg, ground.mask_deg, ground.gateway
                 return StarGround(*how, descending=descending)
-            found.append((wait_s, for_s))
-        longest_s = max(for_s for _, for_s in found) - ENDS_WITHIN_S
-        wait_s = min((wait_s for wait_s, _ in found if wait_s), default=0.0)
+            seam_free_s.append((wait_s, for_s))
+        longest_s = max(for_s for _, for_s in seam_free_s) - ENDS_WITHIN_S
+        wait_s = min((wait_s for wait_s, _ in seam_free_s if wait_s), default=0.0)
         what = f"expected start = {math.ceil(self.start_s + wait_s)}, or another time of day"
         if onboard:
             what = "expected another first host, or fewer servers"
@@ -472,14 +482,18 @@ class Scenario:
         )
 
     def check_sight(self) -> None:
-        """Raises ``InvalidInput`` where a host that depends on beams never sees a satellite."""
-        looks = min(_MOST_LOOKS, math.ceil(self.duration_s / _LOOK_S) + 1)
+        """Check that every host that depends on beams sees a satellite at some time.
+
+        Raises:
+            InvalidInput: a host never sees a satellite.
+        """
+        moments = min(_MOST_LOOKS, math.ceil(self.duration_s / _LOOK_S) + 1)
         for number, host in enumerate(self.ground):
             if self.access(number) not in ("gateway", "hybrid"):
                 continue
             sight = self.plan.sight(self.place(number) if number else None)
-            centre = self.plan.centre  # what is in sight does not depend on it, but for pushes
-            times = [self.start_s + self.duration_s * at / max(1, looks - 1) for at in range(looks)]
+            centre = self.plan.centre  # what is in sight does not depend on it, except for pushes
+            times = [self.start_s + self.duration_s * at / max(1, moments - 1) for at in range(moments)]
             if not any(sight.in_sight(centre, time_s) for time_s in times):
                 place = self.place(number)
                 raise InvalidInput(
@@ -492,18 +506,18 @@ class Scenario:
     # --- Workload ---
 
     def operations(self) -> list[list[Operation]]:
-        """All operations in the order of their times; those of one request of a trace together.
+        """Return all operations in order of time; those of a request of a trace together.
 
         Raises:
             InvalidInput: too many, or a trace that cannot be read.
         """
-        found = list(self._of_trace() if self.workload.trace else self._mix())
-        count = sum(map(len, found))
+        requests = list(self._of_trace() if self.workload.trace else self._mix())
+        count = sum(map(len, requests))
         if count > MOST_OPERATIONS:
             raise InvalidInput(
                 f"workload: {count} operations: expected at most {MOST_OPERATIONS}; a lower rate or shorter duration"
             )
-        return found
+        return requests
 
     def _mix(self) -> Iterator[list[Operation]]:
         work = self.workload
@@ -521,10 +535,9 @@ class Scenario:
             while (at_s := at_s + dice.expovariate(work.rate_s)) < self.duration_s:
                 put, key = dice.random() < work.put_share, popularity.draw(dice, weights, at_s)
                 drawn.append(Operation(at_s, host, put, key, self.size_of(key)))
-        return iter([[one] for one in sorted(drawn, key=lambda one: (one.at_s, one.host))])
+        return iter([[operation] for operation in sorted(drawn, key=lambda one: (one.at_s, one.host))])
 
     def size_of(self, key: int) -> int:
-        """Bytes of a key's value."""
         sizes = self.workload.sizes
         return sizes[0] if len(sizes) == 1 else random.Random(f"{self.workload.seed}/size/{key}").choice(sizes)
 
@@ -545,7 +558,7 @@ class Scenario:
     # --- Sweep ---
 
     def cells(self) -> list[Cell]:
-        """The product of the sweep's lists, the last key varying fastest; one cell without a sweep.
+        """Return the product of the sweep's lists, the last key varying fastest; one cell without a sweep.
 
         Raises:
             InvalidInput: too many, a key that does not exist, or a value that is impossible.
@@ -555,25 +568,25 @@ class Scenario:
         if count > MOST_CELLS:
             raise InvalidInput(f"sweep: {count} cells: expected at most {MOST_CELLS}; shorter lists")
         digests = {name: _digest(Path(self.folder, name)) for name in (self.shell.tle, self.workload.trace) if name}
-        bare = {key: value for key, value in self.source.items() if key not in ("sweep", "title")}
+        base = {key: value for key, value in self.source.items() if key not in ("sweep", "title")}
         for path, values in swept.items():
-            for value in values:  # each value by itself: all combinations would take minutes where there are many
+            for value in values:  # each value by itself: checking all combinations could take minutes
                 where = f"sweep: {path} = {json.dumps(value)}"
-                Scenario.of(_with(bare, path.split("."), value, path), where, Path(self.folder))
-        found = []
+                Scenario.of(_with(base, path.split("."), value, path), where, Path(self.folder))
+        cells = []
         for number, values in enumerate(product(*swept.values())):
-            own = bare
+            own = base
             for path, value in zip(swept, values, strict=True):
                 own = _with(own, path.split("."), value, path)
             chosen = tuple(zip(swept, values, strict=True))
-            written = (json.dumps(one, sort_keys=True) for one in (own, digests))
-            found.append(Cell(number, chosen, next(written), self.folder, next(written)))
-        return found
+            written = (json.dumps(content, sort_keys=True) for content in (own, digests))
+            cells.append(Cell(number, chosen, next(written), self.folder, next(written)))
+        return cells
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of a sweep: picklable, and complete but for the files that it names, of which it has digests."""
+    """A combination of a sweep. It is picklable, and complete except for the named files, of which it has digests."""
 
     number: int
     swept: tuple[tuple[str, Any], ...]
@@ -586,13 +599,13 @@ class Cell:
         return Scenario.of(json.loads(self.table), folder=Path(self.folder))
 
     def key(self, version: str) -> str:
-        """A name for its results: another one wherever they might differ."""
+        """Return a name for the cell's results. It differs whenever the results might differ."""
         return hashlib.sha256(f"{version}\n{self.table}\n{self.digests}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class StarGround(Ground):
-    """A host over a Walker star, with its box on one of the two branches."""
+    """A host below a Walker star, with its box on one of the two branches."""
 
     descending: bool = False
 
@@ -606,15 +619,13 @@ class StarGround(Ground):
 
 @dataclass(frozen=True)
 class ScenarioPlan(ConstellationPlan):
-    """A plan over a constellation that need not be one of the presets by name."""
-
     own: Preset | None = None
 
     def _check_seam(self, torus: Torus) -> None:
-        """Its box stays beside the seam (``Scenario``)."""
+        """Skip the check: ``Scenario`` keeps the box on one side of the seam."""
 
     def _check_hosts(self) -> None:
-        """It has no processes, so it needs no ports."""
+        """Check the number of satellites only: without processes no ports are needed."""
         if self.planes * self.slots_per_plane > MOST_SATELLITES:
             raise InvalidInput(
                 f"shell: {self.planes} planes of {self.slots_per_plane} slots: expected at most {MOST_SATELLITES} "
@@ -628,16 +639,15 @@ class ScenarioPlan(ConstellationPlan):
 
 
 def shipped() -> dict[str, Path]:
-    """The scenarios of this package, by name."""
     folder = Path(str(files("skymemory.sim.sky"))) / _SHIPPED
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def scenario_named(name: str) -> Scenario:
-    """A scenario of this package, or of a file.
+    """Return a scenario of this package, or of a file.
 
     Raises:
-        InvalidInput: neither is there, or as ``Scenario.read``.
+        InvalidInput: neither exists, or as ``Scenario.read``.
     """
     known = shipped()
     if name in known:
@@ -651,10 +661,14 @@ def scenario_named(name: str) -> Scenario:
 
 
 def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> None:
-    """Raise ``InvalidInput`` for keys that would have no effect."""
+    """Check that all keys have an effect.
+
+    Raises:
+        InvalidInput: keys without effect.
+    """
     engine = scenario.engine
-    given = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
-    unused = [path for path in NOT_OF[engine] if path in given]
+    present = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
+    unused = [path for path in NOT_OF[engine] if path in present]
     if unused:
         other = next(name for name in ENGINES if name != engine)
         raise InvalidInput(
@@ -681,51 +695,53 @@ def _ground(value: object, where: str) -> tuple[GroundTable, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise InvalidInput(f'{where}: ground: expected [[ground]] tables with name = "berlin", lat = 52.5, lon = 13.4')
     hosts = []
-    for number, one in enumerate(value, 1):
+    for number, entry in enumerate(value, 1):
         place = f"{where}: ground {number}"
-        host = filled(GroundTable, _table(one, place), place)
+        host = filled(GroundTable, _table(entry, place), place)
         hosts.append(host if host.name else replace(host, name=f"host-{number}"))
     return tuple(hosts)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: TOML's moments become text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value.isoformat() if hasattr(value, "isoformat") else value
 
 
 def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
-    """Lists of values by dotted path; TOML makes tables of unquoted paths."""
+    """Return the lists of values by dotted path. TOML turns unquoted paths into tables."""
     if not isinstance(value, Mapping):
         raise InvalidInput("sweep: expected a table of lists, such as placement.servers = [4, 10]")
-    found: dict[str, Sequence[Any]] = {}
-    for key, one in value.items():
+    lists: dict[str, Sequence[Any]] = {}
+    for key, item in value.items():
         path = f"{before}{key}"
-        if isinstance(one, Mapping):
-            found.update(_lists(one, f"{path}."))
-        elif isinstance(one, list) and one:
-            found[path] = one
+        if isinstance(item, Mapping):
+            lists.update(_lists(item, f"{path}."))
+        elif isinstance(item, list) and item:
+            lists[path] = item
         else:
-            raise InvalidInput(f"sweep: {path}: {one!r}: expected a list of values, at least one")
-    return found
+            raise InvalidInput(f"sweep: {path}: {item!r}: expected a list of values, at least one")
+    return lists
 
 
 def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
-    """A copy of a table, or of a list of tables, with this value. Missing tables are made: the reader checks them."""
-    key, *rest = path
+    """Return a copy of a table, or of a list of tables, with this value.
+
+    Missing tables are added, because the reader checks them.
+    """
+    key, *path_rest = path
     if isinstance(own, list):
         if not key.isdecimal() or int(key) >= len(own):
             raise InvalidInput(
                 f"sweep: {whole_path}: no entry {key!r} in a list of {len(own)}: expected 0 to {len(own) - 1}"
             )
         at = int(key)
-        return [*own[:at], _with(own[at], rest, value, whole_path) if rest else value, *own[at + 1 :]]
+        return [*own[:at], _with(own[at], path_rest, value, whole_path) if path_rest else value, *own[at + 1 :]]
     if not isinstance(own, Mapping):
         raise InvalidInput(f"sweep: {whole_path}: {key!r} is below a value: expected the path of a key")
-    inner = _with(own.get(key, {}), rest, value, whole_path) if rest else value
+    inner = _with(own.get(key, {}), path_rest, value, whole_path) if path_rest else value
     return {**own, key: inner}
 
 
@@ -737,7 +753,7 @@ def _digest(path: Path) -> str:
 
 
 def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
-    """The shell that real satellites fly in, with its gaps."""
+    """Return the shell in which real satellites fly, with its gaps."""
     try:
         content = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
@@ -758,5 +774,5 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
 
 @lru_cache(maxsize=4)
 def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
-    """By what the file says, not by its name: it may be another one by the next run."""
+    """Cluster the content of a file. The cache key is the content, because the file may change between runs."""
     return cluster(read_elements(content, skip_bad=skip_bad).elements).shells

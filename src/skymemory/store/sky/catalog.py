@@ -1,6 +1,6 @@
-"""Locates the values in the sky: ``Catalog`` finds a value's info, ``Holders`` the satellites that hold its chunks.
+"""Location of values on satellites: ``Catalog`` finds a value's info, ``Holders`` the satellites that hold its chunks.
 
-Infos come from the index; from probing satellites where there is none; from both where the index is incomplete
+Infos come from the index; without an index, from probing satellites; with an incomplete index, from both
 (``probing.IndexRebuilder``).
 """
 
@@ -24,13 +24,13 @@ from skymemory.store.sky.shared_index import SharedIndex
 
 _MAX_CHAIN = 4096
 _FRESH_S = 1.0
-"""A load without an index relies on a probe's result for this long: another client may set the key again."""
+"""Validity of a probe's result for loads without an index: another client may set the key again."""
 _NO_PLACES: Mapping[bytes, Place] = {}
 NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
-    """Key to ``ValueInfo``. ``index`` None: satellites are probed for everything."""
+    """Mapping from key to ``ValueInfo``. Without ``index``, satellites are probed."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
@@ -38,12 +38,11 @@ class Catalog:
         self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
-        """Without an index: the last result of probing a key, and when."""
+        """Without an index: last probe result of each key, and its time."""
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
-        """The key before a key, by the calls of this process: good enough for a touch, never for the index."""
+        """Predecessors, learned from the calls of this process: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys that are all present."""
         self._learn_order(keys)
         if self.index is not None and self._rebuilder is not None:
             indexed = self.index.longest_prefix(keys)
@@ -53,70 +52,71 @@ class Catalog:
         return count
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """The infos of the keys that are present; satellites are probed for what the index cannot know."""
+        """Return the infos of the present keys; satellites are probed as needed."""
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """``find``, and whether the other keys are certainly absent: no satellite that may hold them is silent."""
+        """Return the result of ``find``, and True if the other keys are certainly absent: all satellites that may hold
+        them have answered.
+        """
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:
-            found, certain = self._prober.search(keys) if keys else ({}, True)
-            self._remember(found)
-            return found, certain
-        found = self.known(keys)
-        missing = [key for key in keys if key not in found]
+            infos, certain = self._prober.search(keys) if keys else ({}, True)
+            self._remember(infos)
+            return infos, certain
+        infos = self.known(keys)
+        missing = [key for key in keys if key not in infos]
         if not missing or self.index.complete:
-            return found, True
-        more, certain = self._rebuilder.search(missing)
-        found.update(more)
-        return found, certain
+            return infos, True
+        probed, certain = self._rebuilder.search(missing)
+        infos.update(probed)
+        return infos, certain
 
     def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
-        """Per key of these values, all different values that satellites of the box report."""
+        """Return, per key, all different values that satellites of the box report."""
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """Keys of those values that another writer has replaced, as satellites report."""
         reported = self.settings_in_box(infos)
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Reads of these got chunks of other values under the same keys. Where satellites report a later value of the
-        key, or only other ones, our entry is stale and the latest of those replaces it. Else it stays.
+        """Replace stale entries of values whose reads got chunks of other values of the key. An entry is stale if
+        satellites report a later value, or only others; the latest replaces it.
 
-        Returns the torn values: of which parts were overwritten, and that no complete index vouches for.
+        Return the torn values: some chunks were overwritten, and no complete index vouches for them.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
-        fresh, torn = list[ValueInfo](), list[ValueInfo]()
+        replacements, overwritten = list[ValueInfo](), list[ValueInfo]()
         for info in infos:
-            found = reported.get(info.key, ())
-            later = _replacement_of(info, found)
+            candidates = reported.get(info.key, ())
+            later = _replacement_of(info, candidates)
             if later is not None:
-                fresh.append(later)
-            elif unvouched and any(_overwrites(one, info) for one in found):
-                torn.append(info)
-        self.remove([info.key for info in fresh], gone=False)
+                replacements.append(later)
+            elif unvouched and any(_overwrites(candidate, info) for candidate in candidates):
+                overwritten.append(info)
+        self.remove([info.key for info in replacements], gone=False)
         if self.index is None:
-            self._remember({info.key: info for info in fresh})
+            self._remember({info.key: info for info in replacements})
         else:
-            self._enter(fresh, now_s)
-        return torn
+            self._enter(replacements, now_s)
+        return overwritten
 
     def absent(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of the keys is known to be absent. Asks no satellite."""
+        """Return True if a key is known to be absent. Asks no satellite."""
         if self._rebuilder is None:
             return False
         known = self.known(keys)
         return any(self._rebuilder.absent(key) for key in keys if key not in known)
 
     def bytes_by_servers(self) -> dict[int, float] | None:
-        """Bytes of values by their number of servers, as in ``RadixIndex``; None without an index."""
+        """Return the bytes of values by number of servers (``RadixIndex``); None without an index."""
         return None if self.index is None else self.index.bytes_by_servers()
 
     def probing(self) -> dict[str, int]:
-        """Figures for ``stats``: HAS packets, keys probed and values adopted by this process; writes of the index that
-        found no room, and those that found its lock held.
+        """Return figures for ``stats``: of this process's probes, and of index writes that found no room or a held
+        lock.
         """
         figures = {"index_probe_packets": self._prober.questions}
         if self._rebuilder is not None and self.index is not None:
@@ -141,8 +141,8 @@ class Catalog:
         )
 
     def _chunk_size(self, info: BlockInfo) -> int:
-        """The entry's, or the default. Earlier releases never gave it: where the default does not fit the number of
-        chunks, it is our size, or else the largest that fits.
+        """Return an entry's chunk size. Earlier releases did not write it: then the default or our size, if it fits the
+        number of chunks; else the largest that fits.
         """
         if info.chunk_bytes:
             return info.chunk_bytes
@@ -158,7 +158,7 @@ class Catalog:
             self._known.popitem(last=False)
 
     def _learn_order(self, keys: Sequence[bytes]) -> None:
-        """A sequence of keys is a chain (see ``base``), or a piece of one, and may have holes."""
+        """Learn from ``keys``: a chain, or a piece of a chain with holes (see ``base``)."""
         for before, key in pairwise(keys):
             self._predecessors.setdefault(key, before)
         self._trim_predecessors()
@@ -168,15 +168,15 @@ class Catalog:
             self._predecessors.popitem(last=False)
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, ValueInfo]:
-        """The infos of those of these keys that are known here. Asks no satellite."""
+        """Return the infos of keys known here. Asks no satellite."""
         if self.index is None:
-            found = {key: self._known.get(key) for key in keys}
-            return {key: known[0] for key, known in found.items() if known is not None}
+            entries = {key: self._known.get(key) for key in keys}
+            return {key: known[0] for key, known in entries.items() if known is not None}
         infos = self.index.infos(keys)
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
-        """The infos of the blocks before ``key`` in its chain, the first one first, as far as they are known."""
+        """Return the known infos of the blocks before ``key``, in chain order."""
         chain: list[bytes] = []
         parent = self._predecessors.get(key)
         while parent is not None and len(chain) < _MAX_CHAIN:
@@ -188,38 +188,37 @@ class Catalog:
         return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """``search`` of the distinct keys, in order; what a probing ``prefix`` found is used once."""
+        """Search the distinct keys, in order. Results of a probing ``prefix`` are used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
-            found, certain = self.search(wanted)
+            infos, certain = self.search(wanted)
         else:
-            # What ``prefix`` has just probed need not be probed again.
+            # Keys probed just before by ``prefix`` need not be probed again.
             since_s = self._prober.now_s() - _FRESH_S
-            taken = {key: self._known.pop(key, None) for key in wanted}
-            found = {key: one[0] for key, one in taken.items() if one is not None and one[1] >= since_s}
-            unknown = [key for key in wanted if key not in found]
+            remembered = {key: self._known.pop(key, None) for key in wanted}
+            infos = {key: entry[0] for key, entry in remembered.items() if entry is not None and entry[1] >= since_s}
+            unknown = [key for key in wanted if key not in infos]
             more, certain = self._prober.search(unknown) if unknown else ({}, True)
-            found.update(more)
-        return {key: found[key] for key in wanted if key in found}, certain
+            infos.update(more)
+        return {key: infos[key] for key in wanted if key in infos}, certain
 
     def learn_places(self, places: Mapping[bytes, Place]) -> None:
-        """What is about to be stored follows these, as its writer says."""
         for key, place in places.items():
             if place.parent is not None:
                 self._predecessors[key] = place.parent
         self._trim_predecessors()
 
     def record_of(self, info: ValueInfo, now_s: float, place: Place | None) -> bytes:
-        """What ``add`` of this value will write, as far as can be said before; empty without an index."""
+        """Return the record that ``add`` will write for a value, as far as known now; empty without an index."""
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
-        """These have been stored. ``places``: their places in their chains, where the writer gave them. ``record``: of
-        all of them, by ``record_of``.
+        """Enter stored values, with the places that their writer gave. ``record``: of all of them, by
+        ``record_of``.
         """
         if self._rebuilder is None:
             for info in infos:
-                self._known.pop(info.key, None)  # it was of the previous value
+                self._known.pop(info.key, None)  # it was the entry of the previous value
         elif infos:
             if not (record and self.index is not None and self.index.add_record(record)):
                 self._enter(infos, now_s, places, patient=True)
@@ -233,14 +232,14 @@ class Catalog:
         *,
         patient: bool = False,
     ) -> None:
-        """Enter values in the index: runs of one chain as one record each, those without a place one by one.
-        ``patient``: wait for its lock, which no read does.
+        """Enter values: runs of a chain as one record each, values without a place one by one. ``patient``: wait for
+        the index's lock, which no read does.
         """
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
         run: dict[bytes, BlockInfo] = {}
-        # A run grows as long as each value's place follows that of the one before.
+        # A run grows as long as each place follows the previous place.
         first, last = Place(0), b""
         for info in infos:
             entry = _entry(info, now_s)
@@ -259,7 +258,7 @@ class Catalog:
             self.index.add_unplaced(list(unplaced), list(unplaced.values()), patient=patient)
 
     def switch(self, old: ValueInfo, new: ValueInfo, now_s: float) -> bool:
-        """Make ``new`` the entry of a value that has been copied elsewhere; False if the entry is no longer ``old``."""
+        """Replace the entry of a copied value; return False if it is no longer ``old``."""
         if self.index is None:
             return True
         return self.index.replace(
@@ -277,9 +276,7 @@ class Catalog:
         )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
-        """Drop the entries of keys. ``gone`` False: another value may be there in its place. ``patient``: as in
-        ``_enter``.
-        """
+        """Drop entries. ``gone`` False: another value may be present under the key. ``patient``: as in ``_enter``."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
@@ -306,7 +303,7 @@ def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
 
 
 def _size_to_write(info: ValueInfo) -> int:
-    """The size of chunks in an index entry: 0 where it is the default, or there is only one chunk."""
+    """Return the chunk size for an index entry: 0 if default, or for a single chunk."""
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
@@ -316,31 +313,31 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
-    """Whether ``other`` is a different value with its chunks in the same places as those of ``info``."""
+    """Return True if ``other`` is a different value with its chunks in the places of ``info``."""
     same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
     return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """The value that has replaced ``info``, among those of its key that satellites report: the latest, if it is later
-    than ``info`` or if none reports ``info``. None else: leftovers of an earlier value beside it mean nothing.
+    """Return the reported value that has replaced ``info``: the latest other value, if it is later, or if none reports
+    ``info``. Otherwise None: leftovers of an earlier value prove nothing.
     """
-    others = [one for one in reported if not _same_setting(info, one)]
-    if not others:
+    candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
+    if not candidates:
         return None
-    latest = max(others, key=lambda one: sum(one.set_moves))
+    latest = max(candidates, key=lambda one: sum(one.set_moves))
     later = sum(latest.set_moves) > sum(info.set_moves)
-    return latest if later or len(others) == len(reported) else None
+    return latest if later or len(candidates) == len(reported) else None
 
 
 Reach = Literal["now", "nearby", "ever"]
-"""Where the copies of a chunk are; also where they were before the last move, or will be after the next, which may come
-before a command arrives; everywhere that they may have been left since the value was set.
+"""Range of satellites for a chunk. "now": holders of its copies. "nearby": also before the last move and after the
+next, which may happen before a command arrives. "ever": wherever copies may have been left since it was set.
 """
 
 
 class Holders:
-    """The satellites that hold the chunks of a value: computed from its info and the clock, asking none."""
+    """Satellites with the chunks of a value, computed from its info and the clock. Asks no satellite."""
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
@@ -348,33 +345,37 @@ class Holders:
         self.replicas = replicas
 
     def shares(self, info: ValueInfo, reach: Reach) -> list[list[SatelliteId]]:
-        """Per server that has chunks of it, where these may be."""
+        """Return, per server of the value, the satellites that may have the server's chunks."""
         machine = self._driver.machine
         with self._driver.lock:
             now_s = self._driver.now_s()
-            r, p = machine.moves(now_s)
-            moves = [(r, p)]
+            slot_moves, plane_moves = machine.moves(now_s)
+            moves = [(slot_moves, plane_moves)]
             if reach == "nearby":
-                moves += [(r - 1, p), (r, p - 1), (r + 1, p), (r, p + 1)]
+                moves += [
+                    (slot_moves - 1, plane_moves),
+                    (slot_moves, plane_moves - 1),
+                    (slot_moves + 1, plane_moves),
+                    (slot_moves, plane_moves + 1),
+                ]
             elif reach == "ever":
                 moves = machine.everywhere(info, now_s)
-        every = [
+        copies = [
             self._sky.servers_at(info.strategy, info.servers, info.set_moves, at, replica)[: info.chunks]
             for at, replica in product(moves, range(self.replicas))
         ]
-        return [list(share) for share in zip(*every, strict=True)]
+        return [list(share) for share in zip(*copies, strict=True)]
 
     def of(self, info: ValueInfo, reach: Reach) -> dict[SatelliteId, None]:
-        """All satellites of its ``shares``."""
-        return dict.fromkeys(place for share in self.shares(info, reach) for place in share)
+        return dict.fromkeys(satellite for share in self.shares(info, reach) for satellite in share)
 
     def chunks_of(self, info: ValueInfo) -> Counter[SatelliteId]:
-        """How many chunks of it each satellite should hold now."""
-        held: Counter[SatelliteId] = Counter()
+        """Return the number of chunks that each satellite should hold."""
+        counts: Counter[SatelliteId] = Counter()
         for server, share in enumerate(self.shares(info, "now")):
             for satellite in share:
-                held[satellite] += len(range(server, info.chunks, info.servers))
-        return held
+                counts[satellite] += len(range(server, info.chunks, info.servers))
+        return counts
 
     def pages(
         self,
@@ -383,8 +384,8 @@ class Holders:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
-        """Satellites with the values that they may hold, ``most`` in a packet, in the order given; without those that
-        ``but`` spares for a key.
+        """Return satellites with the values that they may hold, at most ``most`` per packet, in order; without
+        satellites that ``but`` spares for a key.
         """
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:
@@ -393,7 +394,7 @@ class Holders:
                 if satellite not in spared:
                     by_satellite.setdefault(satellite, []).append(info)
         return [
-            (satellite, held[at : at + most])
-            for satellite, held in by_satellite.items()
-            for at in range(0, len(held), most)
+            (satellite, values[at : at + most])
+            for satellite, values in by_satellite.items()
+            for at in range(0, len(values), most)
         ]

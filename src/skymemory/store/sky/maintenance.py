@@ -1,4 +1,4 @@
-"""Upkeep of values in the sky: evicting what is useless (``Evictor``), copying ahead of a time (``Prefetcher``)."""
+"""Upkeep of values on satellites: evicting useless chunks (``Evictor``), copying ahead of time (``Prefetcher``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
-"""A command arrives within this time: it is repeated for 0.8 s, and takes half a second around the world at most."""
+"""Time in which a command arrives: 0.8 s of repeats, plus at most half a second around the world."""
 
 
 _MOST_OWED = 1024
@@ -38,8 +38,8 @@ _Places = defaultdict[bytes, set[SatelliteId]]
 
 
 class Evictor:
-    """Evicts many values at once, in one packet per satellite and page of keys: EVICT takes whatever is under a key,
-    FORGET only the chunks of one setting of it.
+    """Evictor of many values at once, in packets per satellite and page of keys. EVICT removes any value under a key;
+    FORGET only the chunks of one setting (bytes and moves).
     """
 
     def __init__(self, driver: ClientDriver, catalog: Catalog, holders: Holders, counters: Counters) -> None:
@@ -48,44 +48,43 @@ class Evictor:
         self._holders = holders
         self._counters = counters
         self._owed: dict[ValueInfo, float] = {}
-        """Replaced values of which satellites that were silent may have chunks, and when they were replaced."""
+        """Replaced values of which silent satellites may have chunks, and the times of replacement."""
         self._owing = Lock()
-        """Held while ``_owed`` is read or changed, and not while satellites are asked."""
+        """Lock of ``_owed``; not held while satellites are asked."""
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Reads that began at ``looked_s`` found chunks of these gone: evict the rest. If another writer has set such a
-        key again meanwhile, only our entry is stale.
+        """Evict values that reads, started at ``looked_s``, found incomplete. If another writer has set a key again
+        since, only our stale entry is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
         self._catalog.remove(list(replaced), gone=False)
         if dead:
             self._counters.add("values_evicted_lazily", len(dead))
-            # WRITING_S: spare what a writer was still writing when we looked
+            # WRITING_S: spare chunks that a writer was still writing at ``looked_s``
             since_s = self._driver.now_s() - looked_s + _ARRIVES_WITHIN_S + WRITING_S
-            if since_s <= MOST_SINCE_S:  # else satellites do not remember whether it was set since
+            if since_s <= MOST_SINCE_S:  # else satellites no longer know whether the key was set since
                 self.forget(dead, since_s)
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Keys were stored again: evict leftovers of the earlier values, in another placement, with more chunks, or as
-        copies whose satellites were passed over; of the same bytes set at the same moves, where the later ones have no
-        chunks. A lookup without an index would find them, and other readers take them for the value. Where a satellite
-        is silent, it is owed the eviction (``pay``).
+        """Evict leftovers of values stored again: in another placement, with more chunks, or as copies on satellites
+        that were skipped. Of the same bytes, set at the same moves, chunks stay where the new value has chunks. Readers
+        without an index would take leftovers for the value. Silent satellites are owed the eviction (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
             passed_over = self._holders.replicas > 1 and not _same_bytes(old, new)
             return passed_over or not _same_placement(old, new) or min(old.chunks, old.servers) > new.chunks
 
-        moved = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
-        if moved:
-            again = [info for info in moved if _setting(info) == _setting(before[info.key])]
-            kept = {info.key: self._holders.of(info, "nearby") for info in again}
-            replaced = [before[info.key] for info in moved]
-            silent = self.forget(replaced, but=kept)
-            self._owe([info for info in replaced if info.key in silent and info.key not in kept])
+        overlapping = [info for info in stored if info.key in before and leaves_some(before[info.key], info)]
+        if overlapping:
+            same_setting = [info for info in overlapping if _setting(info) == _setting(before[info.key])]
+            spared = {info.key: self._holders.of(info, "nearby") for info in same_setting}
+            replaced = [before[info.key] for info in overlapping]
+            silent = self.forget(replaced, but=spared)
+            self._owe([info for info in replaced if info.key in silent and info.key not in spared])
 
     def _owe(self, infos: Iterable[ValueInfo]) -> None:
         now_s = self._driver.now_s()
@@ -96,37 +95,37 @@ class Evictor:
                 self._counters.add("evictions_dropped")
 
     def _settle(self, infos: Iterable[ValueInfo]) -> None:
-        """They are not owed any more."""
         with self._owing:
             for info in infos:
                 self._owed.pop(info, None)
 
     def pay(self) -> None:
-        """Evict what silent satellites are owed, wherever it may be by now; until they answer, again at times."""
+        """Retry owed evictions, at most once per second, wherever the chunks may be by now."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
         with self._owing:
             owed = dict(self._owed)
         current = self._catalog.known(list({info.key for info in owed}))
-        again = {info for info in owed if info.key in current and _setting(current[info.key]) == _setting(info)}
-        self._settle(again)
-        left = [item for item in owed.items() if item[0] not in again]
-        for since_s, group in groupby(left, lambda item: min(now_s - item[1], MOST_SINCE_S)):
+        current_again = {info for info in owed if info.key in current and _setting(current[info.key]) == _setting(info)}
+        self._settle(current_again)
+        unpaid = [item for item in owed.items() if item[0] not in current_again]
+        for since_s, group in groupby(unpaid, lambda item: min(now_s - item[1], MOST_SINCE_S)):
             infos = [info for info, _ in group]
             silent = self.forget(infos, since_s, reach="ever")
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """These could not be stored whole: evict what was stored of them, if the same bytes were certainly not there
-        before: a complete index had no such entry, and still has none. Otherwise they stay, for they may be chunks of a
-        sound value; a read will find what is missing.
+        """Evict the parts of failed stores, if the same bytes were certainly absent before: a complete index had no
+        entry of them, and has none. Otherwise they may be chunks of an intact value; a read will find what is missing.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
             now = self._catalog.known([info.key for info in failed])
-            known = {info.key: [one[info.key] for one in (before, now) if info.key in one] for info in failed}
-            remains = [info for info in failed if not any(_same_bytes(info, one) for one in known[info.key])]
+            known = {
+                info.key: [entries[info.key] for entries in (before, now) if info.key in entries] for info in failed
+            }
+            remains = [info for info in failed if not any(_same_bytes(info, entry) for entry in known[info.key])]
         self._counters.add("failed_stores_left", len(failed) - len(remains))
         if remains:
             self.forget(remains)
@@ -138,10 +137,11 @@ class Evictor:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         reach: Reach = "nearby",
     ) -> set[bytes]:
-        """FORGET these values where their chunks are and where they were before the last move, except on the satellites
-        in ``but`` for each key, and except what was stored in the last ``since_s``. Other values of the same keys stay.
-        Earlier releases, which forget whole keys only, do not get it: leftovers stay there until they are the oldest.
-        Returns the keys of which a satellite did not answer.
+        """FORGET values at their satellites and those before the last move, except satellites in ``but`` and chunks
+        stored in the last ``since_s``. Other values of the keys stay. Return the keys for which a satellite did not
+        answer.
+
+        Earlier releases, which forget whole keys only, do not get it: their leftovers stay until they are the oldest.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -152,17 +152,16 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT these values where their chunks are, and where they were before the last move. Returns the keys of
-        those that can no longer be read: of one server's share every copy was evicted where it belongs, or all
-        satellites on which it can ever have been left have confirmed that they hold nothing. Only these leave the
-        index.
+        """EVICT values at their satellites and those before the last move. Return the keys that can no longer be read;
+        only these leave the index. That is so if, for one server's share, every copy was evicted in its place, or all
+        satellites that may ever have had it confirm that they hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
             owed = [info for info in self._owed if info.key in keys]
         infos = [*infos, *owed]
         self._evict(infos, "nearby", confirmed, emptied)
-        rest = [
+        unconfirmed = [
             info
             for info in infos
             if not any(
@@ -170,9 +169,9 @@ class Evictor:
                 for near, now in zip(holders.shares(info, "nearby"), holders.shares(info, "now"), strict=True)
             )
         ]
-        # What was not found may have been evicted before, or be on a satellite that was silent at a handover.
-        self._evict(rest, "ever", confirmed, emptied)
-        for info in rest:
+        # The remaining values may have been evicted before, or be on a satellite that did not answer at a handover.
+        self._evict(unconfirmed, "ever", confirmed, emptied)
+        for info in unconfirmed:
             if not any(confirmed[info.key].issuperset(share) for share in holders.shares(info, "ever")):
                 keys.discard(info.key)
         self._settle(info for info in owed if info.key in keys)
@@ -180,15 +179,15 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """Adds per key the satellites that hold nothing of it any more, and those that had all that they should; asks
-        none that is ``confirmed``.
+        """EVICT values except from ``confirmed`` satellites. Add, per key, satellites that hold nothing any more to
+        ``confirmed``, and those that had all their chunks to ``emptied``.
         """
-        due = {info: self._holders.chunks_of(info) for info in infos}
+        expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
         evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
         for (satellite, page), answer in ask_all(self._driver, Op.EVICT, evicts):
             for freed in read_answer(self._driver, answer, lambda body: [unpack_count(body)]):
-                had_all = freed >= sum(due[info][satellite] for info in page)
+                had_all = freed >= sum(expected[info][satellite] for info in page)
                 for info in page:
                     confirmed[info.key].add(satellite)
                     if had_all:
@@ -196,7 +195,7 @@ class Evictor:
 
 
 def _setting(info: ValueInfo) -> bytes:
-    """What FORGET knows a value by."""
+    """Return a value's identity in FORGET."""
     return pack_setting(info.value_crc, *info.set_moves)
 
 
@@ -209,21 +208,21 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 BATCH_BYTES = 8 << 20
-"""Values copied at once: this bounds the memory, and how long a read of the same client may have to wait."""
+"""Limit of bytes copied at once: it bounds the memory, and the time that a read of the same client may wait."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Copies values to the satellites that will be overhead at a given time, before that time comes.
+    """Copier of values to the satellites that will be overhead at a given time, in advance.
 
     A value with a migrating strategy follows the box by itself. A *parked* value (``hop`` or ``baseline``: its
-    satellites fly away with it, and no migration is paid for it) is
+    satellites fly away with it, without migration) is
 
-    1. read from wherever it is, and written, as ``hop``, around the satellite that will be overhead;
-    2. switched: the index entry changes once every chunk of the copy is acknowledged, if the entry is still the same;
+    1. read, and written as ``hop`` around the satellite that will be overhead;
+    2. switched: the index entry changes once every chunk of the copy is acknowledged, if it is still the same;
     3. forgotten in its old place a lease later, when no reader needs it any more.
 
-    Whatever fails, the value is where it was.
+    If a step fails, the value stays in its place.
     """
 
     def __init__(
@@ -242,18 +241,18 @@ class Prefetcher:
         self._evictor = evictor
         self._counters = counters
         self._obsolete: list[tuple[float, ValueInfo]] = []
-        """Obsolete copies, old ones and those whose switch failed, and when to forget them."""
+        """Obsolete copies (old, or with a failed switch), and when to forget them."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Per key, whether its value will be near at ``at_s``. ``target``: the moves of another place's box."""
+        """Return, per key, True if its value will be near at ``at_s``. ``target``: moves of another place's box."""
         self._forget_obsolete()
         follows_box = target is None
-        aim = self._driver.machine.moves_at(at_s) if target is None else target
+        target_moves = self._driver.machine.moves_at(at_s) if target is None else target
         infos = self._catalog.find(keys)
-        ready = {info.key for info in infos.values() if self._is_there(info, aim, follows_box)}
+        ready = {info.key for info in infos.values() if self._is_there(info, target_moves, follows_box)}
         wanted = [info for info in infos.values() if info.key not in ready]
         for batch in _batches(wanted):
-            ready.update(self._copy(batch, aim))
+            ready.update(self._copy(batch, target_moves))
         self._counters.add("prefetched", len(ready.intersection(info.key for info in wanted)))
         self._counters.add("prefetch_failures", len(infos) - len(ready))
         return [key in ready for key in keys]
@@ -264,23 +263,24 @@ class Prefetcher:
         return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
-        """Copy values to around the centre of ``aim``; returns the keys of those that are there now."""
+        """Copy values around the centre of ``aim``; return the keys of those copied."""
         driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:
-            asked = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
-        read = [asked[number] for number, outcome in driver.run(asked).items() if outcome.ok]
-        begun: dict[int, tuple[ValueInfo, ValueInfo]] = {}
+            gets = {machine.get(info, values[info.key], driver.now_s(), replicas): info for info in infos}
+        read = [gets[number] for number, outcome in driver.run(gets).items() if outcome.ok]
+        puts: dict[int, tuple[ValueInfo, ValueInfo]] = {}
         with driver.lock:
-            for info in reversed(read):  # the first becomes the most recently used, as in every write of a chain
+            # Reversed: the first becomes the most recently used, as in every write of a chain.
+            for info in reversed(read):
                 number, copy = machine.put(
                     info.key, values[info.key], info.chunk_bytes, _PARKED, info.servers, driver.now_s(), aim, replicas
                 )
-                begun[number] = info, copy
-        finished = driver.run(begun)
-        self._counters.add("prefetched_bytes", sum(copy.value_bytes for _, copy in begun.values()))
+                puts[number] = info, copy
+        finished = driver.run(puts)
+        self._counters.add("prefetched_bytes", sum(copy.value_bytes for _, copy in puts.values()))
         done = set()
-        for number, (info, copy) in begun.items():
+        for number, (info, copy) in puts.items():
             if finished[number].ok and self._catalog.switch(info, copy, driver.now_s()):
                 done.add(info.key)
                 self._obsolete.append((driver.now_s() + LEASE_S, info))
@@ -289,18 +289,17 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies whose time has come, except on satellites that hold the value now."""
+        """FORGET obsolete copies that are due, except on satellites with the current value."""
         now_s = self._driver.now_s()
-        due = [info for due_s, info in self._obsolete if due_s <= now_s]
+        expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]
-        if due and self._catalog.index is not None:  # without an index it is unknown which copy is the value's place
-            current = self._catalog.find(list({info.key for info in due}))
-            kept = {key: self._holders.of(info, "nearby") for key, info in current.items()}
-            self._evictor.forget(list(dict.fromkeys(due)), but=kept)
+        if expired and self._catalog.index is not None:  # an index is needed to know which copy is the value's place
+            current = self._catalog.find(list({info.key for info in expired}))
+            spared = {key: self._holders.of(info, "nearby") for key, info in current.items()}
+            self._evictor.forget(list(dict.fromkeys(expired)), but=spared)
 
 
 def _batches(infos: Iterable[ValueInfo]) -> Iterator[list[ValueInfo]]:
-    """Batches of at most ``BATCH_BYTES``, with at least one value each."""
     batch: list[ValueInfo] = []
     size_bytes = 0
     for info in infos:

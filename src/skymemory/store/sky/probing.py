@@ -1,14 +1,14 @@
 """Questions to the satellites of the box: which values they hold (HAS), which names (LIST), what time it is (PING).
 
-``Prober`` finds values without an index, ``IndexRebuilder`` what an incomplete index lacks. ``PrefixSearch`` decides
-which blocks of a prompt are asked about when the index was lost (paper §3.8). A binary search is only correct when
-presence is prefix-closed; eviction punches holes. So it
+``Prober`` finds values without an index, ``IndexRebuilder`` values that an incomplete index lacks. ``PrefixSearch``
+decides which blocks of a prompt to ask about after a loss of the index (paper §3.8). A binary search is only correct
+for prefix-closed presence, but eviction punches holes. So it
 
-1. narrows down the first absent block, several probes per round;
-2. then (``verify``) probes every block before it that it has not probed yet. An absent block moves the boundary back,
-   and the search continues from there.
+1. narrows down the first absent block, with several probes per round;
+2. then (``verify``) probes every earlier block not probed yet. An absent block moves the boundary back, and the search
+   continues there.
 
-No position is probed again once it is answered.
+An answered position is never probed again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _UNANSWERED, _PRESENT, _ABSENT = 0, 1, 2
 
 
 class PrefixSearch:
-    """A search over ``count`` blocks without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
+    """Search over ``count`` blocks, without I/O: take ``next_probe()``, feed ``answer()``, until ``done``.
 
-    ``batch`` positions are asked per narrowing round, ``verify_batch`` per verifying round; at most ``count``
-    in all. Where presence is prefix-closed there are at most ``floor(log(count) / log(batch)) + 1`` narrowing
-    rounds (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying ones.
-    ``verify=False`` trusts presence to be prefix-closed: only the narrowing rounds, and a result that is never
-    too small but may be too large where there are holes.
+    A narrowing round asks ``batch`` positions, a verifying round ``verify_batch``; at most ``count`` in all. For
+    prefix-closed presence there are at most ``floor(log(count) / log(batch)) + 1`` narrowing rounds
+    (``ceil(log2(count)) + 1`` for a batch of 1 or 2) and ``ceil(result / verify_batch)`` verifying rounds. Without
+    ``verify`` the result is never too small, but may be too large if there are holes.
     """
 
     def __init__(self, count: int, batch: int = 16, verify_batch: int = 256, verify: bool = True) -> None:
@@ -58,11 +57,10 @@ class PrefixSearch:
         self._verify = verify
         self._asked: set[int] = set()
         self.rounds = 0
-        """Batches of probes so far; one that only repeats unanswered positions does not count."""
+        """Batches of probes so far, without repeats of unanswered positions."""
 
     @property
     def probes(self) -> int:
-        """Positions probed so far."""
         return len(self._asked)
 
     @property
@@ -71,13 +69,13 @@ class PrefixSearch:
 
     @property
     def result(self) -> int:
-        """The number of leading blocks all present. Before ``done`` it is :class:`InvalidInput` to ask."""
+        """Return the number of leading blocks all present; InvalidInput before ``done``."""
         if not self.done:
             raise InvalidInput("the search is not done: feed the answers of next_probe() first")
         return self._boundary
 
     def next_probe(self) -> list[int]:
-        """Positions (0-based, ascending) to probe now: the same again until an answer comes, empty when done."""
+        """Return positions (0-based, ascending) to probe: the same until an answer comes, empty when done."""
         positions = self._next()
         if positions and not self._asked.issuperset(positions):
             self._asked.update(positions)
@@ -85,7 +83,7 @@ class PrefixSearch:
         return positions
 
     def answer(self, presence: Mapping[int, bool]) -> None:
-        """Answers to some or all positions. Once absent, a block stays absent for this search."""
+        """Feed answers to some or all positions. An absent block stays absent."""
         for position, present in presence.items():
             if not 0 <= position < len(self._state):
                 raise InvalidInput(f"an answer for block {position} of a search over {len(self._state)}")
@@ -103,10 +101,10 @@ class PrefixSearch:
         return self._unverified() if self._verify else []
 
     def _spread(self, low: int, width: int) -> list[int]:
-        """Up to ``batch`` positions of the unknown stretch, evenly, with the last (a full hit is common)."""
+        """Return up to ``batch`` positions of the unknown range, evenly, including its last (full hits are common)."""
         if width <= self._batch:
             return list(range(low, low + width))
-        # One probe a round: plain bisection, after one look at the end, as a full hit is common.
+        # One probe per round: plain bisection, after a first probe of the end, because a full hit is common.
         if self._batch == 1:
             first_question = not self._asked
             return [low + width - 1 if first_question else low + width // 2]
@@ -114,7 +112,6 @@ class PrefixSearch:
         return [low + int((part + 1) * step) - 1 for part in range(self._batch - 1)] + [low + width - 1]
 
     def _unverified(self) -> list[int]:
-        """The first ``verify_batch`` unanswered positions before the boundary."""
         positions: list[int] = []
         at = self._state.find(_UNANSWERED, 0, self._boundary)
         while at >= 0 and len(positions) < self._verify_batch:
@@ -124,14 +121,16 @@ class PrefixSearch:
 
 
 class ClientDriver(Protocol):
-    """``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` over virtual time."""
+    """Driver of a client: ``transport.udp_client.UdpClient`` over sockets, ``transport.simulated.SimulatedClient`` in
+    virtual time.
+    """
 
     @property
     def machine(self) -> ClientMachine: ...
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while operations are begun."""
+        """Return the lock to hold while operations are begun."""
 
     def now_s(self) -> float: ...
 
@@ -148,8 +147,8 @@ class ClientDriver(Protocol):
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Begin a ``put`` of one value and ``run`` it. ``meanwhile`` is called once before it ends, with the driver's
-        lock held.
+        """Begin a ``put`` of one value and ``run`` it. ``meanwhile`` is called once before its end, with the lock
+        held.
         """
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
@@ -165,16 +164,16 @@ Item = TypeVar("Item")
 def ask_all(
     driver: ClientDriver, op: Op, questions: Iterable[tuple[SatelliteId, bytes, Tag]]
 ) -> list[tuple[Tag, Finished]]:
-    """Ask many satellites at once. ``questions``: each one's satellite, body, and a tag that comes with its answer."""
+    """Ask many satellites at once. ``questions``: satellite, body, and a tag for the answer."""
     now_s = driver.now_s()
     with driver.lock:
-        asked = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
-    answers = driver.run(asked)
-    return [(tag, answers[number]) for number, tag in asked.items()]
+        tags = {driver.machine.ask(op, body, satellite, now_s): tag for satellite, body, tag in questions}
+    answers = driver.run(tags)
+    return [(tag, answers[number]) for number, tag in tags.items()]
 
 
 def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes], list[Item]]) -> list[Item]:
-    """What a satellite answered; nothing where it failed, or where its answer is malformed, which is counted."""
+    """Unpack an answer; empty if it failed, or is malformed, which is counted."""
     try:
         return unpack(answer.body) if answer.ok else []
     except MalformedPacket:
@@ -183,30 +182,30 @@ def read_answer(driver: ClientDriver, answer: Finished, unpack: Callable[[bytes]
 
 
 _PREVIOUS_BOX_S = 1.0
-"""How long after a move the previous box is probed, too."""
+"""Time after a move in which the previous box is probed too."""
 _EARLIER_BOXES = 8
-"""Boxes before the present one that are probed where satellites are silent."""
+"""Previous boxes that are probed if satellites do not answer."""
 
 
 def prefix_by(find: Callable[[list[bytes]], set[bytes]], keys: Sequence[bytes]) -> int:
-    """Number of leading keys that are all present: few calls of ``find`` (which of some keys are present), correct with
-    holes. The first call includes the first key: a prompt that is not stored needs no more.
+    """Return the number of leading keys all present, correct with holes, in few calls of ``find`` (returns the present
+    keys among some). The first call includes the first key: a prompt that is not stored needs no more.
     """
     search = PrefixSearch(len(keys), verify_batch=MAX_KEYS_PER_PACKET)
     first = True
     while not search.done:
-        asked = sorted({0, *search.next_probe()}) if first else search.next_probe()
+        positions = sorted({0, *search.next_probe()}) if first else search.next_probe()
         first = False
-        present = find([keys[position] for position in asked])
-        search.answer({position: keys[position] in present for position in asked})
+        present = find([keys[position] for position in positions])
+        search.answer({position: keys[position] in present for position in positions})
     return search.result
 
 
 class Prober:
-    """Finds values without an index: asks the centre of the box, then its other satellites.
+    """Finder of values without an index: asks the centre of the box, then its other satellites.
 
-    The centre holds some chunk of every value with at least as many chunks as the box has cells; of smaller values, and
-    when the box has empty cells, it may hold none.
+    The centre has some chunk of every value with at least as many chunks as the box has cells; of others, or if the box
+    has empty cells, perhaps none.
     """
 
     def __init__(
@@ -217,36 +216,35 @@ class Prober:
         servers: int,
         can_hold: Callable[[int, int, int], bool] = lambda chunks, chunk_bytes, value_bytes: True,
     ) -> None:
-        """``can_hold(chunks, chunk_bytes, value_bytes)``: whether the constellation has room for such a value."""
+        """``can_hold(chunks, chunk_bytes, value_bytes)`` says whether the constellation has room for such a value."""
         self._driver = driver
         self._sky = sky
         self._code = strategy, servers
         self._placement = sky.placement(strategy, servers)
         self._can_hold = can_hold
         self.questions = 0
-        """HAS packets sent so far."""
 
     def now_s(self) -> float:
         return self._driver.now_s()
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that the box holds, in two round trips (three where satellites are silent); and whether the other
-        keys are certainly absent: all satellites that may hold them have answered.
+        """Return the box's values, in two round trips (three if satellites are silent), and True if the other keys are
+        certainly absent: all satellites that may hold them answered.
 
-        Just after a move the satellites of the previous box are asked, too: a chunk outlives its handover there. Where
-        the answers show that the box is elsewhere, the search is repeated once.
+        Just after a move the previous box is asked too: a chunk outlives its handover there. If answers show that the
+        box is elsewhere, the search is repeated once.
         """
         moves = self._moves()
-        found, certain = self._search_at(moves, keys)
-        # Answers may have corrected our count of moves: then these were the wrong satellites.
-        if len(found) < len(set(keys)) and self._moves() != moves:
+        infos, certain = self._search_at(moves, keys)
+        # Answers may have corrected our count of moves: then the wrong satellites were asked.
+        if len(infos) < len(set(keys)) and self._moves() != moves:
             moves = self._moves()
-            more, certain = self._search_at(moves, [key for key in keys if key not in found])
-            found.update(more)
-        return found, certain and self._moves() == moves
+            retried, certain = self._search_at(moves, [key for key in keys if key not in infos])
+            infos.update(retried)
+        return infos, certain and self._moves() == moves
 
     def settings_in_box(self, keys: Sequence[bytes]) -> dict[bytes, list[ValueInfo]]:
-        """All different values of each key that the satellites of the box report."""
+        """Return all different values of each key that the box reports."""
         return self._settings(list(dict.fromkeys(self._placement.box_satellites(self._moves()))), keys)[0]
 
     def _moves(self) -> Moves:
@@ -254,32 +252,34 @@ class Prober:
             return self._driver.machine.moves(self._driver.now_s())
 
     def _search_at(self, moves: Moves, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Ask the centre for all keys, the other satellites for those it lacks, those of earlier boxes for the rest."""
+        """Ask the centre for all keys, then the other satellites, then previous boxes, for keys still missing."""
         centre = self._sky.centre_at(moves)
-        found, certain = self._ask([centre], keys)
-        unknown = [key for key in keys if key not in found]
+        infos, certain = self._ask([centre], keys)
+        unknown = [key for key in keys if key not in infos]
         if not unknown:
-            return found, certain
-        before = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
-        # Values may have been written around satellites that were dead, and whose return others have seen.
-        boxes = [self._sky.displaced_boxes(*self._code, at) for at in dict.fromkeys((moves, before))]
+            return infos, certain
+        previous = self._driver.machine.moves_at(self._driver.now_s() - _PREVIOUS_BOX_S)
+        # Values may have been written around satellites that were dead and that others have seen return.
+        boxes = [self._sky.displaced_boxes(*self._code, at) for at in dict.fromkeys((moves, previous))]
         with self._driver.lock:
             boxes.append(self._driver.machine.boxes_around_suspects(*self._code, self._driver.now_s()))
-        others = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here != centre]
-        more, all_answered = self._ask(others, unknown)
-        found.update(more)
+        box_satellites = [satellite for satellite in dict.fromkeys(chain.from_iterable(boxes)) if satellite != centre]
+        reported, all_answered = self._ask(box_satellites, unknown)
+        infos.update(reported)
         certain = certain and all_answered
-        unknown = [key for key in unknown if key not in found]
-        if unknown and not certain:  # what should have been handed over to the dead stays where it was
+        unknown = [key for key in unknown if key not in infos]
+        if unknown and not certain:  # chunks to be handed over to dead satellites stayed in their old place
             with self._driver.lock:
                 earlier = self._driver.machine.moves_before(self._driver.now_s(), _EARLIER_BOXES)
             boxes = [self._placement.box_satellites(at) for at in earlier]
-            left = [here for here in dict.fromkeys(chain.from_iterable(boxes)) if here not in others]
-            found.update(self._ask(left, unknown)[0])
-        return found, certain
+            earlier_satellites = [
+                satellite for satellite in dict.fromkeys(chain.from_iterable(boxes)) if satellite not in box_satellites
+            ]
+            infos.update(self._ask(earlier_satellites, unknown)[0])
+        return infos, certain
 
     def prefix(self, keys: Sequence[bytes]) -> tuple[int, dict[bytes, ValueInfo]]:
-        """The number of leading keys that are all present, correct with holes; and the values found on the way."""
+        """Return the number of leading keys all present, correct with holes, and the values found."""
         known: dict[bytes, ValueInfo] = {}
 
         def find(asked: list[bytes]) -> set[bytes]:
@@ -289,8 +289,8 @@ class Prober:
         return prefix_by(find, keys), known
 
     def _ask(self, satellites: Sequence[SatelliteId], keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """The values that these satellites hold, and whether all of them answered. Of two values of one key, the one
-        that was set at more moves.
+        """Return these satellites' values, and True if all answered. Of two values of a key, the value set at more
+        moves.
         """
         reported, certain = self._settings(satellites, keys)
         return {key: max(infos, key=lambda info: sum(info.set_moves)) for key, infos in reported.items()}, certain
@@ -301,23 +301,23 @@ class Prober:
         pages = [keys[at : at + MAX_KEYS_PER_PACKET] for at in range(0, len(keys), MAX_KEYS_PER_PACKET)]
         bodies = [(messages.pack_keys(page), page) for page in pages]
         answers = ask_all(self._driver, Op.HAS, [(at, *body) for at in satellites for body in bodies])
-        found: dict[bytes, list[ValueInfo]] = {}
+        reported: dict[bytes, list[ValueInfo]] = {}
         self.questions += len(answers)
         for page, answer in answers:
-            # A page is a satellite's answer in the order of its keys; a short one leaves the last keys unknown.
+            # A page holds a satellite's answers in the order of its keys; a short page leaves the last keys unknown.
             for key, presence in zip(page, read_answer(self._driver, answer, messages.unpack_presences), strict=False):
                 info = value_info(key, presence) if presence is not None else None
                 if info is None:
                     continue
                 if self._believable(info):
-                    if info not in (infos := found.setdefault(key, [])):
+                    if info not in (infos := reported.setdefault(key, [])):
                         infos.append(info)
                 else:
                     self._driver.machine.counters.add("presences_unbelievable")
-        return found, all(answer.ok for _, answer in answers)
+        return reported, all(answer.ok for _, answer in answers)
 
     def _believable(self, info: ValueInfo) -> bool:
-        """Whether such a value can exist: a reader allocates memory for all of it before the first byte comes."""
+        """Return True if such a value can exist: a reader allocates all its memory before the first byte arrives."""
         if not self._can_hold(info.chunks, info.chunk_bytes, info.value_bytes):
             return False
         try:
@@ -329,7 +329,7 @@ class Prober:
 
 
 def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
-    """A value as one satellite's answer describes it; None where it holds only the last, shorter chunk."""
+    """Return the value in an answer; None if the satellite holds only the last, shorter chunk."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
     tag = presence.tag
@@ -346,18 +346,18 @@ def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
 
 
 MAX_KNOWN = 1 << 17
-"""Keys remembered, present or absent: some 30 MB when full."""
+"""Limit of keys remembered: about 30 MB when full."""
 ABSENT_S = 30.0
 SILENT_S = 1.0
 _UNKNOWN = (0.0, False)
 
 
 class IndexRebuilder:
-    """Probes satellites for what an incomplete index does not know, so that the index is rebuilt as it is used.
+    """Rebuilder of an incomplete index: probes satellites for unknown keys as they are used.
 
-    A value that is found is entered in the index (``adopt``), for all processes that share it. A key that is not found
-    counts as absent for ``ABSENT_S`` in this process, so that a new prompt is not looked for again at each of its
-    tokens; only for ``SILENT_S`` where a satellite of the box was silent.
+    A value found is entered in the index (``adopt``), for all processes that share it. A key not found counts as absent
+    in this process for ``ABSENT_S``, so that a new prompt is not searched again at each token; with a silent satellite
+    only for ``SILENT_S``.
     """
 
     def __init__(self, index: SharedIndex, prober: Prober, adopt: Callable[[Iterable[ValueInfo], float], None]) -> None:
@@ -365,56 +365,55 @@ class IndexRebuilder:
         self._prober = prober
         self._adopt = adopt
         self._absent: OrderedDict[bytes, tuple[float, bool]] = OrderedDict()
-        """Until when a key counts as absent, and whether that is certain."""
+        """Time until which a key counts as absent, and True if certain."""
         self.keys_probed = 0
         self.values_adopted = 0
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Probe keys that the index lacks. Returns what was found, and whether the others are certainly absent."""
+        """Probe unindexed keys. Return the values found, and True if the others are certainly absent."""
         wanted = [key for key in dict.fromkeys(keys) if not self.absent(key)]
-        found = self._probe(wanted) if wanted else {}
-        return found, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in found)
+        infos = self._probe(wanted) if wanted else {}
+        return infos, all(self._absent.get(key, _UNKNOWN)[1] for key in keys if key not in infos)
 
     def prefix(self, keys: Sequence[bytes], known: int) -> int:
-        """Number of leading keys that are all present; only the first ``known`` are surely in the index. Satellites are
-        probed for what it lacks behind them.
+        """Return the number of leading keys all present; the first ``known`` are indexed, later unindexed keys are
+        probed.
         """
         if self.absent(keys[known]):
             return known
-        rest = list(keys[known:])
-        end = next((at for at, key in enumerate(rest) if self.absent(key)), len(rest))
-        rest = rest[:end]
+        candidates = list(keys[known:])
+        end = next((at for at, key in enumerate(candidates) if self.absent(key)), len(candidates))
+        candidates = candidates[:end]
 
         def find(asked: list[bytes]) -> set[bytes]:
-            here = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
-            missing = [key for key in asked if key not in here]
-            return here | self._probe(missing).keys() if missing else here
+            indexed = {key for key, info in zip(asked, self._index.infos(asked), strict=True) if info is not None}
+            missing = [key for key in asked if key not in indexed]
+            return indexed | self._probe(missing).keys() if missing else indexed
 
-        return known + prefix_by(find, rest)
+        return known + prefix_by(find, candidates)
 
     def absent(self, key: bytes) -> bool:
-        """Whether a key that is not in the index counts as absent, without a probe."""
+        """Return True if an unindexed key counts as absent, without a probe."""
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
     def gone(self, keys: Iterable[bytes]) -> None:
-        """These have been evicted: leftovers of them must not be found again at once."""
+        """Record evicted keys: leftovers must not be found immediately."""
         if not self._index.complete:
             self._remember(keys, True)
 
     def present(self, keys: Iterable[bytes]) -> None:
-        """These have been stored."""
         for key in keys:
             self._absent.pop(key, None)
 
     def _probe(self, keys: list[bytes]) -> dict[bytes, ValueInfo]:
-        found, certain = self._prober.search(keys)
+        infos, certain = self._prober.search(keys)
         self.keys_probed += len(keys)
-        self._remember((key for key in keys if key not in found), certain)
-        if found:
-            self.values_adopted += len(found)
-            self._adopt([found[key] for key in keys if key in found], self._prober.now_s())
-            self._index.record_probes(len(keys), len(found))
-        return found
+        self._remember((key for key in keys if key not in infos), certain)
+        if infos:
+            self.values_adopted += len(infos)
+            self._adopt([infos[key] for key in keys if key in infos], self._prober.now_s())
+            self._index.record_probes(len(keys), len(infos))
+        return infos
 
     def _remember(self, keys: Iterable[bytes], certain: bool) -> None:
         until_s = self._prober.now_s() + (ABSENT_S if certain else SILENT_S)
@@ -426,28 +425,28 @@ class IndexRebuilder:
 
 
 def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[NamedValue]:
-    """The named values (``store.named``) on ``satellites``, by name. KV blocks, which have no names, are left out.
+    """List the named values (``store.named``) on ``satellites`` by name, without KV blocks, which have no names.
 
-    A value is listed if its first chunk is present and readable; only a read shows whether all others are.
+    A value is listed if its first chunk is readable; only a read shows whether the others are.
 
     Raises:
-        CommandsRefused: all satellites that answered refuse to list what they hold.
+        CommandsRefused: all satellites that answered refuse to list their values.
     """
     first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
     for satellite, key, presence in _held(driver, satellites):
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
     gets = [(at, Selection.of(key, [0]).pack(), (key, presence)) for key, (at, presence) in first_chunks.items()]
-    found = []
+    values = []
     for (key, presence), answer in ask_all(driver, Op.GET, gets):
         named = named_value(key, answer.body[CHUNK_REF_BYTES:], presence.chunks) if answer.ok else None
         if named is not None:
-            found.append(named)
-    return sorted(found, key=lambda value: value.name)
+            values.append(named)
+    return sorted(values, key=lambda value: value.name)
 
 
 def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
-    """Every key of each satellite, with the chunk that it reports: page after page, all satellites in parallel."""
+    """Yield every key of each satellite with its reported chunk: page by page, all satellites in parallel."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]
@@ -459,31 +458,31 @@ def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple
         for satellite, answer in answers:
             last = after.pop(satellite)
             page = read_answer(driver, answer, messages.unpack_listed)
-            if page and page[-1][0] > last:  # not the end, and no satellite that repeats itself
+            if page and page[-1][0] > last:  # not the end, and not a satellite that repeats itself
                 after[satellite] = page[-1][0]
                 yield from ((satellite, key, presence) for key, presence in page)
 
 
 _ENOUGH_CLOCKS = 3
-"""Answers to wait for: one of them may be of a wrong clock."""
+"""Answers to wait for: a single clock may be wrong."""
 
 
 def synchronise_clock(driver: ClientDriver, sky: SkyMap) -> float | None:
-    """PING the box's centre and its four neighbours, so that the client adopts their count of moves: an operator may
-    have pushed the box. Three answers suffice.
+    """PING the box's centre and its neighbours, so that the client adopts their moves: an operator may have pushed the
+    box. Three answers suffice.
 
-    Returns by how many seconds the satellites' clocks are ahead of ours (the median, to within half a round trip); None
-    if none answered.
+    Return the seconds that satellites' clocks are ahead of ours (the median, to within half a round trip); None without
+    an answer.
     """
     machine = driver.machine
     with driver.lock:
         centre = sky.centre_at(machine.moves(driver.now_s()))
-        asked = [
+        numbers = [
             machine.ask(Op.PING, b"", satellite, driver.now_s())
             for satellite in dict.fromkeys([centre, *sky.torus.neighbours(centre)])
         ]
     ahead_s: list[float] = []
-    for number in asked:
+    for number in numbers:
         if len(ahead_s) == _ENOUGH_CLOCKS:
             with driver.lock:
                 machine.cancel(number)

@@ -1,22 +1,21 @@
-"""The radix index on the ground, shared by the processes of one computer through an append-only journal.
+"""Radix index on the ground, shared by the processes of one computer through an append-only journal.
 
-**Reads and writes.** Every change is one record, appended under a file lock; before each lookup a process replays
-what others have appended (``_follow``). Without a path the index lives in this process only. Where the journal was
-removed, because the constellation was started again, the index starts empty, too.
+**Reads and writes.** Every change is a record, appended under a file lock. Before each lookup a process replays the
+records of others (``_follow``). Without a path the index lives in this process only. If the journal was removed because
+the constellation was restarted, the index starts empty too.
 
-**Waiting.** No read waits for the file lock, and a put waits ``LOCK_WAIT_S`` at most: its holder may be a stopped
-process. What cannot be written then is appended to a file beside the journal, which takes no lock. While that file
-exists the index counts as incomplete, so that satellites are asked for what it does not name; the next process that
-gets the lock takes it (by another name), moves its records into the journal and removes it. Earlier releases do not
-read it.
+**Waiting.** No read waits for the file lock, and a put waits at most ``LOCK_WAIT_S``: the holder may be a stopped
+process. A record that cannot be written then goes to a side file, which needs no lock. While that exists the index
+counts as incomplete, so satellites are asked for keys that it lacks. The next process that gets the lock renames the
+side file, moves its records into the journal and removes it. Earlier releases do not read it.
 
 **Damage.** A journal records whether it is complete (``index.journal``). The first process that sees a torn or damaged
-record cuts the journal off there, and appends that records were lost. So it does where a disk is full.
+record cuts the journal off there and appends a record of the loss; the same if the disk is full.
 
-**Compaction.** When most of a journal is about removed blocks, its writer replaces it by one with the fewest records:
-written beside it, then renamed, so that a process killed at any moment leaves one of the two whole. Other processes
-find their open one removed, and open the new one. An older release checks for that before it waits for the lock, not
-after: what it still appends to the old journal, the process that replaced it copies into the new one.
+**Compaction.** When most of a journal is about removed blocks, its writer replaces it by a minimal journal, written to
+a second file and renamed, so that a process killed at any moment leaves one of the two intact. Other processes find
+that theirs was removed, and open the new journal. An older release checks for that before it waits for the lock, not
+after: what it still appends to the old journal is copied by the process that replaced it.
 """
 
 from __future__ import annotations
@@ -49,39 +48,38 @@ from skymemory.kv.block import Place
 _log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 0.5
-"""A put waits for the lock this long, once. It is held for about a millisecond at a time, longer on a busy computer."""
+"""Longest wait of a put for the lock, normally held for about a millisecond."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
-"""Between two tries to get it."""
 _BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
-"""Looks at a torn record beside the journal, that another process may just be writing."""
+"""Attempts to read a torn record of the side file, which may still be in writing."""
 COMPACT_BYTES = 1 << 20
-"""A smaller journal is not compacted: it is replayed in a tenth of a second."""
+"""Least size for compaction; a smaller journal is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
-"""A larger one is compacted when that makes it this many times smaller: so its blocks cost a fourth more."""
+"""Least factor by which compaction must shrink the journal; so it adds a fourth to the cost of a block."""
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
-"""How long to wait for writers of earlier releases that were waiting for the lock of a journal that was replaced. Each
-holds it for about a millisecond; but one that has just been woken is no longer seen waiting.
+"""Wait for earlier releases' writers that were waiting for the lock of a replaced journal. Each holds it for about a
+millisecond, but one just woken is no longer seen waiting.
 """
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
-"""A long journal is replayed in pieces of this size, so that it is never in memory whole."""
+"""Size of replayed pieces, so that a long journal is never in memory as a whole."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
 class _Replaced:
-    """A journal that we have replaced, still open, and how many of its bytes are in the new one."""
+    """Journal that we have replaced, still open, and the number of its bytes in the new journal."""
 
     fd: int
     taken_bytes: int
 
 
 class SharedIndex:
-    """A ``RadixIndex`` that follows its journal file. Thread-safe.
+    """``RadixIndex`` that follows its journal file. Thread-safe.
 
     Raises:
         InvalidInput: the path has no journal that this user may write, and none can be created.
@@ -102,23 +100,23 @@ class SharedIndex:
         self.unwritten = 0
         """Records that the disk had no room for."""
         self.written_beside = 0
-        """Records that were not written into the journal, because another process held its lock."""
+        """Records written to the side file, because another process held the lock."""
         self.locked_out = False
-        """Another process has held the lock for longer than ``LOCK_WAIT_S``, as of the last write."""
+        """True if another process held the lock longer than ``LOCK_WAIT_S``, as of the last write."""
         self._ahead = False
-        """We know records that are not in the journal yet."""
+        """True if we know records that are not in the journal yet."""
         self._lost = False
-        """We knew such records, and could not write them anywhere."""
+        """True if we knew such records and could not write them anywhere."""
         self._kept_beside = False
-        """Records were beside the journal when it was replayed last."""
+        """True if there was a side file at the last replay."""
         self._unread = False
-        """The journal has a torn tail, and a process that holds the lock: perhaps it is only being written."""
+        """True if the journal has a torn tail, perhaps only being written: its lock is held."""
         self._shortened = False
-        """The journal was cut off before records that we have replayed: not by this program, which never does that."""
+        """True if the journal was cut before replayed records, which this program never does."""
         self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """The file's lock keeps out other processes, not the threads of this one, nor a forked child, which shares it
-        with the descriptor: so the child closes its copy.
+        """Lock of our threads. The file lock excludes only other processes, and a forked child shares it with the
+        descriptor; so the child closes its copy.
         """
         if path is not None:
             try:
@@ -134,7 +132,7 @@ class SharedIndex:
 
     @property
     def journal_state(self) -> JournalState:
-        """Whether the journal is complete, and what probing has added to it; as of now."""
+        """Return the journal's completeness and the figures of probing, now."""
         with self._lock:
             self._follow()
             state = copy.copy(self._state)
@@ -143,18 +141,15 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether keys that the last lookup did not find are absent: the journal is complete, and no record was kept
-        beside it then.
-        """
+        """Return True if keys missed by the last lookup are absent: the journal was complete, without a side file."""
         return self._state.complete and not (self._unread or self._lost or self._kept_beside)
 
     @property
     def unknown_records(self) -> int:
-        """Records of a later release in the journal, as of the last lookup. They stay there, unread."""
+        """Return the number of a later release's records, as of the last lookup; they stay, unread."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
-        """Log what probing has cost and found."""
         self._write(lambda: self._record_state(Record(RecordOp.PROBED, probed=(keys_probed, values_adopted))))
 
     def __len__(self) -> int:
@@ -163,34 +158,31 @@ class SharedIndex:
             return len(self._index)
 
     def assume_capacity(self, memory_bytes: float) -> None:
-        """What is entered from now on is in a memory of this size."""
         with self._lock:
             self._index.capacity_bytes = memory_bytes
 
     def bytes_by_servers(self) -> dict[int, float]:
-        """As in ``RadixIndex``."""
         with self._lock:
             self._follow()
             return self._index.bytes_by_servers()
 
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
-        """Leading keys that are all present; ``keys`` may start anywhere in a chain, or be no chain."""
+        """Return the number of leading keys all present; ``keys`` need not start a chain, or be a chain."""
         with self._lock:
             self._follow()
             return self._index.longest_prefix(keys)
 
     def before(self, key: bytes, most: int) -> list[bytes]:
-        """Up to ``most`` blocks before ``key``, the nearest first, as far as places are known."""
-        found: list[bytes] = []
+        """Return up to ``most`` blocks before ``key``, nearest first, as far as known."""
+        ancestors: list[bytes] = []
         with self._lock:
             self._follow()
-            while len(found) < most and (place := self._index.place_of(key)) is not None and place[1] is not None:
+            while len(ancestors) < most and (place := self._index.place_of(key)) is not None and place[1] is not None:
                 key = place[1]
-                found.append(key)
-        return found
+                ancestors.append(key)
+        return ancestors
 
     def infos(self, keys: Sequence[bytes]) -> list[BlockInfo | None]:
-        """The entry of each key; None if absent."""
         with self._lock:
             self._follow()
             return self._index.infos(keys)
@@ -204,8 +196,8 @@ class SharedIndex:
         *,
         patient: bool = True,
     ) -> None:
-        """Add a chain with the places that its writer gives, which replace older entries of the same blocks. Blocks
-        whose places contradict those of other blocks are added without places. ``patient``: as in ``_write``.
+        """Add a chain at its writer's places, replacing older entries. Blocks whose places contradict others are added
+        without places. ``patient``: as in ``_write``.
         """
         self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
@@ -214,7 +206,7 @@ class SharedIndex:
     ) -> bytes:
         with suppress(InvalidInput):
             return self._enter(keys, infos, start, parent)
-        # A contradiction: drop what is known of these blocks, and try again; then block by block.
+        # On a contradiction, drop the entries of these blocks and try again; then block by block.
         record = self._drop(keys)
         with suppress(InvalidInput):
             return record + self._enter(keys, infos, start, parent)
@@ -226,12 +218,12 @@ class SharedIndex:
         return record
 
     def _drop(self, keys: Sequence[bytes]) -> bytes:
-        gone = [key for key in keys if self._index.remove(key)]
-        return encode_record(RecordOp.REMOVE, gone) if gone else b""
+        removed = [key for key in keys if self._index.remove(key)]
+        return encode_record(RecordOp.REMOVE, removed) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
-        """The record that adds one value, at the place that its writer gives, or that the index now has for it; empty
-        for a place that contradicts itself.
+        """Return the record that adds a value at its writer's or its known place; empty if the place contradicts
+        itself.
         """
         if place is not None:
             start, parent = place.depth, place.parent
@@ -244,7 +236,7 @@ class SharedIndex:
         return b""
 
     def add_record(self, record: bytes) -> bool:
-        """Add what ``record_of`` gave; False, and nothing is added, where that contradicts what is known by now."""
+        """Add a record of ``record_of``; return False, with no change, if it now contradicts the index."""
 
         def change() -> bytes:
             replay_all(record, self._index, self._state)
@@ -257,15 +249,15 @@ class SharedIndex:
         return True
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], *, patient: bool = True) -> None:
-        """Add values without their places. Places that are known stay. ``patient``: as in ``_write``."""
+        """Add values without places; known places stay. ``patient``: as in ``_write``."""
         self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)), patient)
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add to the index here what other processes will read: the record, which is returned. InvalidInput, and no
-        change, for a contradiction.
+        """Add entries by replaying their record, as other processes will; return it. InvalidInput, with no change, on a
+        contradiction.
         """
         record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
         replay_all(record, self._index, self._state)
@@ -274,7 +266,7 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace the entry of a key if it is still the ``expected`` one; returns whether it was."""
+        """Compare and swap: replace a key's entry if it is still ``expected``; return True if so."""
         done = False
 
         def change() -> bytes:
@@ -292,7 +284,7 @@ class SharedIndex:
         self._write(lambda: self._drop(keys), patient)
 
     def clear(self) -> None:
-        """Remove everything: the constellation was started again, empty."""
+        """Remove everything: the constellation was restarted, empty."""
         self._write(self._clear, patient=True)
 
     def _clear(self) -> bytes:
@@ -314,9 +306,9 @@ class SharedIndex:
         return encode_record(record.op, probed=record.probed)
 
     def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
-        """Apply a change and append its records, while no other process writes; beside the journal if its lock is not
-        free. ``patient``: wait for it first, ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete
-        from now on.
+        """Apply a change and append its records while no other process writes; to the side file if the lock is not
+        free. ``patient``: first wait ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete from now
+        on.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -330,29 +322,29 @@ class SharedIndex:
                         self._note_lock(held=True)
                     return self._write_beside(change)
             if written is not None:
-                others_wait, whole = written
+                others_wait, is_complete = written
                 if others_wait:
                     self._wait_for_writers_of_old()
-                return whole
-            time.sleep(pause_s)  # without our lock: other threads go on reading
+                return is_complete
+            time.sleep(pause_s)  # without our lock: other threads continue reading
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
-        """As ``_write_locked``; None, and no change, where another process holds the lock."""
+        """Run ``_write_locked``; None, with no change, if another process holds the lock."""
         if self._fd < 0:
             return None
-        # 1. Lock the current journal; 2. replay what others wrote; 3. change and append; 4. compact, perhaps.
+        # 1. Lock the current journal; 2. replay others' records; 3. change and append; 4. compact if needed.
         while True:
             if self._old:
                 self._copy_from_replaced()
             if not self._lock_now():
                 return None
             try:
-                now = os.fstat(self._fd)
-                removed = not now.st_nlink and self._path is not None and self._path.exists()
+                status = os.fstat(self._fd)
+                removed = not status.st_nlink and self._path is not None and self._path.exists()
                 if not removed:
                     self._note_lock(held=False)
-                    return self._write_locked(change, now.st_size)
+                    return self._write_locked(change, status.st_size)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             self._reopen()  # it was replaced before we had the lock
@@ -365,7 +357,7 @@ class SharedIndex:
         return True
 
     def _note_lock(self, *, held: bool) -> None:
-        """Log once that writers are locked out, and once that they are not any more."""
+        """Log once that writers are locked out, and once that they no longer are."""
         if held and not self.locked_out:
             _log.warning(
                 "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
@@ -378,10 +370,10 @@ class SharedIndex:
         self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """With the file lock held, of a journal of this size: whether processes wait for the lock of a journal that was
-        replaced here, and whether the change is in the journal.
+        """Apply a change to a journal of this size. Return two flags: processes wait for the lock of a journal replaced
+        here; the change is in the journal. Requires the file lock.
         """
-        if self._ahead:  # what is appended must follow from what is in the journal
+        if self._ahead:  # new records must follow from the journal's content
             self._reset()
         if size_bytes != self._replayed_bytes and not self._replay(size_bytes) and not self._cut_off():
             self._reset()
@@ -389,26 +381,26 @@ class SharedIndex:
         self._unread = False
         if self._lost or self._is_beside():
             self._take_in()
-        record, whole = change(), False
+        record, is_written = change(), False
         try:
-            whole = not record or self._append(record)
+            is_written = not record or self._append(record)
         finally:
-            if not whole:  # other processes cannot read it, so it must not be known here either
+            if not is_written:  # other processes cannot read it, so this process must not know it either
                 self._reset()
         compacted = self._replayed_bytes >= self._compact_at_bytes and self._compact()
-        return compacted and _lock_is_awaited(self._fd), whole
+        return compacted and _lock_is_awaited(self._fd), is_written
 
-    # --- records beside the journal ---
+    # --- records in the side file ---
 
     def _write_beside(self, change: Callable[[], bytes]) -> bool:
-        """Apply a change, and append its records to the file beside the journal. False: the disk is full."""
+        """Apply a change and append its records to the side file; False if the disk is full."""
         self._follow()
         state = copy.copy(self._state)
         record = change()
-        self._state = state  # a record about the journal counts once it is in it
+        self._state = state  # a record about the journal counts once it is in the journal
         if not record or not self._beside:
             return True
-        if not self._ahead:  # after a power cut it must not stand beside a journal that lacks what was before it
+        if not self._ahead:  # after a power cut, the side file must not be newer than the journal that it depends on
             _sync(self._fd)
         self._ahead = True
         self.written_beside += 1
@@ -424,37 +416,35 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Returns whether there was room for it; if not, the file gets a torn tail. OSError where not even that can be
-        written.
-        """
+        """Append a record. Return False, leaving a torn tail, if there is no room. OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
                 try:
-                    whole = os.write(fd, record) == len(record)
+                    is_written = os.write(fd, record) == len(record)
                 except OSError:
                     os.ftruncate(fd, os.fstat(fd).st_size + 1)
-                    whole = False
-                # Taken before we wrote: the process that did so has not read our record, perhaps. Twice does no harm.
+                    is_written = False
+                # If the file was renamed before this write, its reader may have missed our record: write again.
+                # Twice is harmless.
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                        return whole
+                        return is_written
             finally:
                 os.close(fd)
 
     def _is_beside(self) -> bool:
-        """Whether records are kept beside the journal."""
         return os.path.exists(self._beside) or os.path.exists(self._taken)
 
     def _take_in(self) -> None:
-        """Move the records beside the journal into it. With the file lock held. What was lost there makes the journal
-        incomplete. A process that is killed meanwhile leaves the file to the next.
+        """Move the side file's records into the journal; lost records make it incomplete. A process killed meanwhile
+        leaves the file to the next. Requires the file lock.
         """
         lost, self._lost = self._lost, False
-        for is_new in (False, True):  # first what a process that was killed had taken
+        for is_new in (False, True):  # first the file renamed by a process that was killed
             try:
                 if is_new:
-                    os.rename(self._beside, self._taken)  # who writes there from now on makes another
+                    os.rename(self._beside, self._taken)  # later writers create another file
                 if not self._move_in(self._taken):
                     return  # no room: the journal has a torn tail now, and the file stays
             except FileNotFoundError:
@@ -465,9 +455,9 @@ class SharedIndex:
             self._append_lost()
 
     def _move_in(self, path: str) -> bool:
-        """Move the records of this file into the journal, and remove it. False: there is no room for them."""
+        """Move a file's records into the journal and remove the file; False if there is no room."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        taken_bytes, removed, looks = 0, False, _LOOKS
+        taken_bytes, removed, attempts = 0, False, _LOOKS
         try:
             while True:
                 data = os.pread(fd, os.fstat(fd).st_size - taken_bytes, taken_bytes)
@@ -475,20 +465,20 @@ class SharedIndex:
                     records, whole_bytes = decode_records(data)
                 except MalformedPacket:
                     records, whole_bytes = [], 0
-                torn = whole_bytes < len(data)
-                if torn and looks:
-                    looks -= 1
+                is_torn = whole_bytes < len(data)
+                if is_torn and attempts:
+                    attempts -= 1
                     time.sleep(_LEAST_PAUSE_S)
                     continue
                 if not self._append(b"".join(self._repeat(record) for record in records)):
                     return False
                 taken_bytes += whole_bytes
-                if removed:  # what earlier releases appended before the removal is in the journal, too
+                if removed:  # earlier releases' appends before the removal are in the journal too
                     return True
-                if not data or torn:
-                    if torn:
+                if not data or is_torn:
+                    if is_torn:
                         self._append_lost()
-                    # On the disk in this order: after a power cut an old file must not be taken in again.
+                    # Flush in this order: after a power cut an old file must not be read in again.
                     _sync(self._fd)
                     os.unlink(path)
                     _sync_folder(path)
@@ -497,7 +487,7 @@ class SharedIndex:
             os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
-        """Apply a record of another journal; returns what to append to ours."""
+        """Apply another journal's record; return the record to append to ours."""
         if record.op is RecordOp.ADD:
             return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
         if record.op is RecordOp.REMOVE:
@@ -511,30 +501,30 @@ class SharedIndex:
     # --- the journal's length ---
 
     def _compact(self) -> bool:
-        """Replace the journal by one with the fewest records, if that is much smaller; returns whether it was. With the
-        file lock held. All processes, this one too, open the new one when they find theirs removed.
+        """Replace the journal by a much smaller equivalent, if possible; return True if so. Requires the file lock. All
+        processes, including this, open it when they find that theirs was removed.
         """
         blocks, path, state = len(self._index), self._path, self._state
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
         if path is None or self._replayed_bytes < least_bytes or state.unknown_records:
             return False
-        self._compact_at_bytes = self._replayed_bytes + COMPACT_BYTES  # if it fails, not at every write again
+        self._compact_at_bytes = self._replayed_bytes + COMPACT_BYTES  # if it fails, do not retry at every write
         path = path.resolve()
         new = path.with_name(path.name + _NEW)
         probed = Record(RecordOp.PROBED, probed=(state.keys_probed, state.values_adopted))
         head = [encode_record(RecordOp.BORN)] if state.complete else []
         head += [encode_record(probed.op, probed=probed.probed)] if state.keys_probed else []
         try:
-            new.unlink(missing_ok=True)  # of a process that was killed here
+            new.unlink(missing_ok=True)  # left by a process that was killed here
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
                 file.writelines(head)
                 write_records(self._index, file.write)
                 file.flush()
-                os.fsync(file.fileno())  # after a power cut the name must not stand for less than the old one
+                os.fsync(file.fileno())  # after a power cut the name must not stand for less than the old journal
             new.rename(path)
             _sync_folder(os.fspath(path))
-        except OSError:  # disk full, or no permission: the old one is whole, and keeps growing
+        except OSError:  # disk full, or no permission: the old journal is intact, and keeps growing
             with suppress(OSError):
                 new.unlink(missing_ok=True)
             return False
@@ -544,41 +534,41 @@ class SharedIndex:
         return True
 
     def _wait_for_writers_of_old(self) -> None:
-        """Copy what processes append to the journal just replaced that were waiting for its lock."""
-        began_s, ended = time.monotonic(), False
-        while not ended and time.monotonic() < began_s + _MOST_WAIT_S:
+        """Copy records of processes that waited for the lock of the journal just replaced."""
+        started_s, is_done = time.monotonic(), False
+        while not is_done and time.monotonic() < started_s + _MOST_WAIT_S:
             time.sleep(0.001)
             with self._lock:
                 if not self._old:  # closed
                     return
                 old = self._old[-1].fd
-                if time.monotonic() > began_s + _LEAST_WAIT_S and not _lock_is_awaited(old):
+                if time.monotonic() > started_s + _LEAST_WAIT_S and not _lock_is_awaited(old):
                     with suppress(BlockingIOError):  # the last of them is writing
                         fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         fcntl.flock(old, fcntl.LOCK_UN)
-                        ended = True
+                        is_done = True
         with self._lock:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
-        """Add what was appended to journals since we replaced them."""
+        """Add records appended to journals since we replaced them."""
         for old in list(self._old):
-            since = os.fstat(old.fd).st_size - old.taken_bytes
-            if since <= 0:
+            new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
+            if new_bytes <= 0:
                 continue
-            records, taken = decode_records(os.pread(old.fd, since, old.taken_bytes))
-            old.taken_bytes += taken
+            records, read_bytes = decode_records(os.pread(old.fd, new_bytes, old.taken_bytes))
+            old.taken_bytes += read_bytes
             for record in records:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Returns whether there was room for it. If not, the journal gets a torn tail, which other processes see;
-        OSError where not even that can be written.
+        """Append a record. Return False if there is no room: the torn tail shows other processes the loss. Raises
+        OSError if not even that can be written.
         """
         try:
             written = os.write(self._fd, record)
         except OSError:
-            # One byte more is a torn tail without data: other processes see that a record is missing.
+            # An extra byte is a torn tail without data: other processes see that a record is missing.
             written = 0
             if os.fstat(self._fd).st_size == self._replayed_bytes:
                 os.ftruncate(self._fd, self._replayed_bytes + 1)  # takes no space
@@ -589,100 +579,101 @@ class SharedIndex:
         return True
 
     def _reset(self) -> None:
-        fresh = RadixIndex()
-        fresh.capacity_bytes = self._index.capacity_bytes
-        self._index, self._state, self._replayed_bytes = fresh, JournalState(), 0
+        index = RadixIndex()
+        index.capacity_bytes = self._index.capacity_bytes
+        self._index, self._state, self._replayed_bytes = index, JournalState(), 0
         self._compact_at_bytes = COMPACT_BYTES
         self._ahead = False
 
     def _reopen(self) -> None:
-        """Open the new journal: ours was removed. If its folder is gone no constellation runs there: keep ours."""
+        """Open the new journal: ours was removed. If its folder was, no constellation runs there: keep ours."""
         if self._path is None:
             return
         try:
-            fresh = os.open(self._path, _FLAGS, 0o600)
+            fd = os.open(self._path, _FLAGS, 0o600)
         except FileNotFoundError:
             return
         os.close(self._fd)
-        self._fd = fresh
+        self._fd = fd
         self._reset()
         self._shortened = False
 
     def _follow(self) -> None:
-        """Replay what others have appended, in the journal that is there now; cut off what is torn or damaged."""
+        """Replay the current journal's new records; cut off a torn or damaged tail."""
         if self._old:
             self._copy_from_replaced()
         if self._fd < 0:
             return
-        # Looked for before the journal is replayed: who takes them removes them only once they are in it.
+        # Checked before the journal is replayed: a process removes the side file only once its records are in the
+        # journal.
         self._kept_beside = self._is_beside()
         if (self._kept_beside or self._lost) and self._try_write(lambda: b"") is not None:
             self._kept_beside = self._is_beside()
-        now = os.fstat(self._fd)
-        if not now.st_nlink:
+        status = os.fstat(self._fd)
+        if not status.st_nlink:
             self._reopen()
-            now = os.fstat(self._fd)
-        self._unread = now.st_size != self._replayed_bytes and not self._replay(now.st_size)
-        if self._unread and self._lock_now():  # else it is only being written, perhaps
+            status = os.fstat(self._fd)
+        self._unread = status.st_size != self._replayed_bytes and not self._replay(status.st_size)
+        if self._unread and self._lock_now():  # otherwise it is perhaps only being written
             try:
                 self._unread = not self._replay(os.fstat(self._fd).st_size) and not self._cut_off()
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _replay(self, size_bytes: int) -> bool:
-        """Apply what others have appended, to the end of a journal of this size; False if it is not whole."""
+        """Apply new records up to this size; return False if the journal is damaged."""
         if size_bytes < self._replayed_bytes:
             self._reset()
             self._shortened = True
         try:
-            whole = self._replay_on(size_bytes)
-        except InvalidInput:  # it contradicts what is not in the journal yet: that is added to it again, by what fits
+            is_intact = self._replay_on(size_bytes)
+        except InvalidInput:  # it contradicts records not in the journal yet: those are added again, as far as they fit
             if not self._ahead:
                 raise
             self._reset()
-            whole = self._replay_on(size_bytes)
-        return whole and not self._shortened
+            is_intact = self._replay_on(size_bytes)
+        return is_intact and not self._shortened
 
     def _replay_on(self, size_bytes: int) -> bool:
         piece_bytes = _PIECE_BYTES
         while self._replayed_bytes < size_bytes:
             left_bytes = size_bytes - self._replayed_bytes
             piece = os.pread(self._fd, min(piece_bytes, left_bytes), self._replayed_bytes)
-            taken = replay_all(piece, self._index, self._state)
-            self._replayed_bytes += taken
-            if not taken:  # damaged, or a record that is longer than the piece
+            replayed_bytes = replay_all(piece, self._index, self._state)
+            self._replayed_bytes += replayed_bytes
+            if not replayed_bytes:  # damaged, or a record longer than the piece
                 if piece_bytes >= left_bytes:
                     break
                 piece_bytes *= 4
         return self._replayed_bytes == size_bytes
 
     def _cut_off(self) -> bool:
-        """Replace what cannot be replayed by a record that records were lost, which is written over it first: so the
-        journal looks whole at no moment without. False: the disk has no room for it, and the tail stays torn.
+        """Replace the unreadable tail by a record of the loss, written over it first, so that the journal never looks
+        intact without it. False: no room, and the tail stays torn.
         """
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_APPEND)
         try:
-            whole = os.pwrite(self._fd, record, self._replayed_bytes) == len(record)
+            is_written = os.pwrite(self._fd, record, self._replayed_bytes) == len(record)
         except OSError:
-            whole = False
+            is_written = False
         finally:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-        if whole:
+        if is_written:
             self._replayed_bytes += len(record)
         else:
             self.unwritten += 1
-        os.ftruncate(self._fd, self._replayed_bytes if whole else self._replayed_bytes + 1)
+        os.ftruncate(self._fd, self._replayed_bytes if is_written else self._replayed_bytes + 1)
         self._shortened = False
-        return whole
+        return is_written
 
     def _append_lost(self) -> None:
         self._append(self._record_state(Record(RecordOp.LOST)))
 
 
 def _lock_is_awaited(fd: int) -> bool:
-    """Whether a process waits for a lock on this file, as far as the kernel shows."""
+    """Return True if a process is seen waiting for a lock on this file."""
     inode = os.fstat(fd).st_ino
     try:
         lines = _LOCKS.read_text("ascii").splitlines()
@@ -692,7 +683,7 @@ def _lock_is_awaited(fd: int) -> bool:
 
 
 def _sync(fd: int) -> None:
-    with suppress(OSError):  # as good as the file system can
+    with suppress(OSError):  # best effort: some file systems cannot
         os.fsync(fd)
 
 
@@ -706,15 +697,15 @@ def _sync_folder(path: str) -> None:
 
 
 def create_journal(path: Path) -> None:
-    """Create the complete journal of a constellation that is about to start, empty."""
-    path.unlink(missing_ok=True)  # a client of the previous constellation may have created one
+    """Create the complete journal of a constellation about to start, empty."""
+    path.unlink(missing_ok=True)  # a client of the previous constellation may have created a journal
     for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     SharedIndex(path, born=True).close()
 
 
 def inspect_journal(path: Path) -> tuple[JournalState, int] | None:
-    """A journal's state and number of values; None if there is no journal."""
+    """Return a journal's state and number of values; None if there is no journal."""
     if not path.exists():
         return None
     index = SharedIndex(path)

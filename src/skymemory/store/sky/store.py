@@ -1,12 +1,11 @@
-"""The constellation as a tier: values are cut into chunks on satellites, under the common contract.
+"""Constellation tier: values are cut into chunks on satellites, under the common contract.
 
-A warm read: ``prefix`` asks the index; ``complete_load`` takes the values' infos from it (``catalog``), begins a
-``get`` of the client's state machine for each, and lets the driver run them together. The places of chunks follow from
-the info (size, strategy, moves at the setting) and the clock. Without an index, or where it is incomplete, satellites
-are probed.
+A warm read: ``prefix`` asks the index; ``complete_load`` gets the values' infos from it (``catalog``), begins a ``get``
+of the client's state machine for each, and lets the driver run them together. The satellites of the chunks follow from
+the info (size, strategy, moves when set) and the clock. Without a complete index, satellites are probed.
 
-A read that fails is a miss, and no proof of loss: a chunk may be moving to where the box is now. Only a value with a
-chunk that is proved to be gone (``protocol.client.transfer``) leaves the index, and the rest of it is evicted.
+A failed read is a miss, but no proof of loss: a chunk may be moving to the current box. Only a value with a chunk
+proved lost (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ from skymemory.units import format_size
 
 _TYPICAL_BYTES = 3e6
 _DOUBTFUL = ("corrupt", "other version")
-"""Failures that one read may report wrongly: the value is read once more before it is evicted."""
+"""Failures that may be wrong: the value is read again before it is evicted."""
 _GONE = ("missing", "corrupt")
 _UNANSWERED = ("unreachable", "timeout", "out of sight")
-"""Failures that prove a value lost: a chunk is gone, or the stored bytes are not those written."""
+"""Failures without an answer. ``_GONE``: failures that prove a loss, of a chunk or of the bytes written."""
 
 
 _REASONS = {
@@ -76,30 +75,28 @@ _REASONS = {
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
-"""Another writer may use more servers than we do: up to this many are believed."""
+"""Limit believed of another writer, which may use more servers than we do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkySettings:
-    """How values are laid out in the sky. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit
-    values.
-    """
+    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit values."""
 
     strategy: str = "rotation_hop"
     servers: int = 10
-    """Satellites of a value: of each, or at most, with ``fan_out``."""
+    """Satellites per value; with ``fan_out`` at most."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     memory_per_satellite_bytes: int = 0
     lazy_eviction: bool = True
-    """Whether a reader that finds a chunk gone evicts the rest of the value."""
+    """True if a reader that finds a chunk lost evicts the rest."""
     replicas: int = 1
-    """Copies of every chunk, on different satellites (and planes, as far as the box has rows)."""
+    """Copies per chunk, on different satellites (and planes, as far as the box has rows)."""
     fan_out: FanOut | None = None
-    """Chooses each value's number of servers by its size; None: all values have ``servers``."""
+    """Policy for the servers of a value, by its size; None: always ``servers``."""
 
     @property
     def strategy_code(self) -> int:
-        """Its number on the wire; InvalidInput for an unknown strategy."""
+        """Return the strategy's number on the wire; InvalidInput for an unknown strategy."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -107,21 +104,21 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """How much of all values the satellites of the box hold; infinite where their memory is unknown."""
+        """Return the bytes of values that fit into the box; infinite if the memory is unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
     @property
     def largest_value_bytes(self) -> int:
-        """The largest value that fits into an empty box."""
+        """Return the largest value that fits into an empty box."""
         if not self.memory_per_satellite_bytes:
             return _WIRE_LIMIT_BYTES
         chunks = self.memory_per_satellite_bytes // (self.chunk_bytes + CHUNK_REF_BYTES)
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Whether a value that a satellite reports can exist: its chunks, with their overhead, must fit into the
-        satellites. If their memory is unknown, up to a million chunks are believed.
+        """Return True if a reported value can exist: chunks with overhead must fit into the satellites; with unknown
+        memory, up to a million chunks.
         """
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
@@ -129,7 +126,7 @@ class SkySettings:
         return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:
-        """Raises ``ValueTooLarge``, naming the limit, for a value that could never fit."""
+        """Raise ValueTooLarge, with the limit, for a value that could never fit."""
         if size_bytes > self.largest_value_bytes:
             raise ValueTooLarge(
                 f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
@@ -140,18 +137,17 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
-    """What a store of values needs of the index, looked up while their packets are under way where there is time."""
+    """Index lookups for a store of values, done while the packets are in flight if possible."""
 
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
-    """The entries of before: leftovers of other placements are evicted once the new values are stored."""
+    """Earlier entries of the keys, whose leftovers are evicted once the new values are stored."""
     chain: list[ValueInfo] = field(default_factory=list)
-    """The blocks before the first value."""
     record: bytes = b""
-    """Of a single value, for the index."""
+    """Index record, of a single value only."""
 
 
 class ConstellationStore(RemoteStore):
-    """Values on satellites. ``index`` None: every lookup probes the box, which is slower."""
+    """Store of values on satellites. Without ``index``, every lookup probes the box, which is slower."""
 
     def __init__(
         self,
@@ -202,30 +198,29 @@ class ConstellationStore(RemoteStore):
         return [infos[key].value_bytes if key in infos else None for key in keys]
 
     def _process_notices(self) -> None:
-        """Remove values from the index that satellites have reported as gone (GONE), unless they were set again."""
+        """Remove values from the index that satellites reported as evicted (GONE), unless set again since."""
         if not self._driver.machine.any_gone:
             return
         with self._driver.lock:
             dead = dict(self._driver.machine.take_gone())
         if dead:
             known = self._catalog.known(list(dead))
-            gone = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
-            self._counters.add("values_gone_by_notice", len(gone))
-            self._catalog.remove(gone)
+            removed = [key for key, info in known.items() if pack_setting(info.value_crc, *info.set_moves) == dead[key]]
+            self._counters.add("values_gone_by_notice", len(removed))
+            self._catalog.remove(removed)
 
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """The lease is sent to the satellites ahead of the read, for keys that are known here to be present. A
-        satellite that misses the packet, or has leased its share already, may evict. It ends when the chunks are
-        served.
+        """Send the lease for known keys to the satellites before the read. A satellite that misses the packet, or has
+        leased its share, may evict. The lease ends when the chunks are served.
         """
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Both phases at once, without a lease: there is nothing to protect in between."""
+        """Run both phases without a lease: there is nothing to protect in between."""
         if len(keys) != 1:
             return self.complete_load(super().prepare_load(keys))
         (key,) = self._check(keys)
@@ -236,13 +231,12 @@ class ConstellationStore(RemoteStore):
         return [value]
 
     def _get(self, info: ValueInfo) -> memoryview | None:
-        """One value, or None where it cannot be read."""
-        size_bytes, began_s = info.value_bytes, self._driver.now_s()
+        size_bytes, started_s = info.value_bytes, self._driver.now_s()
         out = value_buffer(size_bytes)
         outcome = self._driver.read(info, out, self.settings.replicas)
         self._count(outcome)
         if not outcome.ok:
-            _, values = self._settle([info], {info.key: out}, {info.key: outcome}, began_s)
+            _, values = self._settle([info], {info.key: out}, {info.key: outcome}, started_s)
             return values.get(info.key)
         self._rate.learn(size_bytes, outcome.report.seconds)
         return out.toreadonly()
@@ -254,9 +248,9 @@ class ConstellationStore(RemoteStore):
         started_s = self._driver.now_s()
         infos, certain = self._catalog.take(ticket.keys)
         unique = list(infos.values())
-        # A key that comes twice is wanted in two places, and read once: into the buffer.
+        # A key that occurs twice has two destinations: it is read once, into the buffer.
         times = Counter(ticket.keys) if ticket.rows else {}
-        wanted = {key: its for key, its in zip(ticket.keys, ticket.rows, strict=False) if times[key] == 1}
+        wanted = {key: key_rows for key, key_rows in zip(ticket.keys, ticket.rows, strict=False) if times[key] == 1}
         rows = {
             info.key: its
             for info in unique
@@ -282,8 +276,8 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows``, or else ``buffer``, doubtful ones twice, and evict those that are proved
-        lost. Returns the end of each read, and views of the values, or of their heads.
+        """Read values into their ``rows``, or else ``buffer``. Return the outcome of each read, after ``_settle``, and
+        views of the values or their heads.
         """
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
@@ -301,9 +295,7 @@ class ConstellationStore(RemoteStore):
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """What ``_fetch`` does once all have been read: doubtful ones again; then evict what is proved lost, and adopt
-        what was replaced.
-        """
+        """Read doubtful values again, evict values proved lost, and adopt replacements."""
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
@@ -318,23 +310,22 @@ class ConstellationStore(RemoteStore):
             elif outcome is not None:
                 self._counters.add("failures", label=outcome.report.failure)
                 failed.setdefault(outcome.report.failure, []).append(info)
-        gone = [info for failure in _GONE for info in failed.get(failure, ())]
-        if others := failed.get("other version"):
-            gone += self._catalog.adopt_replacements(others, self._driver.now_s())
-        if gone and self.settings.lazy_eviction:
-            self._evictor.evict_holed(gone, looked_s)
-        elif gone:
-            self._catalog.remove([info.key for info in gone])
+        lost = [info for failure in _GONE for info in failed.get(failure, ())]
+        if replaced := failed.get("other version"):
+            lost += self._catalog.adopt_replacements(replaced, self._driver.now_s())
+        if lost and self.settings.lazy_eviction:
+            self._evictor.evict_holed(lost, looked_s)
+        elif lost:
+            self._catalog.remove([info.key for info in lost])
         return outcomes, values
 
     def _read(self, infos: Sequence[ValueInfo], outs: Mapping[bytes, memoryview | Rows]) -> dict[bytes, Finished]:
-        """Read these values once."""
         driver, machine, replicas = self._driver, self._driver.machine, self.settings.replicas
         if len(infos) == 1:
             finished = [driver.read(infos[0], outs[infos[0].key], replicas)]
         else:
             with driver.lock:
-                # In reverse: the first becomes the most recently used, and a chain loses its end first.
+                # Reversed: the first becomes the most recently used, and a chain loses its end first.
                 numbers = [machine.get(info, outs[info.key], driver.now_s(), replicas) for info in reversed(infos)]
             finished = list(driver.run(numbers).values())
         for outcome in finished:
@@ -372,19 +363,19 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Both phases at once: nothing is reserved in between."""
+        """Run both phases at once: nothing is reserved in between."""
         ticket, now_s = self._store_ticket(items, places)
         with self._stores.at_once(ticket, now_s):
             return self._store(ticket)
 
     def _store(self, ticket: StoreTicket) -> list[bool]:
-        """Write the values of a ticket that is being completed, and enter them in the index."""
+        """Write a ticket's values, and enter them in the index."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
         self._catalog.learn_places(places)
         ahead = _Ahead()
-        self._writing.take(keys)  # two threads that write one key at the same time would leave parts of both
+        self._writing.take(keys)  # two threads that write the same key concurrently would leave parts of both
         try:
             finished = self._write(dict(ticket.items), places, ahead)
         finally:
@@ -402,7 +393,7 @@ class ConstellationStore(RemoteStore):
         self._catalog.add(infos, self._driver.now_s(), places, ahead.record)
         if ahead.before:
             self._evictor.evict_replaced(ahead.before, infos)
-        # The blocks before the first in its chain: what is stored behind them must not outlive them.
+        # Touch the blocks before the first value of the chain: their successors must not outlive them.
         self._touch(ahead.chain)
         ticket.seconds = self._driver.now_s() - started_s
         ticket.state = sum(outcome.report.retransmitted_chunks for outcome in finished.values())
@@ -416,37 +407,38 @@ class ConstellationStore(RemoteStore):
     def _write(
         self, items: Mapping[bytes, Buffer], places: Mapping[bytes, Place], ahead: _Ahead
     ) -> dict[bytes, Finished]:
-        """Write values; the end of each, the last one first."""
+        """Write values; return their outcomes, the last value first."""
         driver, settings = self._driver, self.settings
-        # Without an index it is not known how full small boxes are.
-        held = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
-        # In reverse, as in ``_read``: satellites keep the first block longest.
-        servers = {key: self._servers_for(value, held) for key, value in reversed([*items.items()])}
-        how = settings.chunk_bytes, self._strategy
+        # Without an index, the fill level of small boxes is unknown.
+        bytes_by_servers = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
+        # Reversed, as in ``_read``: satellites keep the first block longest.
+        servers = {key: self._servers_for(value, bytes_by_servers) for key, value in reversed([*items.items()])}
+        layout = settings.chunk_bytes, self._strategy
         if len(items) == 1:
             ((key, count),) = servers.items()
 
-            def look_ahead(info: ValueInfo) -> None:  # while the packets are under way: the index does not know of them
+            # Called while the packets are in flight: the index does not know of the new value.
+            def look_ahead(info: ValueInfo) -> None:
                 self._look_up([key], ahead)
                 ahead.record = self._catalog.record_of(info, driver.now_s(), places.get(key))
 
-            return {key: driver.write(key, items[key], *how, count, settings.replicas, look_ahead)}
+            return {key: driver.write(key, items[key], *layout, count, settings.replicas, look_ahead)}
         self._look_up([*items], ahead)
         with driver.lock:
             put, now_s = driver.machine.put, driver.now_s()
-            begun = {
-                key: put(key, items[key], *how, count, now_s, replicas=settings.replicas)[0]
+            numbers = {
+                key: put(key, items[key], *layout, count, now_s, replicas=settings.replicas)[0]
                 for key, count in servers.items()
             }
-        finished = driver.run(begun.values())
-        return {key: finished[number] for key, number in begun.items()}
+        finished = driver.run(numbers.values())
+        return {key: finished[number] for key, number in numbers.items()}
 
     def _look_up(self, keys: Sequence[bytes], ahead: _Ahead) -> None:
         ahead.before = self._catalog.known(keys)
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
-        """On how many satellites a value is put; it is added to what is held."""
+        """Return the number of satellites for a value, and add it to ``held``."""
         settings = self.settings
         if settings.fan_out is None or held is None:
             return settings.servers
@@ -458,41 +450,41 @@ class ConstellationStore(RemoteStore):
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
 
-        Those of migrating strategies follow the box and need no copy. ``moves`` names the box of another place instead
-        (a travelling host, another region); then these are copied as well, and stay there.
+        Values of migrating strategies follow the box. With ``moves``, the box of another place (a travelling host,
+        another region), they are copied too, and stay there.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """A hint to the satellites, unacknowledged."""
+        """Send a touch to the satellites as an unacknowledged hint."""
         infos = self._catalog.find(self._check(keys))
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """True where every satellite with chunks of the value has promised; each pins up to half of its memory."""
+        """Pin values. True if all their satellites promise; each pins at most half of its memory."""
         keys, until_s = self._check(keys), self._driver.now_s() + ttl_s if check_ttl(ttl_s) > 0 else 0.0
         infos = self._catalog.find(keys)
-        kept = self._retain(Retain.PIN, until_s, list(infos.values()))
-        refused = [info for info in infos.values() if not kept[info.key]]
-        if refused and ttl_s > 0:  # by one satellite: unpin on the others
+        promised = self._retain(Retain.PIN, until_s, list(infos.values()))
+        refused = [info for info in infos.values() if not promised[info.key]]
+        if refused and ttl_s > 0:  # one satellite refused: unpin on the others
             self._retain(Retain.PIN, 0.0, refused)
-        return [kept.get(key, False) for key in keys]
+        return [promised.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values after ``ttl_s`` seconds (infinite: never). True where all their satellites have promised."""
+        """Expire values after ``ttl_s`` seconds (infinite: never). True if all their satellites promise."""
         keys = self._check(keys)
         until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
-        kept = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
-        return [kept.get(key, False) for key in keys]
+        promised = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
+        return [promised.get(key, False) for key in keys]
 
     def _touch(self, infos: Sequence[ValueInfo]) -> None:
-        """The first becomes the most recently used."""
+        """Touch values; the first becomes the most recently used."""
         self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
-        """A RETAIN that is not answered, and so not repeated."""
+        """Send a RETAIN that is not answered, and so not repeated."""
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
@@ -504,35 +496,35 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """Per key, whether every satellite that holds chunks of its value has promised."""
-        kept = {info.key: True for info in infos}
+        """Send a RETAIN. Per key: True if all satellites of its value promise."""
+        promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
         for page, answer in ask_all(self._driver, Op.RETAIN, retains):
             outcomes = read_answer(self._driver, answer, unpack_retained)
             for at, key in enumerate(page):
-                kept[key] = kept[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
-        return kept
+                promised[key] = promised[key] and at < len(outcomes) and outcomes[at] is Kept.DONE
+        return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """True where enough satellites have confirmed that the value can no longer be read; one that did not answer may
-        keep useless chunks of it. None: it may still be there; delete it again.
+        """Delete values. True: enough satellites confirm that it can no longer be read; a silent satellite may keep
+        useless chunks. None: it may still exist; delete it again.
         """
         keys = self._check(keys)
         with self._writing.exclusive(keys):
             infos, certain = self._catalog.search(keys)
-            gone = self._evictor.delete(list(infos.values()))
+            deleted = self._evictor.delete(list(infos.values()))
         absent = False if certain else None
-        return [(True if key in gone else None) if key in infos else absent for key in keys]
+        return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites how far the box has moved (an operator may have pushed it); returns whether any answered."""
+        """Ask satellites for the moves of the box (an operator may have pushed it); return True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """The named values (``store.named``) in the box, and in those displaced because satellites were dead."""
+        """List the named values (``store.named``) in the box, also where dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
@@ -551,18 +543,18 @@ class ConstellationStore(RemoteStore):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Round trip plus bytes at the recent rate; infinite when one of the keys is known to be absent. Asks no
-        satellite: what an index cannot know counts as present.
+        """Estimate a round trip plus the bytes at the recent rate; infinite if a key is known to be absent. Asks no
+        satellite: unknown keys count as present.
         """
         keys = self._check(keys)
         farthest_s = self._driver.machine.config.expected_rtt_s
         if self._catalog.absent(keys):
             return math.inf
-        found = self._catalog.known(keys) if self._catalog.index is not None else {}
+        infos = self._catalog.known(keys) if self._catalog.index is not None else {}
         boxes_s = self.settings.fan_out.round_trips_s if self.settings.fan_out is not None else {}
-        rtts_s = (boxes_s.get(found[key].servers, farthest_s) if key in found else farthest_s for key in keys)
+        rtts_s = (boxes_s.get(infos[key].servers, farthest_s) if key in infos else farthest_s for key in keys)
         rtt_s = max(rtts_s, default=farthest_s)
-        sizes = [found[key].value_bytes if key in found else _TYPICAL_BYTES for key in keys]
+        sizes = [infos[key].value_bytes if key in infos else _TYPICAL_BYTES for key in keys]
         return rtt_s + sum(sizes) / self._rate.bytes_per_s
 
     def close(self) -> None:

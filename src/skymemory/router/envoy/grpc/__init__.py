@@ -1,1 +1,1 @@
-"""gRPC, as far as the endpoint picker needs it."""
+"""The part of gRPC that the endpoint picker needs."""

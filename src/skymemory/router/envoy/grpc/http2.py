@@ -1,18 +1,18 @@
-"""The server side of one HTTP/2 connection (RFC 9113), as far as gRPC needs it: bytes in, callbacks and bytes out.
+"""Server side of an HTTP/2 connection (RFC 9113), as far as gRPC needs it: bytes in, callbacks and bytes out.
 
 No I/O and no clock:
 
-1. ``receive`` buffers input; ``handle`` processes some frames of it, and reports streams to ``Calls``. So the owner of
-   the socket decides how much of one connection is processed before others have their turn.
+1. ``receive`` buffers input; ``handle`` processes some of its frames, and reports streams to ``Calls``. So the owner of
+   the socket decides how much of a connection is processed before others have their turn.
 2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's flow-control windows.
 3. ``data_to_send`` returns the output.
 
-Not implemented, since gRPC servers do not use it: push, priorities (checked and ignored, as in RFC 9113), the upgrade
-from HTTP/1.1. Headers are decoded by `hpack`.
+Push, priorities (checked and ignored) and the upgrade from HTTP/1.1 are not implemented, since gRPC servers do not use
+them. Headers are decoded by `hpack`.
 
-A stream error ends the stream (RST_STREAM), a connection error the connection (GOAWAY). So does a flood. Envoy resets
-each stream after its answers, so resets alone are not a flood: streams given up before anything was answered are, and
-frames without content. Each kind has a `Budget`.
+A stream error ends the stream (RST_STREAM); a connection error or a flood ends the connection (GOAWAY). Envoy resets
+each stream after its answers, so resets alone are not a flood. Streams given up before anything was answered, and
+frames without content, are: each kind has a `Budget`.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from hpack.hpack import decode_integer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
-"""Of a received frame: the least that RFC 9113 allows. Envoy sends no larger ones in any case."""
+"""Limit of a received frame: the minimum that RFC 9113 allows. Envoy sends no larger frames."""
 WINDOW_BYTES = 1 << 20
-"""Receive window of a stream; the connection has sixteen times as much."""
+"""Receive window of a stream."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
-"""Of one request, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
+"""Limit of a request's headers, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
 MAX_CONTINUATIONS = 16
-"""Of one request; a single one has room for all bytes allowed."""
+"""Limit per request; a single frame has room for all bytes allowed."""
 MAX_SIZE_UPDATES = 2
-"""Of the header table, before one request (RFC 7541, 4.2: the least size it had, and the present one)."""
+"""Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
-"""A stream with more unsent data gets no further receive window."""
+"""Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Streams reset or refused before anything was answered; at once, as many as may be open, since all clients may
-disconnect together. Beyond that it is a flood (CVE-2023-44487, CVE-2025-8671).
+"""Refill rate for streams that end unanswered. The burst is as many as may be open, since all clients may disconnect
+together. More is a flood (CVE-2023-44487, CVE-2025-8671).
 """
 IDLE_FRAMES = 5_000
-"""At once, without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an answer
-earns one more, since peers send WINDOW_UPDATEs for those. gRPC's clients send some ten a second by themselves.
+"""Burst of frames without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an
+answer earns another, since peers send WINDOW_UPDATEs for it. gRPC's clients send about ten per second unprompted.
 """
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
-"""Closed streams whose end is remembered: late frames for them are judged by it."""
+"""Closed streams whose end is remembered, to judge late frames."""
 REASONABLE_BLOCK = 64
-"""Units of work to decode a request's headers: 32 fields of 64 bytes. Work beyond counts as empty frames."""
+"""Free units of work to decode a request's headers: 32 fields of 64 bytes. More counts as empty frames."""
 REMEMBERED_BLOCKS, REMEMBERED_BLOCK_BYTES, REMEMBERED_FIELDS = 16, 512, 32
-"""Cache of decoded headers, valid while the header table does not change: Envoy repeats the same bytes."""
+"""Cache of decoded headers, valid while the header table is unchanged: Envoy repeats the same bytes."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -80,7 +80,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Fault(Exception):
-    """A connection error of the peer; ``code`` is RFC 9113's, ``reason`` a metric label."""
+    """Connection error of the peer; ``code`` is RFC 9113's, ``reason`` a metric label."""
 
     def __init__(self, code: int, message: str, reason: str = "protocol") -> None:
         super().__init__(message)
@@ -94,24 +94,22 @@ class Calls(Protocol):
     def opened(self, stream: int, headers: Headers) -> None: ...
 
     def came(self, stream: int, data: bytes) -> None:
-        """Call ``consumed`` when it is processed."""
+        """Handle data. Call ``consumed`` when it is processed."""
         ...
 
     def ended(self, stream: int) -> None:
-        """The peer has sent the end of the stream."""
+        """Handle the end of the peer's side."""
         ...
 
-    def aborted(self, stream: int) -> None:
-        """The stream was reset."""
-        ...
+    def aborted(self, stream: int) -> None: ...
 
     def refused(self, reason: str) -> None:
-        """A stream was refused or reset because of an error of the peer."""
+        """Count a stream refused or reset because of an error of the peer."""
         ...
 
 
 class Budget:
-    """A token bucket: ``at_once``, refilled at ``per_s``."""
+    """Token bucket of ``at_once``, refilled at ``per_s``."""
 
     __slots__ = ("_at_once", "_left", "_per_s", "since_s")
 
@@ -124,7 +122,7 @@ class Budget:
             self._left += 1
 
     def spend(self, amount: float, now_s: float) -> bool:
-        """False: the bucket is empty. It is refilled lazily."""
+        """Take ``amount``; False if the bucket is empty. It is refilled lazily."""
         self._left -= amount
         if self._left < 0:
             self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
@@ -133,20 +131,16 @@ class Budget:
 
 
 class _Block(NamedTuple):
-    """One decoded block of headers."""
-
     headers: Headers
     bad_request: str
-    """Why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
+    """Reason why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
     bad_trailers: str
     length: int | None
-    """``content-length``."""
+    """Value of ``content-length``."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """State of one stream: windows, and unsent data."""
-
     sends: int
     """The peer's receive window; may be negative after a change of its settings."""
     receives: int = WINDOW_BYTES
@@ -157,21 +151,20 @@ class Stream:
     pending: deque[bytes] = field(default_factory=deque)
     pending_bytes: int = 0
     answered: bool = False
-    """The answer has begun."""
     finished: bool = False
-    """The answer is complete; the stream closes when it is sent."""
+    """True if the answer is complete; the stream closes when it is sent."""
     trailers: bytes | None = None
     """Headers at its end; None: it ends with its data."""
     half_closed: bool = False
 
 
 class Http2:
-    """One connection. ``fault``: the error that has ended it."""
+    """HTTP/2 connection. ``fault`` is the error that has ended it."""
 
     def __init__(self, calls: Calls, most_streams: int) -> None:
         self.fault: Fault | None = None
         self.begun = False
-        """The peer's preface is complete: the magic bytes and its settings."""
+        """True if the peer's preface is complete: the magic bytes and its settings."""
         self._calls = calls
         self._most_streams = most_streams
         self._now_s = 0.0
@@ -182,19 +175,19 @@ class Http2:
         self._magic = False
         self._leaving = False
         self._last = self._highest = 0
-        """The last stream processed, and the highest seen."""
+        """The last stream processed, and the highest received."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, whether they are invalid already."""
+        """Headers that await CONTINUATION: stream, END_STREAM, and True if they are invalid already."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._blocks: dict[bytes, _Block] = {}
         self._over: dict[int, int] = {}
-        """How the last closed streams ended."""
+        """Kind of end of the last closed streams."""
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
-        """The DATA frame at the end of ``_out``: stream, index of its head, bytes; more data is appended."""
+        """DATA frame at the end of ``_out``, to which more data is appended: stream, index of its head, bytes."""
         self._open: dict[int, Stream] = {}
         self.pending_bytes = 0
         """Unsent data of all streams."""
@@ -207,23 +200,20 @@ class Http2:
         self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(CONNECTION_WINDOW_BYTES - FIRST_WINDOW))
 
     def __len__(self) -> int:
-        """Open streams."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Received bytes not yet handled."""
         return len(self._buffer) - self._at
 
     def data_to_send(self) -> bytes:
-        """Take the output."""
+        """Return and clear the output."""
         data = b"".join(self._out)
         self._out.clear()
         self._tail = None
         return data
 
     def leave(self) -> None:
-        """Refuse new streams (GOAWAY); open ones continue."""
         if not self._leaving and self.fault is None:
             self._leaving = True
             self._frame(GOAWAY, 0, 0, WORD.pack(self._last) + WORD.pack(NO_ERROR))
@@ -231,23 +221,17 @@ class Http2:
     # Input
 
     def receive(self, data: bytes) -> None:
-        """Buffer ``data`` for ``handle``."""
         if self.fault is None:
             self._buffer = self._buffer[self._at :] + data if self._at < len(self._buffer) else data
             self._at = 0
 
     def drop(self) -> None:
-        """The connection is closed: free its buffers now, not when the garbage collector does; in a flood they
-        are tens of megabytes.
-        """
+        """Free the buffers of a closed connection before the garbage collector would: a flood has tens of megabytes."""
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Process input, at most ``most`` units of work (a frame is one or more).
-
-        True: there may be more.
-        """
+        """Process input, at most ``most`` units of work (at least 1 per frame). Return True if there may be more."""
         if self.fault is not None:
             return False
         self._now_s = now_s
@@ -285,7 +269,6 @@ class Http2:
         return len(buffer) > self._at
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
-        """Process one frame; its cost, in frames."""
         if self._unfinished is not None and kind != CONTINUATION:
             raise Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
@@ -326,8 +309,8 @@ class Http2:
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
-        # Padding counts in both windows. The connection's is charged, and paid back, for closed streams too: the peer
-        # has spent it, and its other streams would starve (RFC 9113, 6.9).
+        # Padding counts in both windows. The connection's window is charged and paid back for closed streams, too: the
+        # peer has spent it, and its other streams would starve (RFC 9113, 6.9).
         size = len(payload)
         self._receives -= size
         if self._receives < 0:
@@ -342,7 +325,7 @@ class Http2:
                 self._refuse(stream, STREAM_CLOSED)
             return
         if state.finished and not state.half_closed:
-            # Answered before all of the request had come; the rest is read and dropped.
+            # The answer was complete before the request was: the rest of the request is read and dropped.
             state.half_closed = ends
             self.consumed(stream, size)
             return
@@ -403,20 +386,20 @@ class Http2:
         return self._on_block(stream, ends, wrong, bytes(self._block))
 
     def _on_block(self, stream: int, ends: bool, wrong: bool, block: bytes) -> int:
-        # Also for closed streams: the header table depends on all blocks.
-        read = self._blocks.get(block)
+        # Blocks of closed streams are decoded, too: the header table depends on all blocks.
+        decoded = self._blocks.get(block)
         cost = 1
-        if read is None:
-            read = self._read_block(block)
-            # Some 0.2 µs a byte and 5 µs a field, where a frame takes some 5 µs.
-            cost += len(block) // 64 + len(read.headers)
+        if decoded is None:
+            decoded = self._read_block(block)
+            # Decoding costs about 0.2 µs per byte and 5 µs per field; a frame costs about 5 µs.
+            cost += len(block) // 64 + len(decoded.headers)
             if cost > REASONABLE_BLOCK:
                 self._spend("headers", cost / 4)
         state = self._open.get(stream)
         if state is not None:
-            self._on_trailers(stream, state, ends, wrong or bool(read.bad_trailers))
+            self._on_trailers(stream, state, ends, wrong or bool(decoded.bad_trailers))
         elif stream > self._highest:
-            self._open_stream(stream, ends, wrong, read)
+            self._open_stream(stream, ends, wrong, decoded)
         elif (how := self._over.get(stream)) == _RESET_HERE:
             self._spend("late-frames")
         elif how == _RESET_THERE:
@@ -460,30 +443,30 @@ class Http2:
         """Decode a block of headers.
 
         Raises:
-            Fault: it cannot be decoded, so the header table is out of step with the peer's.
+            Fault: it cannot be decoded, so the header table differs from the peer's.
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
-        # A block's meaning depends on the header table, and decoding may change it. So a result is kept only while
-        # nothing changes the table: compared are its newest entry, its length and its size.
+        # The meaning of a block depends on the header table, and decoding may change the table. A result is cached only
+        # while the table stays the same, judged by its newest entry, its length and its size.
         table = self._decoder.header_table
         entries = table.dynamic_entries
         before = (entries[0] if entries else None, len(entries), table.maxsize)
         try:
-            headers = [(bytes(each[0]), bytes(each[1])) for each in self._decoder.decode(block, raw=True)]
+            headers = [(bytes(header[0]), bytes(header[1])) for header in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as error:
             raise Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
         except (HPACKError, IndexError, ValueError) as error:
             raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
-        read = _Block(headers, *_validate(headers))
+        decoded = _Block(headers, *_validate(headers))
         after = (entries[0] if entries else None, len(entries), table.maxsize)
         if before[0] is not after[0] or before[1:] != after[1:]:
             self._blocks.clear()  # the header table has changed
         elif len(block) <= REMEMBERED_BLOCK_BYTES and len(headers) <= REMEMBERED_FIELDS:
             if len(self._blocks) >= REMEMBERED_BLOCKS:
                 self._blocks.clear()
-            self._blocks[block] = read
-        return read
+            self._blocks[block] = decoded
+        return decoded
 
     # Control frames
 
@@ -555,7 +538,6 @@ class Http2:
         return cost
 
     def _awaits_input(self, stream: int) -> bool:
-        """Whether its handler still awaits input: it is neither closed nor answered."""
         state = self._open.get(stream)
         return state is not None and not state.finished
 
@@ -564,7 +546,7 @@ class Http2:
             raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
-        """Reset a stream, open or not, for an error of the peer (RFC 9113, 5.4.2)."""
+        """Reset a stream because of an error of the peer (RFC 9113, 5.4.2)."""
         state = self._open.get(stream)
         self._calls.refused(reason)
         self._close(stream, _RESET_HERE)
@@ -574,12 +556,10 @@ class Http2:
         self._waste(reason)
 
     def _waste(self, reason: str) -> None:
-        """Count a stream that ended before anything was answered."""
         if not self._unanswered.spend(1, self._now_s):
             raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
-        """Count frames without content."""
         if not self._idle.spend(amount, self._now_s):
             raise Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
@@ -616,7 +596,7 @@ class Http2:
         self._send_pending(stream, state)
 
     def finish(self, stream: int, trailers: bytes | None) -> None:
-        """End the answer, with ``trailers`` if not None; no further callbacks follow for the stream."""
+        """End the answer, with ``trailers`` if not None. No further callbacks follow for the stream."""
         state = self._open.get(stream)
         if state is not None and not state.finished:
             state.answered = state.finished = True
@@ -624,13 +604,12 @@ class Http2:
             self._send_pending(stream, state)
 
     def reset(self, stream: int, code: int) -> None:
-        """Reset a stream for a reason of the server's."""
         if stream in self._open:
             self._close(stream, _RESET_HERE)
             self._frame(RST_STREAM, 0, stream, WORD.pack(code))
 
     def consumed(self, stream: int, count: int) -> None:
-        """``count`` received bytes are processed: return them to the peer's windows."""
+        """Return ``count`` processed bytes to the peer's windows."""
         self._owed += count
         if self._owed >= CONNECTION_WINDOW_BYTES // 4:
             self._frame(WINDOW_UPDATE, 0, 0, WORD.pack(self._owed))
@@ -643,7 +622,6 @@ class Http2:
                 self._give_back(stream, state)
 
     def pending(self, stream: int) -> int:
-        """Unsent data of a stream."""
         state = self._open.get(stream)
         return 0 if state is None else state.pending_bytes
 
@@ -657,21 +635,21 @@ class Http2:
         self._tail = None
 
     def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
-        """Write a DATA frame, or extend the last one."""
-        # Answers of one turn to one stream leave in one frame: Envoy parses fewer heads, and sends fewer updates.
+        # Answers to a stream in one turn of the loop leave in one frame: Envoy then parses fewer heads and sends fewer
+        # updates.
         size = len(data)
         state.sends -= size
         self._sends -= size
         out, tail = self._out, self._tail
         if tail is not None and tail[0] == stream and tail[2] + size <= self._peer_frame:
-            at, size = tail[1], tail[2] + size
-            out[at] = HEAD.pack(size >> 8, size & 0xFF, DATA, 0, stream)
+            index, size = tail[1], tail[2] + size
+            out[index] = HEAD.pack(size >> 8, size & 0xFF, DATA, 0, stream)
             out.append(data)
         else:
-            at = len(out)
+            index = len(out)
             self._frame(DATA, 0, stream, data)
             self._idle.earn()
-        self._tail = (stream, at, size)
+        self._tail = (stream, index, size)
 
     def _give_back(self, stream: int, state: Stream) -> None:
         if state.owed >= WINDOW_BYTES // 4 and state.pending_bytes <= MAX_PENDING_BYTES and not state.half_closed:
@@ -684,7 +662,7 @@ class Http2:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
                 if self._sends <= 0:
-                    self._blocked[stream] = None  # `_grow` continues it; a stream's own window, `_on_window`
+                    self._blocked[stream] = None  # continued by `_grow`; for the stream's own window, by `_on_window`
                 return
             first = state.pending.popleft()
             if len(first) > most:
@@ -718,7 +696,8 @@ class Http2:
             self._send_pending(stream, self._open[stream])
 
     def _set_first_window(self, value: int) -> None:
-        """
+        """Change the initial window of streams, open streams included.
+
         Raises:
             Fault: a stream's window would overflow.
         """
@@ -733,7 +712,7 @@ class Http2:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """The payload without its padding.
+    """Remove the padding.
 
     Raises:
         Fault: the payload is shorter than its padding.
@@ -753,7 +732,7 @@ def literals(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def _length(count: int) -> bytes:
-    """RFC 7541, 5.1, with a prefix of 7 bits."""
+    """Encode an integer with a prefix of 7 bits (RFC 7541, 5.1)."""
     if count < 127:
         return bytes((count,))
     count -= 127
@@ -766,7 +745,7 @@ def _length(count: int) -> bytes:
 
 
 def _check_size_updates(block: bytes) -> None:
-    """Limit table size updates at a block's beginning: `hpack` would process a frame full of them, at 1.5 µs each."""
+    """Limit table size updates at the start of a block, of which `hpack` would process a frame full, at 1.5 µs each."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
@@ -779,7 +758,7 @@ def _check_size_updates(block: bytes) -> None:
 
 
 def _validate(headers: Headers) -> tuple[str, str, int | None]:
-    """Errors as a request and as trailers (RFC 9113, 8.2 and 8.3; empty: none), and ``content-length``."""
+    """Return the errors as a request and as trailers (RFC 9113, 8.2 and 8.3; empty: none), and ``content-length``."""
     bad_request = bad_trailers = ""
     pseudo: set[bytes] = set()
     regular = False

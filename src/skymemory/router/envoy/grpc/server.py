@@ -1,18 +1,18 @@
-"""A gRPC server on asyncio, in one thread: the messages of one read are answered in one write.
+"""gRPC server on asyncio, in one thread. The messages of one read are answered in one write.
 
 1. ``Connection`` feeds bytes to ``Http2``, which reports streams and their data.
 2. ``Answers`` splits a stream's data into messages for the handler's ``Call``, and sends the handler's answers.
 3. ``GrpcServer`` shares time and memory among the connections.
 
-`grpcio`'s own asyncio server passes each message through three threads, which costs a request through Envoy more than
-reading its prompt and picking its server (`docs/decisions/router.md` has the figures).
+The asyncio server of `grpcio` passes each message through three threads, which costs a request through Envoy more than
+reading its prompt and picking its server (figures in `docs/decisions/router.md`).
 
 Messages are bytes. Deadlines (`grpc-timeout`) are left to the caller; compressed messages are refused.
 
-One thread serves all connections, so each has it for a short time: a read is at most ``READ_BYTES``, and a connection
-is served for ``SLICE_S``. The rest waits, while its connection is not read; waiting connections take turns, for
-``TURN_S`` in one turn of the event loop. Memory is bounded per call, per connection and in total; each refusal is
-reported to ``GrpcServer.refused`` with its reason.
+All connections share the thread, so each may use it only briefly: a read is at most ``READ_BYTES``, and a connection is
+served for ``SLICE_S``. If input remains, its socket is not read, and it waits for its next turn; turns take ``TURN_S``
+per turn of the event loop. Memory is bounded per call, per connection and in total. Each refusal is reported to
+``GrpcServer.refused`` with its reason.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from skymemory.router.envoy.grpc.http2 import ENHANCE_YOUR_CALM, REFUSED_STREAM,
 OK, UNKNOWN, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 0, 2, 5, 8, 12, 13, 14
 _HEAD = struct.Struct(">BL")
 HEAD_BYTES = _HEAD.size
-"""Before each message: a flag for compression, and the length."""
+"""Head of a message: a flag for compression, and the length."""
 KEEPALIVE_S = 30.0
-"""A peer silent for this long gets a PING; one that does not answer it within as long again is disconnected."""
+"""Silence after which a peer gets a PING, and after the same time again is disconnected."""
 PREFACE_S = 10.0
-"""For a new connection's HTTP/2 preface."""
+"""Time limit of the HTTP/2 preface."""
 READ_BYTES = 64 << 10
-"""Of one connection in one turn of the loop: eight requests of 8 KB."""
+"""Input of a connection per turn of the loop: eight requests of 8 KB."""
 SLICE_S, TURN_S = 0.001, 0.002
 """A request takes 0.2 ms. During a flood, a health check waits for about one turn."""
 WORK_AT_ONCE = 8
-"""Frames handled between two looks at the clock."""
+"""Frames handled between two checks of the clock."""
 MESSAGES_AT_ONCE = 32
-"""Messages of one call between two looks: a frame has room for 3,000 empty ones."""
+"""Messages of a call between two checks: a frame has room for 3,000 empty messages."""
 ANSWERS_AT_ONCE = 4
-"""Pieces of a long answer between two looks: 62 KB each."""
+"""Pieces of a long answer, of 62 KB, between two checks."""
 MAX_UNSENT_BYTES = 1 << 20
-"""In the write buffer of a connection; beyond, it is not read."""
+"""Limit of a connection's write buffer; above it, the connection is not read."""
 MAX_BLOCKED = 32
-"""Connections with a full write buffer; beyond, the one blocked for longest is aborted."""
+"""Limit of connections with a full write buffer; above it, the longest blocked connection is aborted."""
 MAX_CONNECTIONS = 1_000
-"""Beyond (a thousand workers of Envoy), the connection without calls that is silent for longest is aborted."""
+"""Limit, for a thousand workers of Envoy. Above it, the longest silent connection without calls is aborted."""
 MAX_HELD_BYTES = 32 << 20
-"""Of incomplete messages and bodies, of all calls; raised to two of the longest messages. Enough for 4,000 of 8 KB.
-Beyond, the calls that hold most are refused, and short ones go on.
+"""Limit of incomplete messages and bodies of all calls; at least twice the longest message. It is enough for 4,000
+bodies of 8 KB. Above it, the calls that hold most are refused.
 """
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -65,40 +65,38 @@ log = logging.getLogger("skymemory.router")
 
 
 class Call(Protocol):
-    """The handler of one call."""
-
     def message(self, data: bytes) -> None: ...
 
     def ended(self) -> None:
-        """The client has sent its last message."""
+        """Handle the client's end of messages."""
         ...
 
     def gone(self) -> None:
-        """The call is over; the last callback."""
+        """Clean up after the call. This is the last callback."""
         ...
 
     def held_bytes(self) -> int:
-        """Memory it keeps of incomplete input."""
+        """Return the memory held by incomplete input."""
         return 0
 
     def too_much(self) -> None:
-        """The limit of all calls is exceeded, and this one holds most: answer with an error, and free the memory."""
+        """Answer with an error, and free the memory: this call holds most, and all calls exceed the limit."""
         return
 
 
 @dataclass(eq=False)
 class GrpcServer:
-    """The methods, limits and turns that all connections of a listening address share."""
+    """Methods, limits and turns that all connections of a listening address share."""
 
     methods: Mapping[str, Callable[[Answers], Call]]
-    """By path, as ``/grpc.health.v1.Health/Check``."""
+    """Handlers by path, such as ``/grpc.health.v1.Health/Check``."""
     most_message_bytes: int
     most_streams: int
-    """Of one connection, and twice as many of all; more are refused, and may be retried elsewhere."""
+    """Limit per connection, and half the limit of all connections. Refused streams may be retried elsewhere."""
     faults: Callable[[], None] = lambda: None
     """Called for each unexpected exception of a handler."""
     refused: Callable[[str], None] = lambda reason: None
-    """Called for each stream, call or connection refused or aborted because of its peer, with the reason."""
+    """Called with the reason for each stream, call or connection refused or aborted because of its peer."""
     keepalive_s: float = KEEPALIVE_S
     preface_s: float = PREFACE_S
     most_connections: int = MAX_CONNECTIONS
@@ -106,12 +104,12 @@ class GrpcServer:
     connections: set[Connection] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
-    """In flight, of all connections."""
+    """Calls in flight, of all connections."""
 
     def __post_init__(self) -> None:
         self.most_held_bytes = max(self.most_held_bytes, 2 * self.most_message_bytes)
         self.scratch = memoryview(bytearray(READ_BYTES))
-        """The read buffer of all connections: each read is consumed at once. A view, since TLS reads into slices."""
+        """Read buffer of all connections: each read is consumed at once. A view, since TLS reads into slices."""
         self._waiting: deque[Connection] = deque()
         self._blocked: dict[Connection, None] = {}
         self._held: dict[Answers, int] = {}
@@ -122,7 +120,7 @@ class GrpcServer:
         return Connection(self)
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new calls, and give those in flight ``grace_s`` to end. The listener must be closed before."""
+        """Refuse new calls, and give calls in flight ``grace_s`` to end. Close the listener first."""
         for connection in list(self.connections):
             connection.leave()
         try:
@@ -133,13 +131,13 @@ class GrpcServer:
         except TimeoutError:
             for connection in list(self.connections):
                 connection.abort()
-            await asyncio.sleep(0)  # asyncio reports their end in the loop's next turn
+            await asyncio.sleep(0)  # asyncio reports their end in the next turn of the loop
 
-    # Turns: a connection with work left after its slice stands in `_waiting`, once; its socket is not read meanwhile.
-    # So a flood on one delays the others by one slice in each turn, and its own bytes back up in the kernel.
+    # Turns: a connection with work left after its slice is in `_waiting`, once, and its socket is not read meanwhile.
+    # So a flood on a connection delays the others by one slice per turn, and its own bytes back up in the kernel.
 
     def wait(self, connection: Connection) -> None:
-        """``connection`` has more work than one slice: it joins the others in turn."""
+        """Queue a connection for its next slice."""
         self._waiting.append(connection)
         self._schedule_turn()
 
@@ -158,16 +156,16 @@ class GrpcServer:
                     self._waiting.append(connection)
                 if time.perf_counter() >= end_s:
                     break
-        finally:  # an exception of one connection stops none of the others
+        finally:  # an exception of a connection must not stop the others
             self._schedule_turn()
 
     # Limits
 
     def came(self, connection: Connection) -> bool:
-        """Admit a new connection; False: there is no room."""
+        """Admit a new connection; return False if there is no room."""
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
-            idle = [each for each in self.connections if not len(each.http2)]
+            idle = [connection for connection in self.connections if not len(connection.http2)]
             if not idle:
                 return False
             oldest = min(idle, key=lambda each: each.heard_s)
@@ -182,7 +180,7 @@ class GrpcServer:
         self.empty.set()
 
     def blocked(self, connection: Connection) -> None:
-        """Its write buffer is full: the peer reads no answers."""
+        """Record that a write buffer is full: the peer reads no answers."""
         self._blocked[connection] = None
         if len(self._blocked) > MAX_BLOCKED:
             first = next(iter(self._blocked))
@@ -194,26 +192,26 @@ class GrpcServer:
         self._blocked.pop(connection, None)
 
     def holds(self, answers: Answers, size: int) -> None:
-        """A call's memory has changed to ``size``. If all calls hold too much, those that hold most are refused."""
+        """Record a call's memory. If all calls hold too much, refuse those that hold most."""
         self._held_bytes += size - self._held.pop(answers, 0)
         if size:
             self._held[answers] = size
         if self._held_bytes <= self.most_held_bytes or self._frees:
             return
         self._frees = True
-        for each in sorted(self._held, key=lambda one: self._held[one], reverse=True):
-            if self._held_bytes <= self.most_held_bytes * 7 // 8:  # some margin, or the next byte would do it again
+        for largest in sorted(self._held, key=lambda one: self._held[one], reverse=True):
+            if self._held_bytes <= self.most_held_bytes * 7 // 8:  # a margin, or the next byte would exceed it again
                 break
-            before = self._held.get(each, 0)
-            each.account()  # some of it may have been sent since
-            if self._held.get(each, 0) == before > 0:
+            before = self._held.get(largest, 0)
+            largest.account()  # some of it may have been sent in the meantime
+            if self._held.get(largest, 0) == before > 0:
                 self.refused("bytes")
-                each.too_much()
+                largest.too_much()
         self._frees = False
 
 
 class Answers:
-    """One call's stream: splits input into messages for its ``Call``, and sends answers until the call is over."""
+    """Stream of a call: splits input into messages for its ``Call``, and sends answers until the call is over."""
 
     def __init__(self, connection: Connection, stream: int) -> None:
         self._connection, self._stream = connection, stream
@@ -222,10 +220,9 @@ class Answers:
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
         self.call: Call | None = None
-        """None after its end."""
+        """None after the end."""
 
     def send(self, *messages: bytes) -> None:
-        """Send messages in one write."""
         self._write(messages)
         self._connection.flush()
 
@@ -238,7 +235,6 @@ class Answers:
         self._connection.flush()
 
     def finish(self, status: int = OK, why: str = "") -> None:
-        """End the call with a gRPC status."""
         block = b"" if self._begun else _BEGIN
         if status:
             block += literals([(b"grpc-status", b"%d" % status), (b"grpc-message", quote(why, safe=" ,:;").encode())])
@@ -254,14 +250,14 @@ class Answers:
 
     def go_on(self) -> None:
         if self._later is not None:
-            return  # after that is sent
+            return  # `work` calls this again when that is sent
         self._held = False
         self._connection.http2.consumed(self._stream, self._owed)
         self._owed = 0
         self._connection.has_more(self)
 
     def work(self) -> bool:
-        """Do some of the waiting work; True: there is more."""
+        """Do some of the waiting work; return True if there is more."""
         if self._later is not None:
             if not self._write_some():
                 self.go_on()
@@ -274,7 +270,7 @@ class Answers:
         return False
 
     def came(self, data: bytes) -> None:
-        """Input: a part of a message, or several messages."""
+        """Handle input: a part of a message, or several messages."""
         if self._held:
             self._buffer += data
             self._owed += len(data)
@@ -297,22 +293,21 @@ class Answers:
             self._connection.guard(self, self.call.ended)
 
     def too_much(self) -> None:
-        """Free the memory: end the call, or let its handler end it, by what holds most of it."""
+        """Free the memory: end the call, or let its handler end it if the handler holds most."""
         if self.call is None:
             return
-        theirs = self.call.held_bytes()
-        if self._connection.http2.pending(self._stream) > max(theirs, len(self._buffer)):
+        handler_bytes = self.call.held_bytes()
+        if self._connection.http2.pending(self._stream) > max(handler_bytes, len(self._buffer)):
             self._connection.http2.reset(self._stream, ENHANCE_YOUR_CALM)
             self._connection.forget(self._stream)
             self._connection.flush()
-        elif len(self._buffer) > theirs:
+        elif len(self._buffer) > handler_bytes:
             self.finish(RESOURCE_EXHAUSTED, "the server's memory for incomplete messages is full")
         else:
             self._connection.guard(self, self.call.too_much)
             self.account()
 
     def over(self) -> None:
-        """Free its memory."""
         self._buffer.clear()
         self._later = None
         if self._held_bytes:
@@ -320,25 +315,25 @@ class Answers:
             self._connection.server.holds(self, 0)
 
     def account(self) -> None:
-        """Report this call's memory to the server."""
-        kept = 0
+        held_bytes = 0
         if self.call is not None:
-            kept = len(self._buffer) + self.call.held_bytes()
+            held_bytes = len(self._buffer) + self.call.held_bytes()
             if self._connection.http2.pending_bytes:
-                kept += self._connection.http2.pending(self._stream)
-        if kept != self._held_bytes:
-            self._held_bytes = kept
-            self._connection.server.holds(self, kept)
+                held_bytes += self._connection.http2.pending(self._stream)
+        if held_bytes != self._held_bytes:
+            self._held_bytes = held_bytes
+            self._connection.server.holds(self, held_bytes)
 
     def _write(self, messages: Iterable[bytes]) -> None:
         http2 = self._connection.http2
         if not self._begun:
             self._begun = True
             http2.headers(self._stream, _BEGIN)
-        http2.data(self._stream, b"".join([part for each in messages for part in (_HEAD.pack(0, len(each)), each)]))
+        http2.data(
+            self._stream, b"".join([part for message in messages for part in (_HEAD.pack(0, len(message)), message)])
+        )
 
     def _write_some(self) -> bool:
-        """Send some of ``_later``; True: there is more."""
         assert self._later is not None
         for _ in range(ANSWERS_AT_ONCE):
             message = next(self._later, None)
@@ -349,7 +344,10 @@ class Answers:
         return True
 
     def _dispatch(self, data: bytes) -> bool:
-        """Dispatch the complete messages of ``data``, with an empty buffer; buffer the rest. True: there are more."""
+        """Dispatch the complete messages of ``data`` and buffer the rest. Return True if there are more.
+
+        The buffer must be empty.
+        """
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
             end = at + HEAD_BYTES
@@ -367,7 +365,6 @@ class Answers:
         return self._dispatch_buffer()
 
     def _dispatch_buffer(self) -> bool:
-        """Dispatch the complete messages of the buffer; True: there are more."""
         buffer, most = self._buffer, self._connection.server.most_message_bytes
         for _ in range(MESSAGES_AT_ONCE):
             if len(buffer) < HEAD_BYTES or self.call is None or self._held:
@@ -387,15 +384,13 @@ class Answers:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection of a `GrpcServer`."""
-
     def __init__(self, server: GrpcServer) -> None:
         self.server = server
         self.http2 = Http2(self, server.most_streams)
         self.heard_s = 0.0
         """Time of the last input, by the loop's clock."""
         self._calls: dict[int, Answers | None] = {}
-        """By stream; None: the request is not gRPC."""
+        """Calls by stream; None: the request is not gRPC."""
         self._more: dict[Answers, None] = {}
         """Calls with work left."""
         self._transport: asyncio.Transport | None = None
@@ -404,7 +399,7 @@ class Connection(asyncio.BufferedProtocol):
         self._keepalive: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         if not self.server.came(self):
             self._transport.abort()
             self._transport = None
@@ -426,13 +421,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._waits:
             return
         if self.work() or nbytes == READ_BYTES:
-            # The socket may have more, and asyncio would go on reading it before it served other connections.
+            # The socket may have more input, and asyncio would go on reading it before serving other connections.
             self._waits = True
             self._update_reading()
             self.server.wait(self)
 
     def work(self) -> bool:
-        """Work for one slice; True: there is more, and the caller must call again."""
+        """Work for one slice. Return True if there is more, and the caller must call again."""
         if self._transport is None:
             return False
         end_s = time.perf_counter() + SLICE_S
@@ -481,7 +476,7 @@ class Connection(asyncio.BufferedProtocol):
         self.server.unblocked(self)
 
     def leave(self) -> None:
-        """Refuse new calls, and close after the last one."""
+        """Refuse new calls, and close after the last call."""
         self._leaving = True
         self.http2.leave()
         self.flush()
@@ -512,9 +507,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _check_alive(self) -> None:
-        """Abort a connection without a complete preface, or without an answer to a PING: calls of a peer whose computer
-        is gone would never end.
-        """
+        """Abort a connection without a complete preface or an answer to a PING, whose calls would never end."""
         silent = self._pinged_s is not None and self.heard_s < self._pinged_s
         if not self.http2.begun or silent:
             self.server.refused("preface" if not self.http2.begun else "silence")
@@ -528,7 +521,7 @@ class Connection(asyncio.BufferedProtocol):
             self.flush()
         self._keepalive = self._loop.call_later(self.server.keepalive_s, self._check_alive)
 
-    # From HTTP/2
+    # Callbacks of HTTP/2
 
     def opened(self, stream: int, headers: Headers) -> None:
         if self.server.calls >= 2 * self.server.most_streams:
@@ -536,12 +529,12 @@ class Connection(asyncio.BufferedProtocol):
             self.http2.reset(stream, REFUSED_STREAM)
             return
         self.server.calls += 1
-        found = dict(headers)
-        if found.get(b":method") != b"POST" or not found.get(b"content-type", b"").startswith(b"application/grpc"):
+        values = dict(headers)
+        if values.get(b":method") != b"POST" or not values.get(b"content-type", b"").startswith(b"application/grpc"):
             self._calls[stream] = None
             return
         answers = self._calls[stream] = Answers(self, stream)
-        path = found[b":path"].decode("latin-1")
+        path = values[b":path"].decode("latin-1")
         make = self.server.methods.get(path)
         if make is None:
             answers.finish(UNIMPLEMENTED, f"unknown method {path}")
@@ -571,10 +564,10 @@ class Connection(asyncio.BufferedProtocol):
     def refused(self, reason: str) -> None:
         self.server.refused(reason)
 
-    # From ``Answers``
+    # Interface of ``Answers``
 
     def guard(self, answers: Answers, callback: Callable[..., None], *arguments: bytes) -> None:
-        """Run a handler's callback: an exception ends its call, and no other."""
+        """Run a handler's callback. An exception ends only its own call."""
         try:
             callback(*arguments)
         except Exception:
@@ -583,7 +576,6 @@ class Connection(asyncio.BufferedProtocol):
             answers.finish(UNKNOWN, "internal error of the endpoint picker; see its log")
 
     def has_more(self, answers: Answers) -> None:
-        """A call has work left, beside new input."""
         self._more[answers] = None
         if not self._inside and not self._waits and self._transport is not None:
             self._waits = True
