@@ -38,9 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # Two linear layers for each of attention, with states.
     "qwen3_next": {
-        "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ from skymemory.engine.vllm.copier import (  # noqa: E402
     _by_block,
     _stacked,
     copier_of,
+    states_of,
 )
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 4, 6
@@ -224,6 +225,37 @@ def test_what_is_refused_says_why() -> None:
     two["model.layers.9.attn"] = torch.empty(BLOCKS, 1, TOKENS, WIDTH, dtype=torch.bfloat16)
     with pytest.raises(InvalidInput, match=r"blocks of \[48, 96\] bytes on cpu in different layers"):
         copier_of(two, BLOCKS, 2)
+
+
+def states_in_pages(blocks: int = 6, page: int = 64, at: int = 8) -> tuple[Any, list[Any]]:
+    """Two states for each block, of 12 bytes at the page's beginning and of 16 behind ``at`` more, then padding."""
+    memory = torch.arange(blocks * page, dtype=torch.int64).to(torch.uint8)
+    first = memory.view(torch.int16).as_strided((blocks, 3, 2), (page // 2, 2, 1))
+    second = memory.view(torch.float32).as_strided((blocks, 4), (page // 4, 1), 3 + at // 4)
+    return memory.view(blocks, page), [first, second]
+
+
+def test_states_of_a_block_are_copied_without_the_padding_behind_them() -> None:
+    memory, states = states_in_pages(at=0)
+    copier = copier_of({"layer": states_of("layer", states, 6, 28)}, 6, 1)
+    assert copier.block_bytes == 28
+    (out, *_) = copier.buffers(28)
+    copier.read([2], out[:28]).wait()
+    assert bytes(out[:28]) == bytes(memory[2, :28].tolist())
+    before = memory.clone()
+    copier.write([5], memoryview(bytes(28)), 0, 1, copier.mark()).wait()
+    before[5, :28] = 0
+    assert torch.equal(memory, before)
+    whole = states_of("layer", memory.view(6, 1, 64), 6, 64)
+    assert torch.equal(whole, memory)
+
+
+def test_states_that_do_not_lie_in_a_row_are_refused() -> None:
+    _, states = states_in_pages(at=8)
+    with pytest.raises(InvalidInput, match="expected 6 blocks with 28 bytes in a row"):
+        states_of("layer", states, 6, 28)
+    with pytest.raises(InvalidInput, match="expected 7 blocks"):
+        states_of("layer", states, 7, 40)
 
 
 def test_caches_that_were_made_in_inference_mode_are_written_by_threads_that_are_not_in_it() -> None:

@@ -55,6 +55,10 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
+class CrossAttentionSpec(SimpleNamespace):
+    pass
+
+
 class MLAAttentionSpec(SimpleNamespace):
     pass
 
@@ -76,8 +80,13 @@ def group(spec: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_spec=spec, layer_names=["model.layers.3"])
 
 
+def changed(spec: MambaSpec, **changes: object) -> MambaSpec:
+    return MambaSpec(**vars(spec) | changes)
+
+
 FULL = [group(FullAttentionSpec(block_size=32))]
 LATENT = [group(MLAAttentionSpec(block_size=16))]
+STATES = MambaSpec(block_size=32, mamba_cache_mode="align", num_speculative_blocks=0, num_prefill_checkpoint_blocks=0)
 WINDOW = [group(SlidingWindowSpec(block_size=32, sliding_window=128, extra_retained_tokens=0))]
 
 
@@ -88,7 +97,14 @@ def test_an_engine_that_is_served() -> None:
     check_engine(configuration(), LATENT)
     check_engine(configuration(chunked=False, device="cuda"), LATENT)
     check_engine(configuration(chunked=False), FULL)
+    check_engine(configuration(), [group(STATES), *FULL])
     assert parts_of(WINDOW + FULL + WINDOW) == [PartOfModel((1,)), PartOfModel((0, 2), 128)]
+    two_tokens = group(SlidingWindowSpec(block_size=32, sliding_window=2, extra_retained_tokens=0))
+    assert parts_of([group(STATES), *FULL, two_tokens, group(STATES)]) == [
+        PartOfModel((1,)),
+        PartOfModel((2,), 2),
+        PartOfModel((0, 3), 2, has_states=True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,9 +114,12 @@ def test_an_engine_that_is_served() -> None:
         ({}, FULL + [group(FullAttentionSpec(block_size=16))], r"blocks of \[16, 32\] tokens"),
         (
             {},
-            FULL + [group(MambaSpec(block_size=32))],
-            r"model\.layers\.3 has a cache of vLLM's kind MambaSpec",
+            FULL + [group(CrossAttentionSpec(block_size=32))],
+            r"model\.layers\.3 has a cache of vLLM's kind CrossAttentionSpec",
         ),
+        ({}, [group(changed(STATES, mamba_cache_mode="none"))], '"none", not at the ends of blocks: write --enable-p'),
+        ({}, [group(changed(STATES, num_speculative_blocks=2))], "states of drafted tokens"),
+        ({}, [group(changed(STATES, num_prefill_checkpoint_blocks=1))], "checkpoints within blocks"),
         ({}, [group(SlidingWindowSpec(block_size=32, extra_retained_tokens=3))], "for drafting"),
         ({"chunked": False}, LATENT, "VLLM_MLA_DISABLE=1"),
         ({"prefixes": False}, FULL, "computed in one pass"),

@@ -36,8 +36,8 @@ from skymemory import __version__
 from skymemory.cache.blocks import BlockCache, Part, Parts
 from skymemory.engine.vllm import register
 from skymemory.engine.vllm.announcements import Announced, Announcements
-from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of
-from skymemory.engine.vllm.identity import EngineReport, Seeds, context_of, layout_of
+from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of, states_of
+from skymemory.engine.vllm.identity import EngineReport, Seeds, block_bytes_of, context_of, layout_of
 from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
 from skymemory.engine.vllm.settings import TESTED_VERSIONS, Settings, check_engine, is_tested, parts_of
@@ -66,7 +66,9 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _check_untested()
         self._parts_of_model = parts_of(self._groups)
         block_tokens = self._groups[0].kv_cache_spec.block_size
-        shape = Shape(block_tokens, settings.blocks_per_value(block_tokens))
+        has_states = any(part.has_states for part in self._parts_of_model)
+        # Of a value of several blocks the states after all but the last would be missing.
+        shape = Shape(block_tokens, 1 if has_states else settings.blocks_per_value(block_tokens))
         layouts = [
             layout_of(vllm_config, kv_cache_config, part, shape.blocks_per_value, vllm.__version__)
             for part in self._parts_of_model
@@ -103,6 +105,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 saves=transfer.is_kv_producer,
                 wait_s=settings.wait_s,
                 kind_of_store=self._kind_of_store,
+                has_states=has_states,
             )
             self._report = EngineReport(
                 vllm=vllm.__version__,
@@ -253,7 +256,11 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.register(copiers)
 
     def _copier_of(self, group: int, kv_caches: dict[str, Any], size: int) -> BlockCopier:
-        layers = {name: kv_caches[name] for name in self._groups[group].layer_names}
+        named, blocks = self._groups[group], self._block_count
+        layers = {name: kv_caches[name] for name in named.layer_names}
+        if any(part.has_states and group in part.groups for part in self._parts_of_model):
+            size_bytes = block_bytes_of(named.kv_cache_spec)
+            layers = {name: states_of(name, cache, blocks, size_bytes) for name, cache in layers.items()}
         return copier_of(layers, self._block_count, size, staging_bytes=STAGING_BYTES // len(self._groups))
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

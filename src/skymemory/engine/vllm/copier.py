@@ -358,6 +358,29 @@ def copier_of(
     return TorchCopier(_stacked(layers), value_blocks, device_of(device), staging_bytes)
 
 
+def states_of(name: str, cache: Any, blocks: int, size_bytes: int) -> Any:
+    """Return a layer with states, registered as a tensor or several, as one tensor of bytes ``(blocks, size_bytes)``.
+
+    Raises:
+        InvalidInput: the states of a block do not lie in ``size_bytes`` in a row.
+    """
+    import torch
+
+    states = list(cache) if isinstance(cache, list | tuple) else [cache]
+    start = min(state.storage_offset() * state.itemsize for state in states)
+    stride = states[0].stride(0) * states[0].itemsize
+    for state in states:
+        inside = sum((size - 1) * step for size, step in zip(state.shape[1:], state.stride()[1:], strict=True)) + 1
+        ends = (state.storage_offset() + inside) * state.itemsize - start
+        if len(state) != blocks or state.stride(0) * state.itemsize != stride or not ends <= size_bytes <= stride:
+            raise InvalidInput(
+                f"the states of {name} have shape {tuple(state.shape)} and strides {state.stride()}: expected {blocks} "
+                f"blocks with {size_bytes} bytes in a row"
+            )
+    row = torch.tensor([], dtype=torch.uint8, device=states[0].device)
+    return row.set_(states[0].untyped_storage(), start, (blocks, size_bytes), (stride, 1))
+
+
 def device_of(device: Any) -> Device:
     if device.type == "cpu":
         return Host()

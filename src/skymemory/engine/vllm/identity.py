@@ -83,14 +83,31 @@ def layout_of(
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
-    window = f"a window of {part.window}, " if part.window is not None else ""
+    if part.has_states:
+        kind = f"of states {spec.mamba_type.name} {spec.shapes} {spec.dtypes}, "
+    else:
+        kind = f"of {spec.num_kv_heads} heads of {spec.head_size}, "
+        if part.window is not None:
+            kind += f"a window of {part.window}, "
+    how = _device() if part.has_states else f"{spec.dtype}, {_attention(config, spec)}"
     packing = (
-        f"vllm {version.rpartition('.')[0]}, {layers} of {spec.num_kv_heads} heads of {spec.head_size}, {window}"
-        f"{blocks_per_value} x {spec.block_size} tokens, {spec.dtype}, {_attention(config, spec)}, "
+        f"vllm {version.rpartition('.')[0]}, {layers} {kind}{blocks_per_value} x {spec.block_size} tokens, {how}, "
         f"{kv_cache_config.kv_cache_layout}, tp {config.parallel_config.tensor_parallel_size}"
     ).replace("torch.", "")
-    block_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups)
+    block_bytes = sum(block_bytes_of(group.kv_cache_spec) * len(group.layer_names) for group in groups)
     return OpaqueLayout(packing, blocks_per_value * spec.block_size, blocks_per_value * block_bytes)
+
+
+def block_bytes_of(spec: Any) -> int:
+    """Return the bytes of a block of one layer, without the padding that vLLM puts behind states."""
+    states = type(spec).__name__ == "MambaSpec" and spec.page_size_padded is not None
+    return int((replace(spec, page_size_padded=None) if states else spec).page_size_bytes)
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
 def _attention(config: Any, spec: Any) -> str:

@@ -192,11 +192,12 @@ class SchedulerSide:
         saves: bool = True,
         wait_s: float = 5.0,
         kind_of_store: Callable[[], str] = lambda: "",
+        has_states: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_ids``: returns a request's current block tables. ``wait_s``: for each next value of a prompt that
         another engine prefills (0: look it up instead). ``kind_of_store``: asks the store (in a thread), such as
-        "memory".
+        "memory". ``has_states``: a part has recurrent states, which exist at the ends of some blocks only.
         """
         self._parts = parts
         self._compute = parts.first.compute
@@ -218,7 +219,8 @@ class SchedulerSide:
         self._step_s = 0.0
         self._ranks = ranks
         self._loads, self._saves = loads, saves
-        self._wait_s = wait_s
+        self._wait_s = 0.0 if has_states else wait_s  # no state is stored after the last block of such a prompt
+        self._has_states = has_states
         self._waiting_since_s: dict[str, float] = {}
         """Start times of the loads that wait for another engine, by request."""
         self._clock = clock
@@ -274,6 +276,8 @@ class SchedulerSide:
         if known.failed or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
         shape = self._shape
+        if self._has_states and computed_tokens % shape.block_tokens:
+            return 0, False  # vLLM goes on within a block
         limit = (request.num_tokens - 1) // shape.block_tokens * shape.block_tokens
         first = computed_tokens // shape.value_tokens
         wanted = min(-(-limit // shape.value_tokens), len(known.keys))

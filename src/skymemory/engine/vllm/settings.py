@@ -102,28 +102,34 @@ def check_engine(config: Any, groups: Any) -> None:
         )
 
 
-_LATENT, _WINDOW = "MLAAttentionSpec", "SlidingWindowSpec"
+_LATENT, _WINDOW, _STATES = "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"
 _FULL = ("FullAttentionSpec", _LATENT)
 _WITHOUT = "run this model without the connector: vLLM's own caching works as before"
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfModel:
-    """vLLM's groups of layers with the same attention window (None: all tokens before), stored together."""
+    """vLLM's groups of layers with the same attention window (None: all before), which are stored together.
+
+    Layers with recurrent states have a window of two tokens: the next token needs the state after the last block, and
+    nothing of the blocks before.
+    """
 
     groups: tuple[int, ...]
     window: int | None = None
+    has_states: bool = False
 
 
 def parts_of(groups: Any) -> list[PartOfModel]:
-    """Return the parts of accepted KV cache groups (``check_groups``), the part without a window first."""
-    groups_by_window: dict[int | None, list[int]] = {}
+    """Return the parts of the KV cache groups that ``check_groups`` accepts; a part without a window is the first."""
+    numbers_by_kind: dict[tuple[int | None, bool], list[int]] = {}
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec
-        window = spec.sliding_window if type(spec).__name__ == _WINDOW else None
-        groups_by_window.setdefault(window, []).append(number)
-    parts = [PartOfModel(tuple(numbers), window) for window, numbers in groups_by_window.items()]
-    return sorted(parts, key=lambda part: part.window or 0)
+        kind = type(spec).__name__
+        window = spec.sliding_window if kind == _WINDOW else 2 if kind == _STATES else None
+        numbers_by_kind.setdefault((window, kind == _STATES), []).append(number)
+    parts = [PartOfModel(tuple(numbers), window, states) for (window, states), numbers in numbers_by_kind.items()]
+    return sorted(parts, key=lambda part: (part.window or 0, part.has_states))
 
 
 def check_groups(groups: Any) -> None:
@@ -131,12 +137,25 @@ def check_groups(groups: Any) -> None:
         raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:
         kind = type(group.kv_cache_spec).__name__
-        if kind not in (*_FULL, _WINDOW):
+        if kind not in (*_FULL, _WINDOW, _STATES):
             raise InvalidInput(
                 f"layer {group.layer_names[0]} has a cache of vLLM's kind {kind}: expected keys and values of all "
-                f"tokens or of a sliding window ({', '.join((*_FULL, _WINDOW))}); {_WITHOUT}"
+                f"tokens or of a sliding window, or states ({', '.join((*_FULL, _WINDOW, _STATES))}); {_WITHOUT}"
             )
+        if kind == _STATES:
+            _check_states(group.kv_cache_spec)
         if kind == _WINDOW and group.kv_cache_spec.extra_retained_tokens:
             raise InvalidInput(f"windows are longer than the model's, for drafting: that is not supported; {_WITHOUT}")
     if len(sizes := sorted({group.kv_cache_spec.block_size for group in groups})) != 1:
         raise InvalidInput(f"blocks of {sizes} tokens in different layers: expected one size; {_WITHOUT}")
+
+
+def _check_states(spec: Any) -> None:
+    """Raise InvalidInput unless a slot of vLLM's block table has the state after exactly the tokens of its blocks."""
+    if spec.mamba_cache_mode != "align":
+        raise InvalidInput(
+            f'states are kept by mamba_cache_mode "{spec.mamba_cache_mode}", not at the ends of blocks: write '
+            f"--enable-prefix-caching --mamba-cache-mode align, or {_WITHOUT}"
+        )
+    if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+        raise InvalidInput(f"states of drafted tokens and checkpoints within blocks are not supported; {_WITHOUT}")
