@@ -147,8 +147,8 @@ class Guard:
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
-                f"a model is given a cache whose {cache.held_tokens} tokens are of another one: get one from a KVCManager "
-                "of the model that you call"
+                f"a model is given a cache whose {cache.held_tokens} tokens are of another one: get one from a "
+                "KVCManager of the model that you call"
             )
 
     def check_unchanged(self, cache: SkyCache, care: Care = Care.USE) -> bool:
