@@ -269,7 +269,7 @@ def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
     again.finished(True, 100.0)
     assert again.is_due(100.0)
     again.finished(False, 100.0)
-    assert not again.is_due(100.05) and again.due(100.1)
+    assert not again.is_due(100.05) and again.is_due(100.1)
 
 
 def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:
