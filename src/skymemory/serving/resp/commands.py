@@ -44,7 +44,7 @@ from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import Listing, bare, named_payload
+from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
@@ -131,7 +131,7 @@ class Commands:
         self.lifetimes = Lifetimes(store, clock)
         self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()
-        self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
+        self._is_alone = isinstance(unwrap_store(store), MemoryStore | DiskStore)
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
         """The store, if its values are views of its memory: they need no wait, no lease and no release."""
@@ -905,7 +905,7 @@ class Commands:
                 session.kept.callback(self.budget.give_back, session.claim, len(reply))
 
     def _listing(self) -> Listing:
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         if not isinstance(store, Listing):
             raise Refused(f"a {self._store.name} store cannot list names: a constellation, memory and disk can")
         return store
@@ -913,7 +913,7 @@ class Commands:
     def _flushdb(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if words and _bytes(words[0]).upper() not in (b"ASYNC", b"SYNC"):
             raise Refused("syntax error: FLUSHDB [ASYNC | SYNC]")
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         all_keys = (
             store.stored_keys() if isinstance(store, BudgetedStore) else [name.key for name in self._listing().names()]
         )
