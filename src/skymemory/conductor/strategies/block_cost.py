@@ -64,8 +64,8 @@ class BlockCost(Indexed):
         self._open.note(request, server, True)
         self._kept.setdefault(server.slot, Counter()).update(request.prompt.blocks.tolist())
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        super().ended(request, server, now_s, output_tokens)
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        super().on_request_end(request, server, now_s, output_tokens)
         self._release(request, server)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:

@@ -330,7 +330,7 @@ class LeastTtft(Indexed):
         if not request.streams:
             self._whole.note(request, server, (prefill, saved, routed_s, wait_s, load))
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         if request.streams:
             return
         sent = self._whole.take(request, server)

@@ -296,7 +296,7 @@ class Simulation:
     def _completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
         slo, after_s = self._setup.slo, now_s - job.first_token_s
         met = job.first_token_s - job.at_s <= slo.ttft_s and after_s <= slo.tbt_s * (job.output_tokens - 1)
-        self._scheduler.ended(job.placed, now_s, met)
+        self._scheduler.on_request_end(job.placed, now_s, met)
         self._accounts.completed(job, now_s, worst_s)
 
     def _fail_at(self, failure: Failure) -> None:
