@@ -101,7 +101,7 @@ class PredictedLatency(Indexed):
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         row = _features(request, server, self.matched_blocks(request.prompt, (server,))[0])
         super().routed(request, server, now_s)
-        self._sent.note(request, server, (now_s, row))
+        self._sent.add(request, server, (now_s, row))
         self._open[server.slot] += 1
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:

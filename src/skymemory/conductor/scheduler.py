@@ -261,11 +261,11 @@ class Corrected(RuleAround):
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
         if placement.decode is None:
-            self._came(placement, now_s)
+            self._on_first_token(placement, now_s)
         super().prefilled(placement, now_s)
 
     def joined(self, placement: Placement, now_s: float) -> None:
-        self._came(placement, now_s)
+        self._on_first_token(placement, now_s)
         super().joined(placement, now_s)
 
     def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
@@ -273,7 +273,7 @@ class Corrected(RuleAround):
             self._forget(placement)
         super().on_request_end(placement, now_s, met)
 
-    def _came(self, placement: Placement, now_s: float) -> None:
+    def _on_first_token(self, placement: Placement, now_s: float) -> None:
         estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if estimate is None:
             return

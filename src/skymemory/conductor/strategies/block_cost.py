@@ -61,7 +61,7 @@ class BlockCost(Indexed):
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         super().routed(request, server, now_s)
-        self._open.note(request, server, True)
+        self._open.add(request, server, True)
         self._kept.setdefault(server.slot, Counter()).update(request.prompt.blocks.tolist())
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
