@@ -113,14 +113,14 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
             if option in _UNITS:
                 if not remaining:
                     return None
-                number = whole(remaining.pop(0))
+                number = parse_integer(remaining.pop(0))
                 if number <= 0:
                     raise ValueError("invalid expire time")
                 ttl_s = number * _UNITS[option] - (unix_s if option.endswith(b"AT") else 0.0)
     return Options(condition, get, ttl_s, persist=lifetime == b"PERSIST", keeps=lifetime == b"KEEPTTL")
 
 
-def whole(word: bytes) -> int:
+def parse_integer(word: bytes) -> int:
     """Parse a whole number.
 
     Raises:
