@@ -28,7 +28,7 @@ from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome
 from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.roles import Roles
 from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
-from skymemory.sim.cluster.schedulers import get_scheduler_view as get_view
+from skymemory.sim.cluster.schedulers import get_scheduler_view
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSettings
 from skymemory.sim.trace import TraceRequest
 
@@ -147,7 +147,9 @@ class Simulation:
         if self._arrived < len(self._arrivals):
             self._clock.at(self._arrivals[self._arrived].at_s, self._arrive)
         request = self._arrivals[number]
-        scheduler_view = self._asked[number] if self._asked is not None else get_view(request, self._setup, self._dice)
+        scheduler_view = (
+            self._asked[number] if self._asked is not None else get_scheduler_view(request, self._setup, self._dice)
+        )
         output = max(1, request.output_tokens)
         ids = request.blocks(self._setup.partial)
         job = Job(number, request.at_s, request.input_tokens, output, ids, scheduler_view)
