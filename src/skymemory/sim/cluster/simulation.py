@@ -27,8 +27,14 @@ from skymemory.sim.cluster.machines import Listeners, Machines
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.roles import Roles
-from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
-from skymemory.sim.cluster.schedulers import get_scheduler_view
+from skymemory.sim.cluster.schedulers import (
+    Estimates,
+    SchedulerFactory,
+    World,
+    get_scheduler_view,
+    scheduler_named,
+    timed,
+)
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSettings
 from skymemory.sim.trace import TraceRequest
 
