@@ -101,7 +101,7 @@ class PredictedLatency(Indexed):
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         row = _features(request, server, self.matched_blocks(request.prompt, (server,))[0])
         super().routed(request, server, now_s)
-        self._sent.note(request, server, (now_s, row))
+        self._sent.add(request, server, (now_s, row))
         self._open[server.slot] += 1
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
@@ -111,8 +111,8 @@ class PredictedLatency(Indexed):
             waiting = sum(row[2] > most for most in (0, 2, 5, 10))
             self._samples[waiting, min(19, int(row[0] * 20)), min(3, int(row[4] * 4))].append((row, now_s - at_s))
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        super().ended(request, server, now_s, output_tokens)
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        super().on_request_end(request, server, now_s, output_tokens)
         self._open[server.slot] -= 1
 
     def _train(self, now_s: float) -> None:

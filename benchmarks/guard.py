@@ -60,7 +60,7 @@ def step_s(kvc: KVCManager, cache: SkyCache) -> float:
     with torch.inference_mode():
         kvc.model(**given)
     cache.guard = kvc._guard
-    cache.passed()
+    cache.on_pass_end()
     return took_s
 
 

@@ -144,7 +144,7 @@ def measure(
     with KVCManager(model, store=tiers, weights="benchmark") as kvc:  # type: ignore[arg-type]
         healthy: list[float] = []
         if known:
-            kvc.blocks.compute.took(tokens, computing_s)
+            kvc.blocks.compute.record(tokens, computing_s)
             for prompt in prompts[:KNOWN_PROMPTS]:
                 kvc.get_cache_ids(prompt)  # of a slow one the first may be given up
                 healthy.append(waited_s(kvc.last.seconds))

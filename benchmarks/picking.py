@@ -7,8 +7,8 @@ without the reasons, which are made only on request), of the index's ``match`` a
 with a full table, where every new block evicts one.
 
 A second table is the whole account of a request with the default strategy: ``pick``, ``routed``, ``succeeded`` and
-``ended``, in processor time, with few servers and prompts of several lengths. A quarter of each prompt is shared by
-all, a third of the prompts come again, 16 are under way at a time, and every server is scraped once a second.
+``on_request_end``, in processor time, with few servers and prompts of several lengths. A quarter of each prompt is
+shared by all, a third of the prompts come again, 16 are under way at a time, and every server is scraped once a second.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def account(servers: int, blocks: int, requests: int, seed: int) -> dict[str, An
             if len(under_way) > 16:
                 first = under_way.popleft()
                 picker.succeeded(first, now_s)
-                picker.ended(first, now_s, None, 100)
+                picker.on_request_end(first, now_s, None, 100)
         batches.append((time.process_time() - started) / 200)
     return {"servers": servers, "blocks": blocks, "account_us": round(float(np.median(batches[1:])) * 1e6, 1)}
 

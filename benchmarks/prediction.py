@@ -167,7 +167,7 @@ def ask(
     items = blocks_of(prompt, seed)
     keys = [key for key, _ in items]
     if scheduler is not None:
-        scheduler.saw(keys)
+        scheduler.record_prompt(keys)
     if store.prefix(keys) == len(keys):
         began_s = sky.now_s
         near = hops_away(sky, store, keys) <= NEAR_HOPS

@@ -115,7 +115,7 @@ def measure(name: str, servers: int, traffic: Traffic, clock: Callable[[], float
             began_s = clock()
             picker.succeeded(oldest, now_s)
             times["succeeded"].append(clock() - began_s)
-            picker.ended(oldest, now_s)
+            picker.on_request_end(oldest, now_s)
             times["pick"].append(picked - began)
             times["routed"].append(routed - picked)
     gc.unfreeze()

@@ -21,7 +21,7 @@ WAITS = {
     "cli/cluster.py _supervise.follow sys.stdin.buffer.readline": LIFE,
     "cli/doctor.py _report file.readline": FILE,
     "demo/engines.py _process guarded.communicate": KILLED,
-    "demo/engines.py _process started.communicate": KILLED,
+    "demo/engines.py _process process.communicate": KILLED,
     "demo/motion.py _kill child.process.wait": KILLED,
     "demo/processes.py _addresses process.stdout.readline": TIMED,
     "demo/processes.py _end process.wait": KILLED,

@@ -31,7 +31,7 @@ def foretold(comes: Callable[[int], bool], days: int) -> tuple[list[int], list[i
         expected = bool(predictor.expected(day * DAY_S + NINE_S - 3600, 7200))
         if comes(day):
             missed += [day] * (not expected)
-            predictor.saw(chain("habit"), day * DAY_S + NINE_S)
+            predictor.record_prompt(chain("habit"), day * DAY_S + NINE_S)
         else:
             vain += [day] * expected
     return missed, vain
@@ -65,14 +65,14 @@ def test_every_day_stays_every_day_although_one_in_ten_is_left_out() -> None:
 @given(first=st.integers(0, 30), week=st.integers(2, 6))
 def test_once_in_a_week_is_no_habit(first: int, week: int) -> None:
     predictor = Predictor()
-    predictor.saw(chain("once"), first * DAY_S + NINE_S)
+    predictor.record_prompt(chain("once"), first * DAY_S + NINE_S)
     assert predictor.expected((first + week) * DAY_S, 30 * DAY_S) == []
 
 
 def test_the_next_time_is_predicted_a_week_ahead() -> None:
     predictor = Predictor()
     for week in range(3):
-        predictor.saw(chain("monday"), 7 * week * DAY_S + NINE_S)
+        predictor.record_prompt(chain("monday"), 7 * week * DAY_S + NINE_S)
     assert [one.at_s for one in predictor.expected(15 * DAY_S, 7 * DAY_S)] == [21 * DAY_S + NINE_S]
     assert predictor.expected(15 * DAY_S, 5 * DAY_S) == []
 
@@ -85,8 +85,8 @@ def test_nine_on_the_wall_stays_nine_when_clocks_change() -> None:
     """On 31 March 2024 clocks in Berlin went forward: by UTC a habit is late by an hour, by the zone it is on time."""
     local, utc = Predictor(zone=BERLIN), Predictor()
     for day in range(25, 31):
-        local.saw(chain("daily"), berlin(day, 9))
-        utc.saw(chain("daily"), berlin(day, 9))
+        local.record_prompt(chain("daily"), berlin(day, 9))
+        utc.record_prompt(chain("daily"), berlin(day, 9))
     assert [one.at_s for one in local.expected(berlin(31, 6), 6 * 3600)] == [berlin(31, 9)]
     assert [one.at_s for one in utc.expected(berlin(31, 6), 6 * 3600)] == [berlin(31, 10)]
 
@@ -115,13 +115,13 @@ def test_what_is_written_is_what_is_read(
     path = tmp_path_factory.mktemp("habits") / "habits.json"
     first, second = Predictor(zone=BERLIN), Predictor(zone=BERLIN)
     for prompt, at_s in sorted(seen, key=lambda one: one[1]):
-        first.saw(chain(f"{prompt}", 3), at_s)
+        first.record_prompt(chain(f"{prompt}", 3), at_s)
     save_habits(first, path)
     load_habits(second, path)
     for day in range(28, 45):
         assert first.expected(day * DAY_S, DAY_S) == second.expected(day * DAY_S, DAY_S)
-        first.saw(chain("1", 3), day * DAY_S + NINE_S)
-        second.saw(chain("1", 3), day * DAY_S + NINE_S)
+        first.record_prompt(chain("1", 3), day * DAY_S + NINE_S)
+        second.record_prompt(chain("1", 3), day * DAY_S + NINE_S)
     assert first.blocks == second.blocks and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == ["habits.json"]
 
@@ -187,7 +187,7 @@ def test_what_a_process_learned_the_next_one_prefetches(tmp_path: Path) -> None:
         assert scheduler.tick() == (4 if day >= 2 else 0)
         clock[0] += 300
         with scheduler.running(every_s=1000):
-            scheduler.saw(chain("daily"))
+            scheduler.record_prompt(chain("daily"))
     assert len(read_habits(path)[1]) == 1
 
 
@@ -195,7 +195,7 @@ def test_it_is_written_a_minute_after_something_was_seen(tmp_path: Path) -> None
     path = tmp_path / "habits.json"
     now_s = 0.0
     scheduler = PrefetchScheduler(Tier(), clock=lambda: now_s, habits_file=path)
-    scheduler.saw(chain("daily"))
+    scheduler.record_prompt(chain("daily"))
     now_s = 59.0
     scheduler.tick()
     assert not path.exists()

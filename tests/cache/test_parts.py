@@ -45,7 +45,7 @@ class Engine:
         self._rooms[index] = bytearray(self.layout.block_bytes)
         return Rows(head, memoryview(self._rooms[index]), 0, 1, self.layout.block_bytes, self.layout.block_bytes)
 
-    def came(self, index: int) -> None:
+    def on_block(self, index: int) -> None:
         self.placed[index] = bytes(self._rooms[index])
 
 
@@ -92,7 +92,7 @@ def load(parts: Parts, limit_tokens: int = len(TOKENS) - 1) -> tuple[LoadResult,
     sinks = engines(parts)
     result = parts.load(TOKENS, sinks, limit_tokens=limit_tokens)
     for part, sink in zip(parts.parts, sinks, strict=True):
-        assert all(sink.placed[index] == sink.truth(index) for index in part.seen(result.cached_tokens))
+        assert all(sink.placed[index] == sink.truth(index) for index in part.get_visible_blocks(result.cached_tokens))
     assert result.prompt_tokens == result.computed_tokens + sum(result.hit_tokens.values())
     assert result.found_blocks == result.loaded_blocks + sum(result.failed_blocks.values())
     return result, sinks
@@ -128,7 +128,9 @@ def test_what_is_found_has_all_that_is_seen(
         broken = {(at, index) for at, index in gone}
         for blocks in range(result.loaded_blocks + 1, -(-limit // BLOCK) + 1):
             end = min(blocks * BLOCK, limit)
-            assert any((at, index) in broken for at, part in enumerate(parts.parts) for index in part.seen(end))
+            assert any(
+                (at, index) in broken for at, part in enumerate(parts.parts) for index in part.get_visible_blocks(end)
+            )
     store.delete(list(store.spoiled))
     store.lost = store.spoiled = frozenset()
     save(parts)
@@ -163,9 +165,9 @@ def test_what_is_brought_later_is_only_what_is_there() -> None:
     save(parts)
     store.delete(parts.hashes(TOKENS)[1][3:4])
     sinks = engines(parts)
-    parts.bring(TOKENS[:22], sinks, [[], [1, 2, 3, 4]])
+    parts.load_blocks(TOKENS[:22], sinks, [[], [1, 2, 3, 4]])
     assert sinks[0].placed == {} and sinks[1].placed == {index: sinks[1].truth(index) for index in (1, 2)}
-    parts.bring(TOKENS[:22], sinks, [[], [4, 5]])
+    parts.load_blocks(TOKENS[:22], sinks, [[], [4, 5]])
     assert sorted(sinks[1].placed) == [1, 2, 4], "the sixth block is not whole"
 
 

@@ -31,7 +31,7 @@ def test_a_daily_prompt_is_expected_near_its_time(time_s: float, jitter_s: list[
     """At any time of the day, midnight included, with up to ten minutes this way or that."""
     predictor = Predictor()
     for day, off_s in enumerate(jitter_s, first_day):
-        predictor.saw(chain("daily"), day * DAY_S + time_s + off_s)
+        predictor.record_prompt(chain("daily"), day * DAY_S + time_s + off_s)
     next_s = (first_day + len(jitter_s)) * DAY_S + time_s
     found = predictor.expected(next_s - 3600, 7200)
     assert [list(expectation.keys) for expectation in found] == [chain("daily")]
@@ -52,7 +52,7 @@ def test_what_came_on_one_day_only_is_never_expected(
     """However often it came that day: a burst of one afternoon is no habit."""
     predictor = Predictor(tolerance_s=3 * 3600)
     for after_s in [0.0, *sorted(repeats)]:
-        predictor.saw(chain("once"), first_s + after_s)
+        predictor.record_prompt(chain("once"), first_s + after_s)
     assert predictor.expected(first_s + later_s, horizon_s) == []
 
 
@@ -64,7 +64,7 @@ def test_memory_stays_bounded_and_consistent(seed: int, capacity: int) -> None:
     now_s = 0.0
     for _ in range(300):
         now_s += dice.expovariate(1 / 7200)
-        predictor.saw(chain(f"p{dice.randrange(20)}", dice.randint(1, 12)), now_s)
+        predictor.record_prompt(chain(f"p{dice.randrange(20)}", dice.randint(1, 12)), now_s)
         assert predictor.blocks <= capacity
         habits = [habit for habits in predictor._by_root.values() for habit in habits]
         assert sum(len(habit.keys) for habit in habits) == predictor.blocks
@@ -77,9 +77,9 @@ def test_memory_stays_bounded_and_consistent(seed: int, capacity: int) -> None:
 def test_a_flood_of_single_prompts_does_not_wash_habits_away() -> None:
     predictor = Predictor(capacity_blocks=400)
     for day in range(5):
-        predictor.saw(chain("daily"), day * DAY_S + 9 * 3600)
+        predictor.record_prompt(chain("daily"), day * DAY_S + 9 * 3600)
         for number in range(1000 if day >= 2 else 50):
-            predictor.saw(chain(f"{day} {number}"), day * DAY_S + 10 * 3600 + number)
+            predictor.record_prompt(chain(f"{day} {number}"), day * DAY_S + 10 * 3600 + number)
     assert [list(found.keys) for found in predictor.expected(5 * DAY_S + 8 * 3600, 7200)] == [chain("daily")]
 
 
@@ -87,9 +87,9 @@ def test_newcomers_are_learned_although_old_habits_fill_the_memory() -> None:
     predictor = Predictor(capacity_blocks=400)
     for day in range(2):
         for number in range(200):
-            predictor.saw(chain(f"old {number}"), day * DAY_S + number)
+            predictor.record_prompt(chain(f"old {number}"), day * DAY_S + number)
     for day in range(2, 4):
-        predictor.saw(chain("new"), day * DAY_S + 9 * 3600)
+        predictor.record_prompt(chain("new"), day * DAY_S + 9 * 3600)
     assert [list(found.keys) for found in predictor.expected(4 * DAY_S + 8 * 3600, 7200)] == [chain("new")]
 
 
@@ -98,7 +98,7 @@ def test_questions_after_a_document_leave_the_document() -> None:
     predictor = Predictor()
     document = chain("document", 6)
     for day in range(3):
-        predictor.saw([*document, *chain(f"question {day}", 2)], day * DAY_S + 100)
+        predictor.record_prompt([*document, *chain(f"question {day}", 2)], day * DAY_S + 100)
     assert [list(found.keys) for found in predictor.expected(3 * DAY_S, 3600)] == [document]
 
 
@@ -107,9 +107,9 @@ def test_documents_behind_one_system_prompt_are_habits_of_their_own() -> None:
     system = chain("system", 2)
     morning, evening, also_morning = (system + chain(name, 6) for name in ("mail", "news", "weather"))
     for day in range(3):
-        predictor.saw(morning, day * DAY_S + 8 * 3600)
-        predictor.saw(also_morning, day * DAY_S + 8 * 3600 + 60)
-        predictor.saw(evening, day * DAY_S + 20 * 3600)
+        predictor.record_prompt(morning, day * DAY_S + 8 * 3600)
+        predictor.record_prompt(also_morning, day * DAY_S + 8 * 3600 + 60)
+        predictor.record_prompt(evening, day * DAY_S + 20 * 3600)
     found = predictor.expected(3 * DAY_S, DAY_S)
     assert [list(expectation.keys) for expectation in found] == [morning, also_morning, evening]
 
@@ -117,7 +117,7 @@ def test_documents_behind_one_system_prompt_are_habits_of_their_own() -> None:
 def test_a_habit_that_ended_is_expected_a_few_days_and_no_longer() -> None:
     predictor = Predictor()
     for day in range(10):
-        predictor.saw(chain("ended"), day * DAY_S + 5000)
+        predictor.record_prompt(chain("ended"), day * DAY_S + 5000)
     expected_on = [day for day in range(10, 40) if predictor.expected(day * DAY_S, 10_000)]
     assert expected_on == list(range(10, 10 + len(expected_on))) and 1 <= len(expected_on) <= 4
 
@@ -125,7 +125,7 @@ def test_a_habit_that_ended_is_expected_a_few_days_and_no_longer() -> None:
 def test_what_came_today_is_not_expected_today_again() -> None:
     predictor = Predictor()
     for day in range(3):
-        predictor.saw(chain("daily"), day * DAY_S + 5000)
+        predictor.record_prompt(chain("daily"), day * DAY_S + 5000)
     assert predictor.expected(2 * DAY_S + 4000, 3600) == []
     assert [found.at_s for found in predictor.expected(2 * DAY_S + 4000, DAY_S + 3600)] == [3 * DAY_S + 5000]
 

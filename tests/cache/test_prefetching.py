@@ -45,7 +45,7 @@ class Clock:
 
     def saw(self, now_s: float) -> None:
         self.now_s = now_s
-        self.scheduler.saw(chain("daily"))
+        self.scheduler.record_prompt(chain("daily"))
 
     def tick(self, now_s: float) -> int:
         self.now_s = now_s
@@ -116,7 +116,7 @@ def test_a_cache_reports_every_prompt_it_looks_up() -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float32")
     context = CacheContext("m", "w", "t", layout.dtype, layout.describe(), lossless=True, block_tokens=4)
     cache = BlockCache(context, layout, MemoryStore())
-    cache.on_prompt = scheduler.saw
+    cache.on_prompt = scheduler.record_prompt
     tokens = list(range(42))
     for day in range(3):
         now_s[0] = day * DAY_S + NINE_S
@@ -134,7 +134,7 @@ def test_behind_other_rules_and_in_a_tier_without_distance_it_still_works() -> N
     scheduler, now_s = PrefetchScheduler(store, clock=lambda: now_s), 0.0
     for day in range(3):
         now_s = day * DAY_S + NINE_S
-        scheduler.saw(chain("daily"))
+        scheduler.record_prompt(chain("daily"))
     now_s += DAY_S - 60
     assert scheduler.tick() == 1
     assert scheduler.counters.get("not_prefetched_blocks_total") == 3

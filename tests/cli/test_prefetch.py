@@ -27,8 +27,8 @@ def habits(tmp_path: Path) -> Path:
     """A prompt that came about an hour from now on each of the last five days, and one that came once."""
     predictor = Predictor(zone="Asia/Kathmandu")
     for day in range(5, 0, -1):
-        predictor.saw(chain("daily"), time.time() + 3600 - day * DAY_S)
-    predictor.saw(chain("once"), time.time() - 7200)
+        predictor.record_prompt(chain("daily"), time.time() + 3600 - day * DAY_S)
+    predictor.record_prompt(chain("once"), time.time() - 7200)
     path = tmp_path / "habits.json"
     save_habits(predictor, path)
     return path

@@ -74,7 +74,7 @@ def test_the_account_closes_however_requests_end(after_first_byte: bool) -> None
     for decision in decisions:
         if after_first_byte:
             picker.succeeded(decision, 1.0)
-            picker.ended(decision, 2.0)
+            picker.on_request_end(decision, 2.0)
         else:
             picker.failed(decision, 1.0)
     assert [(s.in_flight, s.prefilling, s.prefill_tokens) for s in fleet] == [(0, 0, 0.0)] * 2
@@ -94,7 +94,7 @@ def test_the_strategy_learns_what_the_end_of_an_answer_says() -> None:
         decision = picker.pick(a_request(), 0.0)
         picker.routed(decision, 0.0)
         picker.succeeded(decision, 1.0)
-        picker.ended(decision, 2.0, cached_tokens)
+        picker.on_request_end(decision, 2.0, cached_tokens)
     assert scorer.heard == [("s0", 0), ("s0", 48)]
 
 

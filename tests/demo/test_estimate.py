@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory.demo.estimate import Estimate, Part, format_estimate, took
+from skymemory.demo.estimate import Estimate, Part, format_estimate, format_took
 
 _PARTS = (Part("load", 4.0), Part("first prefill", 10.0, "prefill"), Part("second prefill", 10.0, "prefill"))
 
@@ -50,4 +50,4 @@ def test_after_one_measured_part_the_estimate_of_equally_slower_ones_is_right(
 def test_words() -> None:
     assert format_estimate(83.4) == "about 83 s"
     assert format_estimate(600.0) == "about 10 minutes"
-    assert took(100.2, 90.0) == "took 100 s (estimated 90 s)"
+    assert format_took(100.2, 90.0) == "took 100 s (estimated 90 s)"

@@ -70,14 +70,14 @@ def test_keys_that_someone_else_put_there_are_kept() -> None:
 def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
     cache = fresh()
     assert len(cache.tokens()) == 0
-    cache.note(torch.tensor([[4, 5, 6]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5, 6]]), plain=True)
     assert len(cache.tokens()) == 0, "announced, not there"
     cache = fresh()
-    cache.note(torch.tensor([[4, 5, 6]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5, 6]]), plain=True)
     step(cache, 3, 0)
     assert cache.tokens().tolist() == [4, 5, 6]
     cache.crop(-2)
-    cache.note(torch.tensor([[9]]), plain=True)
+    cache.record_input(torch.tensor([[9]]), plain=True)
     step(cache, 1, 1)
     assert cache.tokens().tolist() == [4, 9]
     step(cache, 1, 2)
@@ -87,17 +87,17 @@ def test_it_knows_its_tokens_only_when_it_saw_them() -> None:
 @pytest.mark.parametrize(("ids", "plain"), [(None, True), (torch.zeros(2, 3, dtype=torch.long), False)])
 def test_what_is_behind_something_that_is_not_known_is_not_known(ids: Any, plain: bool) -> None:
     cache = fresh()
-    cache.note(torch.tensor([[4, 5]]), plain=True)
+    cache.record_input(torch.tensor([[4, 5]]), plain=True)
     step(cache, 2, 0)
-    cache.note(ids, plain=plain)
+    cache.record_input(ids, plain=plain)
     step(cache, 3, 1)
-    cache.note(torch.tensor([[6]]), plain=True)
+    cache.record_input(torch.tensor([[6]]), plain=True)
     step(cache, 1, 2)
     assert cache.tokens().tolist() == [4, 5]
     cache.crop(-3)
     assert cache.tokens().tolist() == [4, 5]
     cache.crop(-1)
-    cache.note(torch.tensor([[7]]), plain=True)
+    cache.record_input(torch.tensor([[7]]), plain=True)
     step(cache, 1, 3)
     assert cache.tokens().tolist() == [4, 5, 7], "what was not known is gone"
 
@@ -195,7 +195,7 @@ def test_rows_are_where_a_block_is_placed(windows: tuple[int | None, ...]) -> No
             rows = there.rows(index, HEAD)
             assert rows is not None and rows.size_bytes == len(HEAD) + len(block)
             rows_of(rows)[:] = np.frombuffer(block, np.uint8).reshape(rows.row_count, rows.row_bytes)
-            there.came(index)
+            there.on_block(index)
     for one, other in zip(placed.layers, received.layers, strict=True):
         for tokens in (slice(0, 8), slice(16, 24)):
             for mine, theirs in zip(one._room, other._room, strict=True):
@@ -206,7 +206,7 @@ def test_rows_are_where_a_block_is_placed(windows: tuple[int | None, ...]) -> No
 def test_no_rows_over_tokens_that_are_present_or_where_the_room_is_unlike_a_block() -> None:
     (group,) = SkyCache(LAYOUT, 32, CPU, RoomPool(), [LayerKind(window=4)] * 2).groups
     assert group.presence is not None and group.rows(1, HEAD) is not None
-    group.presence.came(15, 16)  # computed: a block that fails must not spoil it
+    group.presence.mark_present(15, 16)  # computed: a block that fails must not spoil it
     assert group.rows(1, HEAD) is None and group.rows(0, HEAD) is not None
     unlike = KVLayout(layers=2, kv_heads=3, head_dim=4, block_tokens=8, dtype="float32", value_dim=2)
     assert SkyCache(unlike, 32, CPU, RoomPool()).groups[0].rows(0, HEAD) is None

@@ -412,7 +412,7 @@ def test_an_engine_s_prefix_cache_takes_over_all_parts_from_another_s() -> None:
         prompt.manager.model(torch.tensor(ids)[None], past_key_values=prompt.cache)
     chains = one.keep(prompt)
     values = [[bytes(value) for value in one.store.get_now(chain) if value is not None] for chain in chains]
-    assert other.look("", ids) == (chains, 0) and one.look("", ids) == (chains, 12)
+    assert other.find_cached_blocks("", ids) == (chains, 0) and one.find_cached_blocks("", ids) == (chains, 12)
     log: list[Any] = []
     other.on_events = log.extend
     assert other.admit("", ids, chains, 0, [part[:5] for part in values]) == 5

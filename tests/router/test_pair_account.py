@@ -44,7 +44,7 @@ class Log(Admission):
     def prefilled(self, placement: Placement, now_s: float) -> None:
         self.events.append("prefilled")
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
         self.events.append(f"ended {met}")
 
 

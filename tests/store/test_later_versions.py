@@ -278,7 +278,7 @@ def test_habits_of_a_later_version_stay(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         scheduler = PrefetchScheduler(MemoryStore(1 << 10), habits_file=path)
     assert "later release" in caplog.text
-    scheduler.saw([key(1)])
+    scheduler.record_prompt([key(1)])
     scheduler.save()
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
     assert scheduler.counters.get("habits_files_later_version_total") == 1

@@ -20,7 +20,7 @@ from skymemory.kv.block import OpaqueLayout
 from skymemory.kv.value import block_header
 from skymemory.store.base import Expiring, Store
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import NOT_PROMISED, bare, get_named
+from skymemory.store.named import NOT_PROMISED, get_named, unwrap_store
 from skymemory.store.redis import RedisStore
 from skymemory.store.sealed import SealedStore
 from skymemory.store.sky.shared_index import SharedIndex
@@ -157,7 +157,7 @@ def test_a_lifetime_that_a_silent_satellite_did_not_promise_is_said(
 
 
 def test_what_holds_the_values_is_found_behind_all_that_is_around_it(constellation: ConstellationStore) -> None:
-    assert bare(sealed(constellation)) is constellation is bare(constellation)
+    assert unwrap_store(sealed(constellation)) is constellation is unwrap_store(constellation)
     assert isinstance(constellation, Expiring) and not isinstance(
         TieredStore([(MemoryStore(), TierSettings())]), Expiring
     )

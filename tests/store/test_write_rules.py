@@ -23,7 +23,7 @@ KEYS = [random.Random(number).randbytes(32) for number in range(40)]
 
 
 class Everything(Sketch):
-    def seen(self, key: bytes) -> bool:
+    def check_and_add(self, key: bytes) -> bool:
         return True
 
 
@@ -111,11 +111,11 @@ def test_what_is_there_already_is_written_over_at_its_first_offer() -> None:
 def test_a_sketch_forgets_in_time_and_seldom_errs() -> None:
     sketch = Sketch(1000)
     fresh = [random.Random(number).randbytes(32) for number in range(10_000, 14_000)]
-    assert sum(sketch.seen(key) for key in fresh[:1000]) < 10
-    assert all(sketch.seen(key) for key in fresh[:1000])
-    wrong = sum(sketch.seen(key) for key in fresh[1000:3500])
+    assert sum(sketch.check_and_add(key) for key in fresh[:1000]) < 10
+    assert all(sketch.check_and_add(key) for key in fresh[:1000])
+    wrong = sum(sketch.check_and_add(key) for key in fresh[1000:3500])
     assert wrong < 40
-    assert sum(sketch.seen(key) for key in fresh[:500]) < 40, "2,500 later they are forgotten"
+    assert sum(sketch.check_and_add(key) for key in fresh[:500]) < 40, "2,500 later they are forgotten"
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 import numpy as np
@@ -22,7 +23,7 @@ from skymemory.conductor.request import seed
 from skymemory.router.engines.events import KvEvents
 from skymemory.router.engines.feed import Feed, FeedState
 from skymemory.router.engines.follower import Pace
-from skymemory.router.engines.metrics import EngineMetrics, fetch_metrics
+from skymemory.router.engines.metrics import EngineMetrics, fetch, fetch_metrics
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +47,7 @@ def ours(tokens: list[int], adapter: str = "", salt: str = "") -> np.ndarray[tup
 def metrics(vllm: Vllm) -> EngineMetrics:
     async def read() -> EngineMetrics:
         async with aiohttp.ClientSession() as session:
-            return await fetch_metrics(session, vllm.metrics_url)
+            return await fetch_metrics(partial(fetch, session), vllm.metrics_url)
 
     return asyncio.run(read())
 

@@ -85,7 +85,7 @@ class RowSink(BlockSink, Protocol):
         ``place``. The places must hold nothing in use: a block that fails leaves arbitrary bytes in them.
         """
 
-    def came(self, index: int) -> None:
+    def on_block(self, index: int) -> None:
         """Record that block ``index`` is in its rows."""
 
 
@@ -521,7 +521,7 @@ class BlockCache:
                 size_bytes = value.nbytes
                 if crc is not None and isinstance(sink, RowSink):
                     size_bytes = PAYLOAD_AT + self.layout.block_bytes
-                    failure = self._placed(sink, batch.start + offset, block_hash, value, crc)
+                    failure = self._verify_placed(sink, batch.start + offset, block_hash, value, crc)
                 elif placing:
                     failure = placing[offset].result()
                 else:
@@ -565,14 +565,14 @@ class BlockCache:
             self.delete_invalid(block_hash, failure)
         return failure
 
-    def _placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
+    def _verify_placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
         """Verify a block that the store has put into the sink's rows; returns the failure reason, or ""."""
 
         def check() -> str:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
                 return "codec not readable"  # as large as a raw block, and so in the wrong places
-            sink.came(index)
+            sink.on_block(index)
             return ""
 
         return _failure_of(check)
@@ -692,7 +692,7 @@ class Part:
     window: int | None = None
     """Tokens that a token attends to, itself included; None: all before it."""
 
-    def seen(self, tokens: int) -> range:
+    def get_visible_blocks(self, tokens: int) -> range:
         """Return the blocks that the token after the first ``tokens`` attends to, even in part."""
         block = self.blocks.layout.block_tokens
         first = 0 if self.window is None else max(0, tokens - self.window + 1)
@@ -763,7 +763,7 @@ class Parts:
         with recompute_cost(loading.computing_s):
             with phase("lookup"):
                 wanted = min(count // block, -(-limit_tokens // block))
-                found_blocks = loading.found(wanted)
+                found_blocks = loading.find_prefix(wanted)
                 not_found = (
                     loading.miss_reason(found_blocks) if found_blocks < wanted else "" if hashes[0] else TOO_SHORT
                 )
@@ -783,7 +783,7 @@ class Parts:
         first.count_load(result, account)
         return result
 
-    def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
+    def load_blocks(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
         """Place the ``wanted`` blocks (ascending) of each part that can be loaded; none in a forked child."""
         if self.first.owner.elsewhere:
             return
@@ -842,7 +842,7 @@ class PrefixSearch:
     def _end(self, blocks: int) -> int:
         return min(blocks * self._parts[0].blocks.layout.block_tokens, self._limit_tokens)
 
-    def found(self, wanted: int) -> int:
+    def find_prefix(self, wanted: int) -> int:
         """Return the longest prefix, at most ``wanted`` blocks, of which every part has what it needs."""
         for number, part in enumerate(self._parts):
             if part.window is None:
@@ -852,19 +852,19 @@ class PrefixSearch:
 
     def _longest(self, most: int) -> int:
         """Return the longest prefix, up to ``most`` blocks, at whose end all windowed parts have their blocks."""
-        if most and all(self._stored(number, self._seen(number, most)).all() for number in self._windows):
+        if most and all(self._stored(number, self._get_visible_blocks(number, most)).all() for number in self._windows):
             return most
         # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
         good = np.ones(most + 1, bool)
         for number in self._windows if most else ():
             missing = np.concatenate([[0], np.cumsum(~self._stored(number, range(most)))])
             for blocks in range(1, most + 1):
-                visible = self._seen(number, blocks)
+                visible = self._get_visible_blocks(number, blocks)
                 good[blocks] &= bool(missing[visible.stop] == missing[visible.start])
         return int(np.flatnonzero(good)[-1])
 
-    def _seen(self, number: int, blocks: int) -> range:
-        return self._parts[number].seen(self._end(blocks))
+    def _get_visible_blocks(self, number: int, blocks: int) -> range:
+        return self._parts[number].get_visible_blocks(self._end(blocks))
 
     def _stored(self, number: int, indices: range) -> npt.NDArray[np.bool_]:
         known = self._known[number]
@@ -878,7 +878,9 @@ class PrefixSearch:
     def miss_reason(self, found: int) -> str:
         """Return the reason of the first missing block after ``found`` blocks."""
         for number, part in enumerate(self._parts):
-            visible = self._seen(number, found + 1) if part.window is not None else range(found, found + 1)
+            visible = (
+                self._get_visible_blocks(number, found + 1) if part.window is not None else range(found, found + 1)
+            )
             for index in visible:
                 if not self._known[number].get(index, True):
                     return part.blocks.miss_reason(self._hashes[number][index])
@@ -916,7 +918,7 @@ class _Loading(PrefixSearch):
         # A block that fails shortens the prefix, and the windows of a shorter prefix include other blocks: these are
         # loaded then, until all blocks in the windows are in place.
         while loaded := self._longest(loaded):
-            if all(self._place(number, self._seen(number, loaded)) for number in self._windows):
+            if all(self._place(number, self._get_visible_blocks(number, loaded)) for number in self._windows):
                 break
             if "deadline" in self._failed:
                 return 0
@@ -970,6 +972,6 @@ class _From:
     def rows(self, index: int, head: memoryview) -> Rows | None:
         return self._sink.rows(self._first + index, head) if isinstance(self._sink, RowSink) else None
 
-    def came(self, index: int) -> None:
+    def on_block(self, index: int) -> None:
         if isinstance(self._sink, RowSink):
-            self._sink.came(self._first + index)
+            self._sink.on_block(self._first + index)

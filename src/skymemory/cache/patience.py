@@ -72,7 +72,7 @@ class ComputeRate:
         """Assume these seconds per token until a pass has been measured."""
         self._assumed_token_s = token_s
 
-    def took(self, tokens: int, seconds: float) -> None:
+    def record(self, tokens: int, seconds: float) -> None:
         """Add a measured pass. A pass over a few tokens (a decoding step) does not measure prompts and is ignored."""
         if tokens >= _MIN_PASS_TOKENS:
             self._tokens = self._tokens * _KEPT_SHARE + tokens
@@ -95,7 +95,7 @@ class Latencies:
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=_KEPT_CALLS)
 
-    def took(self, seconds: float, size_bytes: int = 0) -> None:
+    def record(self, seconds: float, size_bytes: int = 0) -> None:
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:

@@ -33,8 +33,8 @@ class Expectation:
 
 
 class Predictor:
-    """Predictor that learns by ``saw`` and predicts by ``expected``. All times are seconds of one clock. Days begin at
-    multiples of ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
+    """Predictor that learns by ``record_prompt`` and predicts by ``expected``. All times are seconds of one clock. Days
+    begin at multiples of ``day_s``, or at midnight in ``zone`` (a name of the tz database; times are then Unix time).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Predictor:
     def blocks(self) -> int:
         return self._once_blocks + self._recurring_blocks
 
-    def saw(self, keys: Sequence[bytes], at_s: float) -> None:
+    def record_prompt(self, keys: Sequence[bytes], at_s: float) -> None:
         """Record a request of a prompt with these blocks, from its first block on."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
@@ -141,7 +141,7 @@ class Predictor:
         day = self._day_of(habit, at_s)
         if day > habit.day:
             habit.time_s += _FOLLOW * (at_s - day * self._day_s - habit.time_s)
-            habit.saw(day)
+            habit.record_day(day)
 
     def _put_in(self, habit: Habit) -> None:
         siblings = self._by_root.setdefault(habit.keys[0], [])
@@ -219,7 +219,7 @@ class Habit:
     def recurs(self) -> bool:
         return self.seen != 1
 
-    def saw(self, day: int) -> None:
+    def record_day(self, day: int) -> None:
         self.seen = (self.seen << min(day - self.day, KEPT_DAYS) | 1) & (1 << KEPT_DAYS) - 1
         self.day = day
 

@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 class PrefetchScheduler:
-    """Scheduler of prefetches. Call ``saw`` for every prompt, and ``tick`` more often than every ``lead_s``
+    """Scheduler of prefetches. Call ``record_prompt`` for every prompt, and ``tick`` more often than every ``lead_s``
     (``running`` does so in a thread).
 
     Prompts expected within ``lead_s`` are prefetched, with up to three attempts. Use a separate store: a prefetch may
-    take seconds, and reads of the same client would wait. ``saw`` is cheap and thread-safe. ``clock``: the store's,
-    Unix time.
+    take seconds, and reads of the same client would wait. ``record_prompt`` is cheap and thread-safe. ``clock``: the
+    store's, Unix time.
 
     With ``habits_file`` habits survive the process. The file is read at construction and written by ``tick`` a minute
     after a sighting, at the end of ``running``, and by ``save``. Use it in one process at a time: the last writer wins.
@@ -91,10 +91,10 @@ class PrefetchScheduler:
                 self.counters.add("habits_save_failures_total")
                 _log.warning("habits cannot be written to %s: %s", self._habits_file, error.strerror)
 
-    def saw(self, keys: Sequence[bytes]) -> None:
+    def record_prompt(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             now_s = self._clock()
-            self._predictor.saw(keys, now_s)
+            self._predictor.record_prompt(keys, now_s)
             if self._unsaved_since_s is None:
                 self._unsaved_since_s = now_s
 

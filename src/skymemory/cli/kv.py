@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> Store:
     from skymemory.store.base import Expiring
-    from skymemory.store.named import Listing, bare
+    from skymemory.store.named import Listing, unwrap_store
     from skymemory.testbed.connect import open_constellation
     from skymemory.testbed.open_store import open_store
 
@@ -130,7 +130,7 @@ def _open(args: argparse.Namespace) -> Store:
     store = open_store(args.store)
     # Checked at the innermost store: wrappers (quota, rate limit) have these methods even if it lacks them.
     only_there = "list" if args.kv_verb == "list" else "--ttl" if args.kv_verb == "put" and args.ttl else ""
-    if only_there and not isinstance(bare(store), Listing if only_there == "list" else Expiring):
+    if only_there and not isinstance(unwrap_store(store), Listing if only_there == "list" else Expiring):
         store.close()
         supported = "a constellation and disk do" if only_there == "list" else "a single tier does"
         raise InvalidInput(f"{only_there}: {store.name} does not support it; {supported}")
@@ -148,7 +148,7 @@ def _say(args: argparse.Namespace, facts: dict[str, object], text: str, to_stder
 
 def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     from skymemory.store.memory import MemoryStore
-    from skymemory.store.named import NOT_PROMISED, NamedValues, bare
+    from skymemory.store.named import NOT_PROMISED, NamedValues, unwrap_store
 
     try:
         data = read_bounded(args.file, _MAX_VALUE_BYTES, pipes=True)
@@ -157,7 +157,7 @@ def _put(args: argparse.Namespace, store: Store, edge: Store) -> int:
     key = args.file.name if args.key is None else args.key
     if not key:
         raise InvalidInput("--key is empty: expected a name")
-    if isinstance(bare(store), MemoryStore):
+    if isinstance(unwrap_store(store), MemoryStore):
         raise InvalidInput(
             "--store memory:// is this command's own memory, and ends with it: expected a store that stays, such as "
             "disk://FOLDER, redis://HOST or a constellation"

@@ -314,7 +314,7 @@ class Scorer:
         Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
         """
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``.
 
         ``output_tokens`` is the length of the answer, if complete and reported.
@@ -335,7 +335,7 @@ class Picker:
     """Chooser of servers, which counts their requests in flight.
 
     After a ``pick`` call ``routed`` if the request is sent, then ``succeeded`` (first byte) or ``failed``, and after
-    ``succeeded`` call ``ended``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
+    ``succeeded`` call ``on_request_end``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
     """
 
     def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
@@ -401,7 +401,7 @@ class Picker:
                 server.in_flight -= 1
             self.scorer.failed(decision.request, server, now_s)
 
-    def ended(
+    def on_request_end(
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
         """Record the last byte, or a disconnect of the client after the first.
@@ -412,7 +412,7 @@ class Picker:
         if server is not None:
             if server.in_flight:
                 server.in_flight -= 1
-            self.scorer.ended(decision.request, server, now_s, output_tokens)
+            self.scorer.on_request_end(decision.request, server, now_s, output_tokens)
             if cached_tokens is not None:
                 self.scorer.corrected(decision.request, server, now_s, cached_tokens)
 

@@ -113,7 +113,7 @@ class Admission:
     def joined(self, placement: Placement, now_s: float) -> None:
         """Record that the request joined a decode server, which has sent its first token or is about to."""
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
         """Record the end of a request; ``met`` is True if its objectives were met.
 
         None: unknown, it failed, or it was refused before decoding.
@@ -150,8 +150,8 @@ class RuleAround(Admission):
     def joined(self, placement: Placement, now_s: float) -> None:
         self.rule.joined(placement, now_s)
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        self.rule.ended(placement, now_s, met)
+    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+        self.rule.on_request_end(placement, now_s, met)
 
 
 class OnArrival(RuleAround):
@@ -261,19 +261,19 @@ class Corrected(RuleAround):
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
         if placement.decode is None:
-            self._came(placement, now_s)
+            self._on_first_token(placement, now_s)
         super().prefilled(placement, now_s)
 
     def joined(self, placement: Placement, now_s: float) -> None:
-        self._came(placement, now_s)
+        self._on_first_token(placement, now_s)
         super().joined(placement, now_s)
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
         if self._due.pop(id(placement.request), None) is not None:  # it had no first token
             self._forget(placement)
-        super().ended(placement, now_s, met)
+        super().on_request_end(placement, now_s, met)
 
-    def _came(self, placement: Placement, now_s: float) -> None:
+    def _on_first_token(self, placement: Placement, now_s: float) -> None:
         estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if estimate is None:
             return
@@ -297,8 +297,8 @@ class Corrected(RuleAround):
 class Scheduler:
     """Placement of requests, and their tracking to the end. Not thread-safe.
 
-    Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``ended``; or ``failed`` at any time after
-    ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
+    Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``on_request_end``; or ``failed`` at any time
+    after ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
 
     With two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
     ``prefill_lost`` the decode server computes the prompt. Then call ``failed`` with ``prefilled``, because the prefill
@@ -385,7 +385,7 @@ class Scheduler:
         """
         assert self.decode is not None and placement.decode is not None
         decode = self.decode.pick(placement.request, now_s, among)
-        (self.decode.ended if decoding else self.decode.failed)(placement.decode, now_s)
+        (self.decode.on_request_end if decoding else self.decode.failed)(placement.decode, now_s)
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
@@ -417,14 +417,14 @@ class Scheduler:
         self.admission.prefilled(placement, now_s)
         if self.decode is None or placement.decode is None:
             return None
-        self.prefill.ended(placement.prefill, now_s)
+        self.prefill.on_request_end(placement.prefill, now_s)
         if decodes:
             return None
         # Decide again by the current decode load, which was a forecast when the request arrived.
         refusal = self.admission.before_decode(self._current(placement, now_s), now_s)
         if refusal is not None:
             self.decode.failed(placement.decode, now_s)
-            self.admission.ended(placement, now_s, None)
+            self.admission.on_request_end(placement, now_s, None)
             return replace(refusal, computed=True)
         return None
 
@@ -433,7 +433,7 @@ class Scheduler:
             self.decode.succeeded(placement.decode, now_s)
             self.admission.joined(placement, now_s)
 
-    def ended(
+    def on_request_end(
         self,
         placement: Placement,
         now_s: float,
@@ -446,22 +446,22 @@ class Scheduler:
         ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
         """
         if self.decode is not None and placement.decode is not None:
-            self.decode.ended(placement.decode, now_s, output_tokens=output_tokens)
+            self.decode.on_request_end(placement.decode, now_s, output_tokens=output_tokens)
         else:
-            self.prefill.ended(placement.prefill, now_s, cached_tokens, output_tokens)
-        self.admission.ended(placement, now_s, met)
+            self.prefill.on_request_end(placement.prefill, now_s, cached_tokens, output_tokens)
+        self.admission.on_request_end(placement, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
         """Record a failure of its server, before or after the prefill (``prefilled``) and decode join
         (``decoding``).
         """
         if self.decode is None or placement.decode is None:
-            (self.prefill.ended if prefilled else self.prefill.failed)(placement.prefill, now_s)
+            (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
             if not prefilled:
                 self.prefill.failed(placement.prefill, now_s)
-            (self.decode.ended if decoding else self.decode.failed)(placement.decode, now_s)
-        self.admission.ended(placement, now_s, None)
+            (self.decode.on_request_end if decoding else self.decode.failed)(placement.decode, now_s)
+        self.admission.on_request_end(placement, now_s, None)
 
     def _current(self, placement: Placement, now_s: float) -> Placement:
         """Return the placement with a current estimate of its decode server."""

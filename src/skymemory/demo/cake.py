@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
 from skymemory.cache.cake.pace import Pace
-from skymemory.demo.estimate import Estimate, Part, format_estimate, took
+from skymemory.demo.estimate import Estimate, Part, format_estimate, format_took
 from skymemory.demo.screen import Screen
 from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.forward import cache_option
@@ -162,7 +162,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
         _table(rows, tokens).print()
         print()
         write("every way the same next token" if same else "the ways DIFFER in their next token")
-    write(took(progress.seconds, estimate.first_s), progress.stream)
+    write(format_took(progress.seconds, estimate.first_s), progress.stream)
     return 0 if is_correct else 1
 
 
@@ -230,7 +230,7 @@ def _rows(args: argparse.Namespace, runs: CakeRuns, bars: Bars, tokens: int, rat
             bars.way(word)
             done[word] = runs.run(tokens, loading, even * ratio, bars if not rows else None)
             if not rows:
-                bars.ended(done[word].seconds, done[word].met_at_token)
+                bars.show_end(done[word].seconds, done[word].met_at_token)
         rows.append(RateRow(even * ratio, ratio, done["compute"], done["load"], done["both"]))
     return sorted(rows, key=lambda row: row.bytes_per_s)
 
@@ -310,7 +310,7 @@ class Bars:
             if time.monotonic() - self._drawn_s >= _FRAME_S:
                 self._draw()
 
-    def ended(self, seconds: float, met_at_token: int | None) -> None:
+    def show_end(self, seconds: float, met_at_token: int | None) -> None:
         with self._lock:
             met = f", met at token {met_at_token:,}" if met_at_token is not None else ""
             self._words[self._way] = f"{seconds:.2f} s{met}"

@@ -111,11 +111,11 @@ def run_drive(
     path: list[Stop],
     strategy: Strategy,
     value: bytes,
-    passed: Callable[[float, int, int], None] | None = None,
+    on_read: Callable[[float, int, int], None] | None = None,
 ) -> DriveReport:
     """Store the value at the start of the drive and read it every 5 s until its end.
 
-    ``passed`` is called after each read with the time, the reads so far and their hits.
+    ``on_read`` is called after each read with the time, the reads so far and their hits.
     """
     clock = MoveClock(time_scale=1.0, track=town.grid.track(path, town.margin))
     sky = SkyMap(town.grid.torus, town.grid.centre(path, town.margin))
@@ -140,8 +140,8 @@ def run_drive(
         now = clock.moves(cells.now_s)
         centre = sky.centre_at(now)
         farthest = max(farthest, *(sky.torus.hops(centre, server) for server in placement.locate_all(set_moves, now)))
-        if passed is not None:
-            passed(read_start_s, len(times_s), hits)
+        if on_read is not None:
+            on_read(read_start_s, len(times_s), hits)
         # Reads are due at fixed times, not after a fixed pause, so both schemes read at the same places.
         until_s = READ_EVERY_S * len(times_s)
         # Borders crossed before the next read. The least possible transfer is the chunks of the servers whose cell
@@ -206,7 +206,7 @@ def run_cells(args: argparse.Namespace) -> int:
     for strategy, words in SCHEMES:
         last_line_s = 0.0
 
-        def passed(time_s: float, reads: int, hits: int, words: str = words) -> None:
+        def on_read(time_s: float, reads: int, hits: int, words: str = words) -> None:
             nonlocal last_line_s
             wait.on_progress(time_s / path[-1].time_s, f"minute {time_s / 60:.0f} of {minutes:.0f}")
             if time_s >= last_line_s + SAY_EVERY_S:
@@ -214,7 +214,7 @@ def run_cells(args: argparse.Namespace) -> int:
                 progress.write(f"[{time_s / 60:4.0f} min] the cache {words}: {hits} of {reads} reads hit", 11)
 
         with run.part(f"the cache {words}", words) as wait:
-            reports.append(run_drive(town, path, strategy, value, passed))
+            reports.append(run_drive(town, path, strategy, value, on_read))
     if args.json:
         facts = {
             "rows": town.grid.rows,
@@ -229,7 +229,7 @@ def run_cells(args: argparse.Namespace) -> int:
         print(json.dumps(facts))
     else:
         _print(reports)
-    write(run.took(), out)
+    write(run.format_took(), out)
     return int(any(report.wrong or report.hits < report.reads for report in reports))
 
 

@@ -15,7 +15,7 @@ from typing import TextIO
 from skymemory.conductor.admission.named import options_of
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Slo
-from skymemory.demo.estimate import format_estimate, say_estimate, took
+from skymemory.demo.estimate import format_estimate, format_took, say_estimate
 from skymemory.demo.resources import slowdown, usable_cores
 from skymemory.demo.screen import Screen
 from skymemory.errors import InvalidInput, SkyMemoryError
@@ -110,7 +110,7 @@ def run_conductor(args: argparse.Namespace) -> int:
         write(f"written: {write_chrome_trace(runs[-1], args.chart)} ({SCHEDULERS[-1]}; for chrome://tracing)", stream)
     if args.json:
         print(json.dumps(_as_json(args, source, metrics), indent=1, ensure_ascii=False))
-    write(took(progress.seconds, estimate_s), stream)
+    write(format_took(progress.seconds, estimate_s), stream)
     _check(metrics)
     return 0
 

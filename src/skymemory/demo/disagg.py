@@ -33,7 +33,7 @@ from skymemory.demo.engines import (
     store_daemon,
     vllm_server,
 )
-from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.estimate import format_took, say_estimate
 from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_model_folder, shipped_document
 from skymemory.errors import SkyMemoryError
@@ -139,7 +139,7 @@ def run_disagg(args: argparse.Namespace) -> int:
         print(json.dumps({"requests": [asdict(row) for row in rows], "same_words": same, "burst": burst}))
     else:
         _print(len(rows), same, burst)
-    write(took(progress.seconds, estimate_s), progress.stream)
+    write(format_took(progress.seconds, estimate_s), progress.stream)
     free = burst["prefilled_tokens"] <= burst["admitted_tokens"]
     return 0 if same and all(row.moved for row in rows) and burst["failed"] == 0 and free else 1
 
@@ -155,14 +155,14 @@ def _prompts(count: int) -> Iterator[str]:
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
     """Print and return the rows, and return True if the checked answers have the words of a single engine."""
     rows, same = list[Row](), True
-    _asked(url, "The first request takes longer. " * 40)
+    _send_prompt(url, "The first request takes longer. " * 40)
     # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
     at_once = len(_line(_HEAD)) <= width_of(progress.stream)
     if at_once:
         progress.write(_line(_HEAD))
     for number, prompt in enumerate(_prompts(count), 1):
         before = _figures(prefill), _figures(decode)
-        answer = _asked(url, prompt)
+        answer = _send_prompt(url, prompt)
         if answer.status != 200:
             raise SkyMemoryError(f"request {number} was answered {answer.status}: {answer.text[:200]}")
         row = _row(prompt, answer, before, _settled(prefill, decode, before))
@@ -170,7 +170,7 @@ def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progr
         if at_once:
             progress.write(_line(_cells(number, row)))
         if number <= _CHECKED:
-            same = same and _asked(prefill, prompt).text == answer.text
+            same = same and _send_prompt(prefill, prompt).text == answer.text
     if not at_once:
         table = Table(_HEAD, [_cells(number, row) for number, row in enumerate(rows, 1)], left=())
         for line in table.lines(width_of(progress.stream)):
@@ -210,10 +210,10 @@ def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, fl
     text = shipped_document()
     prompts = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
     for prompt in prompts[count:]:  # the router learns the engine's prefill speed
-        _asked(url, prompt)
+        _send_prompt(url, prompt)
     before = _figures(prefill)
     with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda prompt: _asked(url, prompt), prompts[:count]))
+        answers = list(pool.map(lambda prompt: _send_prompt(url, prompt), prompts[:count]))
     time.sleep(0.5)
     now = _figures(prefill)
     admitted = [answer for answer in answers if answer.status == 200]
@@ -234,7 +234,7 @@ def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, fl
     }
 
 
-def _asked(url: str, prompt: str) -> Answer:
+def _send_prompt(url: str, prompt: str) -> Answer:
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE_S)
     body = {"model": "sky", "prompt": prompt, "max_tokens": _NEW_TOKENS, "temperature": 0, "stream": True}

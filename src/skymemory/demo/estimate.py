@@ -86,7 +86,7 @@ def say_estimate(progress: Progress, seconds: float) -> None:
     progress.say(f"estimate: {format_estimate(seconds)} in all")
 
 
-def took(seconds: float, estimated_s: float) -> str:
+def format_took(seconds: float, estimated_s: float) -> str:
     return f"took {seconds:.0f} s (estimated {estimated_s:.0f} s)"
 
 
@@ -115,5 +115,5 @@ class TimedRun:
         if words := self.estimate.correction(self.progress.seconds):
             self.progress.say(words)
 
-    def took(self) -> str:
-        return took(self.progress.seconds, self.estimate.first_s)
+    def format_took(self) -> str:
+        return format_took(self.progress.seconds, self.estimate.first_s)

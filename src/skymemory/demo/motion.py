@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
 from skymemory.constellation.torus import SatelliteId
-from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.estimate import format_took, say_estimate
 from skymemory.demo.resources import slowdown
 from skymemory.demo.screen import Draw, Screen
 from skymemory.errors import InvalidInput
@@ -168,7 +168,7 @@ Counts = tuple[int, int]
 """Numbers of correct reads and of all reads."""
 
 
-def counted(moves: Moves) -> str:
+def format_moves(moves: Moves) -> str:
     """Format ``(1, 2)`` as "1 slot move and 2 plane moves"."""
     slots, planes = moves
     return f"{slots} slot move{'s' * (slots != 1)} and {planes} plane move{'s' * (planes != 1)}"
@@ -239,19 +239,19 @@ class MotionReport:
         return sum(report.values for report in self.reads)
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         """True if no byte was wrong, and at the end all satellites answer and all values are readable."""
         is_complete = self.readable_at_end == self.values and self.satellites_at_end == self.satellites
         return self.wrong == 0 and all(report.right > 0 for report in self.reads) and is_complete
 
     def as_object(self) -> dict[str, object]:
-        return {"sound": self.sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
+        return {"sound": self.is_sound, "values": self.values, "wrong": self.wrong, **asdict(self)}
 
     def lines(self, width: int) -> list[str]:
         refused = sum(report.recompute_refused for report in self.reads)
         facts = {
             "flown": f"{self.satellite_seconds / 60:.0f} minutes of orbit in {self.seconds:.0f} s: "
-            f"{counted((self.slot_moves, self.plane_moves))}",
+            f"{format_moves((self.slot_moves, self.plane_moves))}",
             "moved": f"{self.chunks_moved:,} chunks, {format_size(self.bytes_moved)}, from satellite to satellite",
             "lost": f"{self.chunks_lost:,} chunks, {format_size(self.bytes_lost)}, with {self.killed_host}, "
             f"which was dead for {self.down_s:.1f} s",
@@ -385,7 +385,7 @@ class _Flight:
         overhead = self.placement.centre_at(moves)
         moved = self.watch.total("chunks_migrated_out")
         return [
-            f"overhead: plane {overhead.plane + 1}, satellite {overhead.slot + 1}, after {counted(moves)}",
+            f"overhead: plane {overhead.plane + 1}, satellite {overhead.slot + 1}, after {format_moves(moves)}",
             f"handed over {moved:,} chunks, {format_size(moved * self.plan.chunk_bytes)}",
             *(reader.words for reader in self.readers),
         ]
@@ -584,9 +584,9 @@ def run_motion(args: argparse.Namespace) -> int:
         print()
         write("\n".join(report.lines(width_of(stream))))
         print()
-        write("done; the constellation is down again" if report.sound else "FAILED: see above")
-    write(took(progress.seconds, estimate_s), stream)
-    return 0 if report.sound else 1
+        write("done; the constellation is down again" if report.is_sound else "FAILED: see above")
+    write(format_took(progress.seconds, estimate_s), stream)
+    return 0 if report.is_sound else 1
 
 
 def _demonstrate(

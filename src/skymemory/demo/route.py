@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
-from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.estimate import format_took, say_estimate
 from skymemory.demo.processes import service
 from skymemory.demo.resources import slowdown
 from skymemory.demo.screen import Screen
@@ -197,7 +197,7 @@ class Stage:
     async def measure(self, seed: int) -> Speed:
         dice = random.Random(seed)
 
-        async def one(url: str, prompt_tokens: int, new_tokens: int) -> int:
+        async def send_probe(url: str, prompt_tokens: int, new_tokens: int) -> int:
             text = " ".join(str(dice.randrange(10**6)) for _ in range(prompt_tokens // 4))
             answer = await Client(self.client, Target(url, "small", patience_s=PATIENCE_S)).probe(
                 text, new_tokens, time.perf_counter
@@ -206,7 +206,7 @@ class Stage:
 
         async def all_of(prompt_tokens: int, new_tokens: int) -> tuple[int, float]:
             started_s = time.perf_counter()
-            probes = (one(url, prompt_tokens, new_tokens) for url in self.urls for _ in range(_PROBES))
+            probes = (send_probe(url, prompt_tokens, new_tokens) for url in self.urls for _ in range(_PROBES))
             return sum(await asyncio.gather(*probes)), time.perf_counter() - started_s
 
         tokens, seconds = await all_of(PROBE_TOKENS, 1)
@@ -285,7 +285,7 @@ def run_route(args: argparse.Namespace) -> int:
         words = "every request was answered" if is_correct else "FAILED: requests were not answered"
         print()
         write(f"{words}; the engines are down again")
-    write(took(progress.seconds, estimate_s), progress.stream)
+    write(format_took(progress.seconds, estimate_s), progress.stream)
     for row in stage.rows:
         for error in sorted({error for answer in row.answers if (error := error_of(answer))}):
             write_line(f"{row.strategy}: {error}", sys.stderr)

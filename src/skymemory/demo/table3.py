@@ -136,7 +136,7 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
         print_table_3(rows, words)
         verdict = "done" if is_correct else "FAILED: see above"
         print()
-        write(f"{verdict}; the constellation is down again; {run.took()}. Try next:")
+        write(f"{verdict}; the constellation is down again; {run.format_took()}. Try next:")
         print("\n".join(command_lines(_NEXT, width_of())))
     return 0 if is_correct else 1
 

@@ -27,7 +27,7 @@ from skymemory.demo.engines import (
     store_daemon,
     vllm_server,
 )
-from skymemory.demo.estimate import say_estimate, took
+from skymemory.demo.estimate import format_took, say_estimate
 from skymemory.demo.resources import contention, slowdown
 from skymemory.engine.inputs import check_engine_installed, check_model_folder, shipped_document
 from skymemory.errors import SkyMemoryError
@@ -77,7 +77,7 @@ def run_vllm(args: argparse.Namespace) -> int:
         print(json.dumps(dict(zip(("first", "second"), answers, strict=True))))
     else:
         _print(answers)
-    write(took(progress.seconds, estimate_s), sys.stderr if args.json else sys.stdout)
+    write(format_took(progress.seconds, estimate_s), sys.stderr if args.json else sys.stdout)
     same = [answer["text"] for answer in answers[0]] == [answer["text"] for answer in answers[1]]
     return 0 if same and answers[1][0]["cached_tokens"] > 0 else 1
 

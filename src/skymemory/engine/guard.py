@@ -2,8 +2,8 @@
 
 A call (``Guard.__call__``): find the cache among the arguments, check that the model is unchanged, compare the input
 tokens with the loaded tokens, turn the common prefix into contents of the cache and cut it from the input, and record
-the tokens that the model appends. When the pass has ended (``Guard.passed``), the tokens that it skipped count as used.
-Loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
+the tokens that the model appends. When the pass has ended (``Guard.on_pass_end``), the tokens that it skipped count as
+used. Loaded tokens that no pass skipped count as unused, by reason (``Guard.settle``).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Guard:
         ids = arguments.get("input_ids")
         step = start and isinstance(ids, torch.Tensor) and ids.shape[-1] == 1
         first = not start or start == cache.taken
-        is_same = self.look(cache, Care.USE if first else Care.STEP if step else Care.CALL)
+        is_same = self.check_unchanged(cache, Care.USE if first else Care.STEP if step else Care.CALL)
         if cache.taken:
             if first and not is_same:
                 raise CacheMisuse(
@@ -123,13 +123,13 @@ class Guard:
         try:
             return (), self._prepare(cache, start, arguments)
         except CacheMisuse:
-            cache.passed()  # nothing was computed
+            cache.on_pass_end()  # nothing was computed
             raise
 
     def _prepare(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
         if start and not cache.suffices(start):
             self._compute_again(cache, start)
-        if not cache.saw(start):  # the loaded tokens do not continue contents from unseen passes
+        if not cache.has_recorded(start):  # the loaded tokens do not continue contents from unseen passes
             cache.loaded = cache.loaded[:start]
         if len(cache.loaded) > start or (not start and (cache.states or cache.used_before)):
             given = self._advance(cache, start, given)
@@ -137,21 +137,21 @@ class Guard:
             _check_goes_on(start, given)
             cache.stop(decoding=True)
         ids, length = given.get("input_ids"), cache.get_seq_length()
-        cache.note(ids, plain=self._is_plain(length, ids, given))
-        if cache.plain and ids is not None and given.get("position_ids") is None:
+        cache.record_input(ids, plain=self._is_plain(length, ids, given))
+        if cache.has_known_tokens and ids is not None and given.get("position_ids") is None:
             given = {**given, **at_positions(self._model, length, ids.shape[1], ids.shape[0])}
         return given
 
     def _check_model(self, cache: SkyCache) -> None:
         """Raise CacheMisuse for contents of another model, unless one of the two models is a part of the other."""
-        other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held else self._model
+        other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
-                f"a model is given a cache whose {cache.held} tokens are of another one: get one from a KVCManager of "
-                "the model that you call"
+                f"a model is given a cache whose {cache.held_tokens} tokens are of another one: get one from a "
+                "KVCManager of the model that you call"
             )
 
-    def look(self, cache: SkyCache, care: Care = Care.USE) -> bool:
+    def check_unchanged(self, cache: SkyCache, care: Care = Care.USE) -> bool:
         """Check that the model is unchanged since the cache was made; if not, drop the loaded tokens and store
         nothing.
         """
@@ -162,9 +162,9 @@ class Guard:
         cache.context = None
         return False
 
-    def passed(self, cache: SkyCache, output: object = None) -> None:
+    def on_pass_end(self, cache: SkyCache, output: object = None) -> None:
         """Record the end of a forward pass: count the loaded tokens that it skipped."""
-        cache.passed()
+        cache.on_pass_end()
         if cache.filled and torch.is_grad_enabled():
             _refuse_gradients(output, cache.filled)
         if cache.skipping is not None and cache.guard is self:
@@ -263,13 +263,13 @@ class Guard:
         try:
             for stop in cache.stops_before(start + end):
                 piece = ids[:, cache.get_seq_length() - start : stop - start]
-                cache.note(piece, plain=True)
-                options = {**self._last_logits, **at_positions(self._model, cache.held, piece.shape[1])}
+                cache.record_input(piece, plain=True)
+                options = {**self._last_logits, **at_positions(self._model, cache.held_tokens, piece.shape[1])}
                 self._model(input_ids=piece, use_cache=True, **cache_option(self._model, cache), **options)
                 cache.stop()
         finally:
             cache.guard = self
-        computed: int = cache.held - start - begun
+        computed: int = cache.held_tokens - start - begun
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
@@ -287,7 +287,7 @@ class Guard:
         ids = torch.from_numpy(known).to(self._model.device)[None]
         cache.guard = None  # the guard must not check its own pass
         try:
-            cache.note(ids, plain=True)
+            cache.record_input(ids, plain=True)
             with torch.no_grad():
                 options = {**self._last_logits, **at_positions(self._model, 0, start)}
                 self._model(input_ids=ids, use_cache=True, **cache_option(self._model, cache), **options)
@@ -316,7 +316,11 @@ class Guard:
             return "embeddings instead of tokens"
         # A caller that does not request only the last logits wants all, if the model can return fewer.
         last_logits = given.get("logits_to_keep", 0 if "logits_to_keep" in self._parameters else 1)
-        if not isinstance(last_logits, int) or last_logits < 1 or any(self._asked(name, given) for name in _ALL_ALONG):
+        if (
+            not isinstance(last_logits, int)
+            or last_logits < 1
+            or any(self._is_requested(name, given) for name in _ALL_ALONG)
+        ):
             return "more asked for than its last logits"
         if other := next((name for name, value in given.items() if self._is_other_input(name, value)), ""):
             return f"other inputs ({other})"
@@ -341,7 +345,7 @@ class Guard:
         shifts = tuple(row_padding - padding for row_padding in paddings) if len(set(paddings)) > 1 else ()
         return _Call(ids[:, padding:], padding, last_logits, shifts)
 
-    def _asked(self, name: str, given: dict[str, Any]) -> bool:
+    def _is_requested(self, name: str, given: dict[str, Any]) -> bool:
         value = given.get(name)
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
@@ -390,7 +394,7 @@ class GuardHook:
             return None
         if output:  # the pass has ended
             if (cache := find_cache(args, kwargs)) is not None:
-                cache.passed() if guard is None else guard.passed(cache, output[0])
+                cache.on_pass_end() if guard is None else guard.on_pass_end(cache, output[0])
             return None
         return None if guard is None else guard(module, args, kwargs)
 
@@ -647,4 +651,4 @@ class ComputeClock:
         self._begun.at_s = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, torch.Tensor) and ids.device.type == "cpu":
-            self._rate.took(ids.numel(), time.perf_counter() - started_s)
+            self._rate.record(ids.numel(), time.perf_counter() - started_s)

@@ -114,7 +114,7 @@ class KVCManager:
         if loading not in get_args(Loading):
             raise InvalidInput(f"no loading {loading!r}: choose one of {', '.join(get_args(Loading))}")
         chosen = codec_of(codec)
-        model = within(model)
+        model = unwrap_model(model)
         if hasattr(model, "peft_config") and weights is not None and not adapter:
             raise InvalidInput("weights= names the base model, which has an adapter: name the adapter with adapter=…")
         self.model = model
@@ -418,7 +418,7 @@ class KVCManager:
         first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
         for part, part_missing in windowed:
-            visible = part.seen(blocks * self.layout.block_tokens)
+            visible = part.get_visible_blocks(blocks * self.layout.block_tokens)
             wanted += [index for index in part_missing if index >= covered and index in visible]
         return 1 + max(wanted, default=-1)
 
@@ -556,7 +556,7 @@ class KVCManager:
             raise InvalidInput("this KVCManager is closed: make a new one")
 
 
-def within(model: Any) -> Any:
+def unwrap_model(model: Any) -> Any:
     """Return the transformers model inside a ``torch.compile`` or peft wrapper."""
     inner = getattr(model, "_orig_mod", model)
     config = getattr(inner, "active_peft_config", None)

@@ -261,7 +261,7 @@ class _Rows:
         self._places = [(holder, key) for holder, key, _ in rows]
         self._before = [value for *_, value in rows]
 
-    def held(self) -> list[Any] | None:
+    def get_unchanged(self) -> list[Any] | None:
         """Return the current values if they are the same objects; else None."""
         try:
             now = [holder[key] for holder, key in self._places]
@@ -294,7 +294,7 @@ class _Snapshot:
         is_counted = [_is_counted(tensor) for *_, tensor in tensors]
         self._counted = is_counted if not all(is_counted) else []
         """Flags by tensor, True if torch counts its writes; empty if it counts all."""
-        self._looks = self._look(tensor for *_, tensor in tensors)
+        self._looks = self._get_addresses_and_versions(tensor for *_, tensor in tensors)
         settings = [
             (module.__dict__, name, value)
             for module in modules
@@ -326,8 +326,12 @@ class _Snapshot:
         return care < Care.USE or self._same_numbers_and_code()
 
     def _same_tensors(self) -> bool:
-        tensors = self._tensors.held()
-        return tensors is not None and self._look(tensors) == self._looks and self._children.held() is not None
+        tensors = self._tensors.get_unchanged()
+        return (
+            tensors is not None
+            and self._get_addresses_and_versions(tensors) == self._looks
+            and self._children.get_unchanged() is not None
+        )
 
     def _same_numbers_and_code(self) -> bool:
         if list(map(len, self._parts)) != self._sizes or not self._modes.equal():
@@ -337,7 +341,7 @@ class _Snapshot:
     def same_numbers(self) -> bool:
         return all(torch.equal(_bytes_of(views), before) for views, before in self._samples)
 
-    def _look(self, tensors: Iterable[torch.Tensor]) -> list[object]:
+    def _get_addresses_and_versions(self, tensors: Iterable[torch.Tensor]) -> list[object]:
         if self._counted:
             tensors = [tensor for tensor, counted in zip(tensors, self._counted, strict=True) if counted]
         tensors = list(tensors)
@@ -383,7 +387,7 @@ class Fingerprint:
             futures = {name: self._pieces(name, tensor, pool) for name, tensor in tensors.items()}
             for name, tensor in tensors.items():
                 pieces = [piece.result() if isinstance(piece, Future) else piece for piece in futures[name]]
-                known[name] = _Digested(weakref.ref(tensor), _look(tensor), pieces)
+                known[name] = _Digested(weakref.ref(tensor), _get_address_and_version(tensor), pieces)
                 model_hash.update(f"|{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode() + b"".join(pieces))
         self._known = known
         for name, module in self._model.named_modules(remove_duplicate=False):
@@ -394,7 +398,7 @@ class Fingerprint:
 
     def _pieces(self, name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[bytes]] | list[bytes]:
         known = self._known.get(name)
-        if known is not None and known.tensor() is tensor and known.look == _look(tensor):
+        if known is not None and known.tensor() is tensor and known.look == _get_address_and_version(tensor):
             return known.pieces
         return [pool.submit(_sha256, piece) for piece in _split(tensor)]
 
@@ -454,7 +458,7 @@ def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return modules
 
 
-def _look(tensor: torch.Tensor) -> _Look:
+def _get_address_and_version(tensor: torch.Tensor) -> _Look:
     return (tensor.data_ptr(), tensor._version) if _is_counted(tensor) else (id(tensor), tensor.dtype)
 
 
@@ -525,12 +529,12 @@ def _plain_of(attributes: Mapping[str, object]) -> dict[str, object]:
     for name, value in attributes.items():
         if isinstance(value, (*_SETTING, torch.ScriptObject)):
             own[name] = value
-        elif type(value) in (list, tuple, dict, set) and _plain(value):
+        elif type(value) in (list, tuple, dict, set) and _has_only_settings(value):
             own[name] = value.copy() if isinstance(value, list | dict | set) else value
     return own
 
 
-def _plain(value: Any) -> bool:
+def _has_only_settings(value: Any) -> bool:
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     return all(isinstance(item, _SETTING) for item in inner)
 

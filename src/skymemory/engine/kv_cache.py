@@ -114,7 +114,7 @@ class RoomPool:
             if best is not None and len(best) <= 4 * max(size_bytes, self._GRAIN_BYTES):
                 return torch.from_numpy(best)
             rounded = -(-size_bytes // self._GRAIN_BYTES) * self._GRAIN_BYTES
-            array = _fresh(rounded)
+            array = _map_memory(rounded)
             if len(self._arrays) >= self._keep:
                 self._arrays.pop(0)
             if self._keep:
@@ -133,7 +133,7 @@ _FREE = _references([np.empty(1, np.uint8)])[0]
 """Reference count of an array that only its list holds, in this Python."""
 
 
-def _fresh(size_bytes: int) -> npt.NDArray[np.uint8]:
+def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
     # MAP_PRIVATE: a forked child must not write into it.
     room = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -226,7 +226,7 @@ class Presence:
         self._window = window
         self._tokens = np.zeros(room_tokens, bool)
 
-    def came(self, start: int, stop: int) -> None:
+    def mark_present(self, start: int, stop: int) -> None:
         """Record tokens as present. Tokens after the room's end are computed, so they always count as present."""
         self._tokens[start:stop] = True
 
@@ -375,10 +375,10 @@ class GroupRoom:
         row_bytes, stride = layout.block_tokens * token_bytes, room_tokens * token_bytes
         return Rows(head, room, start * token_bytes, count, row_bytes, stride)
 
-    def came(self, index: int) -> None:
+    def on_block(self, index: int) -> None:
         tokens = self._layout.block_tokens
         if self.presence is not None:
-            self.presence.came(index * tokens, (index + 1) * tokens)
+            self.presence.mark_present(index * tokens, (index + 1) * tokens)
 
     def place(self, index: int, block: memoryview) -> None:
         tokens = self._layout.block_tokens
@@ -388,13 +388,13 @@ class GroupRoom:
             span = slice(index * tokens, (index + 1) * tokens)
             for target, part in zip(self._rooms, _parts(np.frombuffer(block, np.uint8), self._layout), strict=True):
                 np.copyto(target.view(torch.uint8).numpy()[:, :, span], part)
-        self.came(index)
+        self.on_block(index)
 
     def flush(self) -> None:
         if self._staging is not None:
             self._staging.flush()
 
-    def lacking(self, tokens: int) -> list[int]:
+    def find_missing_blocks(self, tokens: int) -> list[int]:
         if self.presence is None:
             return []
         block = self._layout.block_tokens
@@ -407,13 +407,13 @@ class GroupRoom:
 
 
 class Guarding(Protocol):
-    def look(self, cache: SkyCache) -> bool: ...
+    def check_unchanged(self, cache: SkyCache) -> bool: ...
 
     def settle(self, cache: SkyCache) -> None: ...
 
 
 class Bringing(Protocol):
-    def bring(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
+    def load_blocks(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None: ...
 
 
 class SkyCache(DynamicCache):  # type: ignore[misc]
@@ -526,10 +526,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def _account(self) -> None:
         """Record the tokens appended since the last call as present. (Layers cannot: their updates are compiled.)"""
-        length = self.held
+        length = self.held_tokens
         for group in self.groups:
             if group.presence is not None:
-                group.presence.came(self._accounted, length)
+                group.presence.mark_present(self._accounted, length)
         self._accounted = length
 
     def rewind(self) -> None:
@@ -547,7 +547,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.loaded, self.stops = loaded, stops
 
     @property
-    def held(self) -> int:
+    def held_tokens(self) -> int:
         return int(self.get_seq_length())
 
     @property
@@ -561,21 +561,23 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         if not self.get_seq_length():
             if self.guard is None:
                 return 0
-            self.guard.look(self)
+            self.guard.check_unchanged(self)
             self._handed_to_generate = self._in_a_pass = False
             self.advance(self.usable(len(self.loaded)))
-            self.taken = self.held
+            self.taken = self.held_tokens
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
         """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position with all tokens of
         its window and with kept states, if the model has any.
         """
-        length = self.held
+        length = self.held_tokens
         if not all(layer.in_place for layer in self._attention):
             return 0
         if self.source is not None and not self.suffices(length + tokens):
-            self.source.bring(self.loaded, self.groups, [group.lacking(length + tokens) for group in self.groups])
+            self.source.load_blocks(
+                self.loaded, self.groups, [group.find_missing_blocks(length + tokens) for group in self.groups]
+            )
             for group in self.groups:
                 group.flush()  # at once: later, tokens computed instead could be overwritten
         if not self.states and self.suffices(length + tokens):
@@ -612,7 +614,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def advance(self, tokens: int) -> None:
         """Make the next ``tokens`` loaded tokens contents."""
-        start = self.held
+        start = self.held_tokens
         self.fill(self.loaded[: start + tokens])
         self.skipping = (start, start + tokens) if tokens else None
 
@@ -639,7 +641,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._readers -= 1
 
     def enter(self) -> None:
-        self._in_a_pass, self.pass_start = True, self.held
+        self._in_a_pass, self.pass_start = True, self.held_tokens
 
     @property
     def has_failed(self) -> bool:
@@ -652,15 +654,15 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Empty the cache after a first pass that failed; the loaded tokens stay usable."""
         self._empty(self.loaded)
 
-    def passed(self) -> None:
+    def on_pass_end(self) -> None:
         self._in_a_pass = False
 
     @property
-    def plain(self) -> bool:
+    def has_known_tokens(self) -> bool:
         """True if the contents are known tokens at consecutive positions."""
         return not self._closed
 
-    def note(self, input_ids: torch.Tensor | None, plain: bool) -> None:
+    def record_input(self, input_ids: torch.Tensor | None, plain: bool) -> None:
         """Record the ``input_ids`` (rows, n) of the next pass; ``plain``: equal rows at consecutive positions."""
         length = self.get_seq_length()
         self._in_a_pass = True
@@ -674,14 +676,14 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def passed_unseen(self) -> bool:
-        return not self.result.usage.is_in_use and self.held > self._seen_tokens
+        return not self.result.usage.is_in_use and self.held_tokens > self._seen_tokens
 
     def __del__(self) -> None:
         guard: Guarding | None = self.__dict__.get("guard")  # absent if the constructor failed
         if guard is not None and not sys.is_finalizing() and self.result.usage.drop():
             guard.settle(self)
 
-    def saw(self, held: int) -> bool:
+    def has_recorded(self, held: int) -> bool:
         """Return True if the guard recorded all passes that appended the first ``held`` tokens."""
         return self._seen_tokens >= held
 
@@ -711,7 +713,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         self._account()
         super().crop(tokens_to_remove)
-        self._accounted = self.held
+        self._accounted = self.held_tokens
         self.loaded, self.stops, self.taken = _NO_TOKENS, {}, 0
         recorded = _joined(self._seen)
         self._closed = self._closed and len(recorded) < self.get_seq_length()
@@ -826,10 +828,10 @@ def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[
     thread that another program keeps from running.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
-    return _apart(block.reshape(layout.layers, -1), layout, of_keys, of_values)
+    return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
 
-def _apart(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
+def _split_keys_values(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
     """Split ``layers``, (…, numbers of a layer), into keys and values, each (…, kv_heads, tokens, width)."""
     shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
@@ -926,7 +928,9 @@ class Staging:
                 indices = indices.pin_memory()
             where = indices.to(self._device, non_blocking=True)
             numbers = on_device.view(self._rooms[0].dtype).view(len(on_device), self._layout.layers, -1)
-            for room, part in zip(self._rooms, _apart(numbers, self._layout, *self._layout.widths), strict=True):
+            for room, part in zip(
+                self._rooms, _split_keys_values(numbers, self._layout, *self._layout.widths), strict=True
+            ):
                 blocks = room[:, :, : room.shape[2] // self._layout.block_tokens * self._layout.block_tokens]
                 blocks.unflatten(2, (-1, self._layout.block_tokens))[:, :, where] = part.permute(1, 2, 0, 3, 4)
         if stream is not None:

@@ -146,12 +146,12 @@ def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     before, finished = _resident_bytes(), threading.Event()
 
-    def look() -> None:
+    def report_growth() -> None:
         while not finished.wait(_LOOK_S):
             grown = max(now - then for now, then in zip(_resident_bytes(), before, strict=True))
             report(min(0.99, grown / total), f"{format_size(min(grown, total))} of {format_size(total)} of weights")
 
-    thread = threading.Thread(target=look, name="loading", daemon=True)
+    thread = threading.Thread(target=report_growth, name="loading", daemon=True)
     if total and any(before):
         thread.start()
     try:

@@ -126,7 +126,7 @@ class PluginStore:
         self.counters = SharedCounters()
         """Counters: hits_total, misses_total{reason}, stored_total, present_total, refused_total{reason}, and bytes."""
 
-    def beside(self, context: CacheContext, value_bytes: int) -> PluginStore:
+    def with_context(self, context: CacheContext, value_bytes: int) -> PluginStore:
         """Return the values of another context in the same store, which counts and closes with this object."""
         other = copy(self)
         other._digest, other.value_bytes = context.digest(), max(1, value_bytes)

@@ -152,7 +152,7 @@ def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[Laye
     tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BIT)
     try:
         at_once, unplaced, (parts, *with_changed_states) = (
-            probe.whole(),
+            probe.run_whole(),
             probe.without_positions(),
             probe.in_two_parts(),
         )
@@ -230,7 +230,7 @@ class _Probe:
         self._front = _FRONT_BLOCKS * _BLOCK_TOKENS
         self.kinds_of_states = states.kinds if states is not None else []
 
-    def whole(self) -> torch.Tensor:
+    def run_whole(self) -> torch.Tensor:
         """Run the model as ``generate`` calls it."""
         return self._at_once(at_positions(self._model, 0, _TOKENS))
 
@@ -289,10 +289,10 @@ class _Probe:
 
     def loaded(self, guard: Guarding, context: CacheContext) -> SkyCache:
         cache, front = self._cache(), self._ids[:, : self._front]
-        cache.note(front, plain=True)
+        cache.record_input(front, plain=True)
         with torch.inference_mode():
             self._pass(front, cache, **at_positions(self._model, 0, self._front))
-        cache.passed()
+        cache.on_pass_end()
         cache.stop()
         cache.rewind()
         cache.guard, cache.context, cache.prompt = guard, context, self._ids[0].cpu().numpy()

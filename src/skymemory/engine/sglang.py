@@ -79,7 +79,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         dtype = f"{getattr(host_pool, 'dtype', None)} {self._settings.kv_dtype}".rstrip()
         context = _context(self._settings.weights, dtype, self._config, host_pool, name)
         page_bytes = _bytes_of(host_pool.get_dummy_flat_data_page()).nbytes
-        self._pools[name] = _Pool(host_pool, self.values.beside(context, page_bytes))
+        self._pools[name] = _Pool(host_pool, self.values.with_context(context, page_bytes))
 
     @property
     def values(self) -> PluginStore:

@@ -57,8 +57,8 @@ class DecodeServers(Indexed):
         super().succeeded(request, server, now_s, cached_tokens)
         self.ranking.succeeded(request, server, now_s, cached_tokens)
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        self.ranking.ended(request, server, now_s, output_tokens)
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        self.ranking.on_request_end(request, server, now_s, output_tokens)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         super().failed(request, server, now_s)

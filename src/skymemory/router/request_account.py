@@ -152,7 +152,7 @@ class RequestAccount:
             cached_tokens = None
         if self._open:
             self._open = False
-            self._enter(self._scheduler.ended, self._placement, now_s, met, cached_tokens, output_tokens)
+            self._enter(self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
         """Record a failure before the first byte, which says nothing about the cache."""
@@ -258,7 +258,7 @@ class PairAccount(RequestAccount):
         # The cached tokens of this usage are what the decode server got from the prefill server: they are not passed
         # on.
         output_tokens = None if usage is None else usage.output_tokens
-        self._scheduler.ended(self._placement, now_s, met, output_tokens=output_tokens)
+        self._scheduler.on_request_end(self._placement, now_s, met, output_tokens=output_tokens)
 
     def failed(self, now_s: float) -> None:
         if self._open and not self._first:

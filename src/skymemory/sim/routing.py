@@ -224,7 +224,7 @@ class _Simulation:
     def _end(self, engine: _Engine, job: _Job, now_s: float) -> None:
         if not job.decision.request.streams:
             self._picker.succeeded(job.decision, now_s)
-        self._picker.ended(job.decision, now_s, output_tokens=job.request.output_tokens)
+        self._picker.on_request_end(job.decision, now_s, output_tokens=job.request.output_tokens)
         engine.decoding -= 1
         engine.tokens -= job.request.input_tokens
         before, outcome = engine.prefills, self._outcomes[job.at]

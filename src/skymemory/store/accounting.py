@@ -67,7 +67,7 @@ class Deadlines:
         """Return the expiry time of ``key``; infinite if it has none."""
         return self._until_s.get(key, math.inf)
 
-    def ended(self, now_s: float) -> list[bytes]:
+    def pop_expired(self, now_s: float) -> list[bytes]:
         """Forget and return the expired keys, each once."""
         expired = []
         while self._heap and self._heap[0][0] <= now_s:
@@ -693,7 +693,7 @@ class BudgetedStore(TwoPhase):
         lifetimes = self._inventory.lifetimes
         if lifetimes.next_s < math.inf and lifetimes.next_s <= (now_s := self._clock()):
             with self._lock:
-                for key in lifetimes.ended(now_s):
+                for key in lifetimes.pop_expired(now_s):
                     self._end(key)
                     self._counters.add("expired")
         return self._lock

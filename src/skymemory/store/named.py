@@ -122,7 +122,7 @@ def named_payload(value: memoryview, name: str) -> memoryview | str:
     return payload if header.name == name else f"foreign: its name is {header.name!r}"
 
 
-def bare(store: Store) -> Store:
+def unwrap_store(store: Store) -> Store:
     """Return the innermost store, without wrappers (seals, quotas …)."""
     while isinstance(store, Wrapped):
         store = store.store
@@ -189,7 +189,7 @@ class NamedValues:
         Raises:
             InvalidInput: this store cannot list.
         """
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         if not isinstance(store, Listing):
             raise InvalidInput(f"a {store.name} store cannot list names: a constellation, memory and disk can")
         return store.names()
@@ -197,7 +197,7 @@ class NamedValues:
     def _expiring(self, ttl_s: float) -> Expiring:
         if not ttl_s > 0:
             raise InvalidInput(f"a lifetime of {ttl_s} s: expected more than 0")
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         if not isinstance(store, Expiring):
             raise InvalidInput(f"a {store.name} store cannot expire values: each of its tiers alone can")
         return store

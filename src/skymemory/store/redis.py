@@ -451,7 +451,7 @@ class Link:
             self._is_in_doubt = False
         except (self._redis.RedisError, OSError) as error:
             if isinstance(error, self._redis.TimeoutError | TimeoutError):
-                self._rest()
+                self._rest_and_probe()
             replies += [Unreachable(str(error))] * (len(commands) - len(replies))
         return replies
 
@@ -473,7 +473,7 @@ class Link:
             if connection is not None:
                 self._pool.release(connection)
 
-    def _rest(self) -> None:
+    def _rest_and_probe(self) -> None:
         """Send only a probe for a while, whose answer ends the silence: a stalled server is used as soon as it
         continues. A server that answers only the probe is not probed again.
         """

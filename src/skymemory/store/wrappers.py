@@ -159,7 +159,7 @@ class Sketch:
         self._now, self._before = bytearray(self._bits // 8), bytearray(self._bits // 8)
         self._added = 0
 
-    def seen(self, key: bytes) -> bool:
+    def check_and_add(self, key: bytes) -> bool:
         """Add ``key``; return True if it was seen before."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
@@ -191,7 +191,7 @@ class AdmittingStore(Selecting):
         keys = [key for key, _ in items]
         states = self.store.lookup(keys)
         with self._lock:
-            offered = [self._sketch.seen(key) for key in keys]
+            offered = [self._sketch.check_and_add(key) for key in keys]
         admitted = [was or present is not Presence.MISS for was, present in zip(offered, states, strict=True)]
         self._counters.add("writes_not_admitted", admitted.count(False))
         return admitted

@@ -296,7 +296,7 @@ def test_a_slow_link_has_the_time_its_bytes_take() -> None:
 def test_a_tier_that_hangs_is_left_alone_by_the_prompts_that_follow_though_threads_are_left() -> None:
     store, cake = stored()
     cake = Cake(cake.parts, replace(cake.settings, deadline_s=20.0, fetch_threads=20))
-    cake.blocks.compute.took(1000, 1.0)
+    cake.blocks.compute.record(1000, 1.0)
     store.method = "complete_load"
     began_s = time.monotonic()
     first = loaded(cake, Sink())[0].finish()

@@ -58,7 +58,7 @@ def hierarchy() -> Iterator[tuple[BlockCache, Hanging]]:
         cache.save(cache.hashes(prompt), range(6), Engine(prompt))
         near.delete(cache.hashes(prompt))
         assert load(cache, prompt)[0].hit_tokens == {"far": 23}
-    cache.compute.took(1000 * len(prompts(1)[0]), 1000 * PROMPT_S)
+    cache.compute.record(1000 * len(prompts(1)[0]), 1000 * PROMPT_S)
     try:
         yield cache, far
     finally:
@@ -155,7 +155,7 @@ def test_the_first_prompt_of_all_waits_for_one_question_at_most() -> None:
 def test_what_is_worth_much_is_waited_for() -> None:
     """A load of a second, where computing takes a minute, is no hang."""
     with hierarchy() as (cache, far):
-        cache.compute.took(10**9, 10**9)
+        cache.compute.record(10**9, 10**9)
         far.method = "complete_load"
         far.gate.clear()
         threading.Timer(0.3, far.gate.set).start()
@@ -187,37 +187,37 @@ def test_the_usual_is_the_99th_percentile_of_calls_alike() -> None:
     usual = Latencies()
     assert usual.p99_s() is None
     for at in range(7):
-        usual.took(0.0005 * (at + 1))
+        usual.record(0.0005 * (at + 1))
         assert usual.p99_s() == 0.0005 * (at + 1), "of a few the longest"
     for at in range(100):
-        usual.took(0.001 * (at + 1))
+        usual.record(0.001 * (at + 1))
     assert usual.p99_s() == pytest.approx(0.099)
     loads = Latencies()
     for _ in range(20):
-        loads.took(0.01, 1000)
+        loads.record(0.01, 1000)
     assert loads.p99_s(1000) == loads.p99_s(300) == loads.p99_s(3000) == 0.01
     assert loads.p99_s(100_000) == pytest.approx(1.0), "as if they had gone on at their rate"
     assert loads.p99_s(1) == 0.01, "what is small is not known to be faster"
     empty = Latencies()
-    empty.took(0.01)
+    empty.record(0.01)
     assert empty.p99_s(100_000) == 0.01, "what has moved nothing has no rate"
     for _ in range(20):
-        loads.took(0.2, 100_000)
+        loads.record(0.2, 100_000)
     assert loads.p99_s(100_000) == 0.2 and loads.p99_s(1000) == 0.01
     for _ in range(128):
-        loads.took(0.5, 1000)
+        loads.record(0.5, 1000)
     assert loads.p99_s(1000) == 0.5, "what was long ago is forgotten"
 
 
 def test_how_long_computing_takes_is_what_passes_took() -> None:
     rate, pace = ComputeRate(), Pace()
     assert rate.seconds(100) is None and pace.prompt_s(100, 10) is None
-    rate.took(1, 5.0)
+    rate.record(1, 5.0)
     assert rate.seconds(100) is None, "a step of decoding says nothing of prompts"
-    rate.took(100, 1.0)
+    rate.record(100, 1.0)
     assert rate.seconds(300) == pytest.approx(3.0)
     for _ in range(20):
-        rate.took(100, 2.0)
+        rate.record(100, 2.0)
     assert rate.seconds(300) == pytest.approx(6.0, rel=0.01)
     for position in (5.0, 15.0, 25.0):
         pace.step_took(position, 0.1 + 0.01 * position)
@@ -244,11 +244,11 @@ def test_patience_is_the_largest_of_three() -> None:
         assert tier.deadline_s("load") == tier.deadline_s("ask") == PATIENCE_SHARE, "nothing is known of the tier"
     with recompute_cost(0.01):
         assert tier.deadline_s("load") == tier.deadline_s("ask") == MIN_PATIENCE_S
-        tier._latencies["ask"].took(0.001)
-        tier._latencies["load"].took(0.3, 10)
+        tier._latencies["ask"].record(0.001)
+        tier._latencies["load"].record(0.3, 10)
         assert tier.deadline_s("ask") == MIN_PATIENCE_S
         assert tier.deadline_s("load", 10) == pytest.approx(TIMES_P99 * 0.3)
-        tier._latencies["load"].took(30.0, 10)
+        tier._latencies["load"].record(30.0, 10)
         assert tier.deadline_s("load", 10) == 5.0, "never longer than its settings say"
     tiers.close()
 

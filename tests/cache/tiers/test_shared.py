@@ -261,15 +261,15 @@ def test_a_named_value_is_written_back_when_the_server_that_did_not_answer_is_ba
 def test_a_tier_that_does_not_answer_is_paid_at_growing_intervals() -> None:
     again, tried_s = RetryTimer(), []
     for at_s in (tick / 100 for tick in range(20_000)):
-        if again.due(at_s):
+        if again.is_due(at_s):
             tried_s.append(at_s)
             again.finished(False, at_s)
     waits_s = [after - before for before, after in pairwise(tried_s)]
     assert waits_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, *[30.0] * 4], abs=0.02)
     again.finished(True, 100.0)
-    assert again.due(100.0)
+    assert again.is_due(100.0)
     again.finished(False, 100.0)
-    assert not again.due(100.05) and again.due(100.1)
+    assert not again.is_due(100.05) and again.is_due(100.1)
 
 
 def test_a_tier_that_is_away_is_not_asked_for_what_it_is_owed() -> None:

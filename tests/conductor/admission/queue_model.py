@@ -69,7 +69,7 @@ def run(rule: Admission, slo: Slo, requests: list[Asked], servers: int = 4) -> O
         outcome.wait_s += ttft_s - one.cost_s
         busy_until[at] = now_s + ttft_s
         rule.prefilled(given, now_s + ttft_s)  # early, as the rule sees it: it learns that estimates are true
-        rule.ended(given, now_s + ttft_s, ttft_s <= slo.ttft_s)
+        rule.on_request_end(given, now_s + ttft_s, ttft_s <= slo.ttft_s)
         outcome.served[who] += 1
         outcome.served_s[who] += one.cost_s
     return outcome

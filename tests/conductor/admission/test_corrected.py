@@ -29,7 +29,7 @@ def test_one_that_is_overdue_counts_before_it_ends_and_not_after_it_failed() -> 
     judged.accepted(slow, 0.0)
     assert judged.late_s(2.2) == 2.0
     assert judged.on_arrival(case(0.2, tbt_s=0.01), 2.2) is not None
-    judged.ended(slow, 2.3, None)
+    judged.on_request_end(slow, 2.3, None)
     assert judged.late_s(2.4) == 0.0
 
 
@@ -49,7 +49,7 @@ def test_first_tokens_are_taken_to_come_one_behind_the_other_until_they_were_see
             judged.accepted(one, one.prefill.at_s)
         for one, at_s in zip(placed, tokens_s, strict=True):
             judged.joined(one, at_s)
-            judged.ended(one, at_s, True)
+            judged.on_request_end(one, at_s, True)
 
     def burst(at_s: float) -> int:
         """How many of those that come at once are admitted."""
@@ -59,7 +59,7 @@ def test_first_tokens_are_taken_to_come_one_behind_the_other_until_they_were_see
                 judged.accepted(one, at_s)
                 admitted.append(one)
         for one in admitted:
-            judged.ended(one, at_s, None)
+            judged.on_request_end(one, at_s, None)
         return len(admitted)
 
     for number in range(Corrected.KEPT):
@@ -92,7 +92,7 @@ def test_what_is_kept_of_requests_and_servers_that_are_gone_is_bounded() -> None
         judged.accepted(one, 0.0)
         if number % 2:
             judged.joined(one, 0.3)
-        judged.ended(one, 0.4, True)
+        judged.on_request_end(one, 0.4, True)
     assert len(judged._last) <= Corrected.SERVERS + 1
     assert not judged._due
     assert {key for key, _ in judged._last.values()} == {0}, "the id of one that has ended may be another's"

@@ -79,7 +79,7 @@ def test_broken_promises_between_tokens_lower_the_limit() -> None:
     near = case(1.0, tbt_s=0.099)
     for _ in range(5):
         rule.accepted(near, 0.0)
-        rule.ended(near, 9.0, met=False)
+        rule.on_request_end(near, 9.0, met=False)
     assert rule.on_arrival(near, 10.0) is not None
     assert rule.on_arrival(case(1.0, tbt_s=0.09), 10.0) is None
 
@@ -90,7 +90,7 @@ def test_a_late_first_token_is_not_held_against_decoding() -> None:
         near = case(1.0, tbt_s=0.099)
         rule.accepted(near, 0.0)
         rule.prefilled(near, 10.5)
-        rule.ended(near, 19.0, met=False)
+        rule.on_request_end(near, 19.0, met=False)
     assert rule.before_decode(case(1.0, tbt_s=0.099), 20.0) is None
     assert not rule._late
 
@@ -104,7 +104,7 @@ def test_large_contexts_are_refused_where_decoding_is_short() -> None:
     for at in range(3000):
         now_s = at * 0.5
         for _, one in [each for each in open_ if each[0] <= now_s]:
-            rule.ended(one, now_s, met=True)  # type: ignore[arg-type]
+            rule.on_request_end(one, now_s, met=True)  # type: ignore[arg-type]
         open_ = [each for each in open_ if each[0] > now_s]
         tokens = dice.choice([2_000, 100_000])
         load = sum(each.request.prompt.tokens for _, each in open_) + tokens  # type: ignore[attr-defined]
@@ -124,19 +124,19 @@ def test_a_price_is_where_the_knapsack_is_full() -> None:
     price = Price(window_s=10.0)
     assert price.max_cost(1.0, 0.0, 0.0) == float("inf")
     for at in range(11):
-        price.asked(float(at), at * 1.0)  # costs 0 to 10, one a second
+        price.record_request(float(at), at * 1.0)  # costs 0 to 10, one a second
     assert price.max_cost(5.5, 0.0, 10.0) == float("inf")
     assert price.max_cost(1.0, 0.0, 10.0) == 4.0, "0+1+2+3+4 fit into 10"
     assert price.max_cost(1.0, 5.0, 10.0) == 5.0
     assert price.max_cost(0.0, -3.0, 10.0) == 0.0
-    price.asked(1.0, 25.0)
+    price.record_request(1.0, 25.0)
     assert price.max_cost(0.01, 0.0, 25.0) == 0.0, "only what asked within the window counts"
 
 
 def test_a_price_forgets_and_stays_small() -> None:
     price = Price(window_s=10.0)
     for at in range(10_000):
-        price.asked(1.0, at * 0.0001)
+        price.record_request(1.0, at * 0.0001)
     assert len(price._asked) <= 4096
 
 
@@ -147,7 +147,7 @@ def test_a_line_through_estimates_shows_what_batches_can_hold() -> None:
         batches.entered(1_000, 0.02 + batches.tokens * 1e-6 + 1_000 * 1e-6, now_s=0.0)
     assert batches.max_tokens(0.1) == pytest.approx(80_000, rel=0.01)
     for _ in range(100):
-        batches.left(1_000, now_s=7.0)
+        batches.record_end(1_000, now_s=7.0)
     assert batches.tokens == 0
 
 
@@ -156,23 +156,23 @@ def test_those_that_stay_count_in_how_long_one_stays() -> None:
     for at in range(100):
         batches.entered(1, 0.01, now_s=at * 1.0)
         if at % 2:
-            batches.left(1, now_s=at * 1.0)  # half end in 1 s, the others never do
+            batches.record_end(1, now_s=at * 1.0)  # half end in 1 s, the others never do
     assert batches.stay_s > 20.0, "by those alone that ended it would be 1 s"
     steady = Batches()
     for at in range(3000):
         steady.entered(1, 0.01, now_s=at * 1.0)
         if at >= 40:
-            steady.left(1, now_s=at * 1.0)
+            steady.record_end(1, now_s=at * 1.0)
     assert steady.stay_s == pytest.approx(40.0, rel=0.05)
 
 
 def test_the_error_of_estimates_is_bounded_and_small_ones_teach_nothing() -> None:
     learnt = LearntTtft(promised_s=10.0)
     for _ in range(500):
-        learnt.came(0.4, 100.0)
+        learnt.record_ttft(0.4, 100.0)
     assert learnt.bias == 1.0
     for _ in range(500):
-        learnt.came(1.0, 100.0)
+        learnt.record_ttft(1.0, 100.0)
     assert learnt.corrected_s(2.0) == pytest.approx(6.0)
 
 
@@ -185,7 +185,7 @@ def test_headroom_settles_where_so_many_break_as_may(broken: float) -> None:
     for _ in range(20_000):
         load = headroom.share
         met = dice.random() > (load - 0.8) / 0.2
-        headroom.ended(load, met)
+        headroom.record_outcome(load, met)
         ends.append(met)
     late = ends[10_000:]
     assert 1 - sum(late) / len(late) == pytest.approx(broken, abs=0.01)

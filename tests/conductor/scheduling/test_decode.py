@@ -104,7 +104,7 @@ def test_the_usual_time_of_decoding_is_learnt() -> None:
     picker, scorer = a_picker()
     assert scorer.decode_s == math.inf
     for seconds in (10.0, 20.0):
-        picker.ended(sent(picker, "s0"), seconds)
+        picker.on_request_end(sent(picker, "s0"), seconds)
     assert scorer.decode_s == 15.0
     assert a_picker(decode_s=7.0)[1].decode_s == 7.0
 
@@ -136,11 +136,11 @@ def test_servers_that_died_are_no_part_of_the_outlook() -> None:
 def test_the_same_request_may_be_sent_again_after_its_server_died() -> None:
     picker, scorer = a_picker(2)
     first = sent(picker, "s0")
-    picker.ended(first, 1.0)
+    picker.on_request_end(first, 1.0)
     again = picker.pick(first.request, 1.0, {"s0"})
     picker.routed(again, 1.0)
     picker.succeeded(again, 2.0)
-    picker.ended(again, 3.0)
+    picker.on_request_end(again, 3.0)
     assert not scorer._open and not scorer._expected and not scorer._batches[0].booked
 
 
@@ -154,5 +154,5 @@ def test_sums_restart_with_an_empty_batch() -> None:
     """0.1 + 0.2 + 0.3 - 0.1 - 0.2 - 0.3 is not 0."""
     picker, scorer = a_picker(1)
     for decision in [sent(picker, "s0", now_s) for now_s in (0.1, 0.2, 0.3)]:
-        picker.ended(decision, 1.0)
+        picker.on_request_end(decision, 1.0)
     assert scorer._batches[0].joined_at_s == 0.0

@@ -47,7 +47,7 @@ class Moody(Admission):
     def accepted(self, case: Placement, now_s: float) -> None:
         self.open += 1
 
-    def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 
@@ -173,7 +173,7 @@ def _advance(scheduler: Scheduler, live: dict[int, tuple[Placement, str]], key: 
         scheduler.decoding(placed, now_s)
         live[key] = placed, "decoding"
     elif step == "ended" and state == "decoding":
-        scheduler.ended(placed, now_s, met=True)
+        scheduler.on_request_end(placed, now_s, met=True)
         del live[key]
 
 

@@ -43,7 +43,7 @@ def serve(picker: Picker, request: Request, now_s: float = 0.0, among: set[str] 
     decision = picker.pick(request, now_s, among)
     picker.routed(decision, now_s)
     picker.succeeded(decision, now_s)
-    picker.ended(decision, now_s)
+    picker.on_request_end(decision, now_s)
     return decision
 
 

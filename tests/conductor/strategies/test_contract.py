@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_choices(scorer: Scorer) -> None:
             sent.append(decision)
             if number % 3 == 2:
                 picker.succeeded(sent[-2], number * 0.1)
-                picker.ended(sent[-2], number * 0.1)
+                picker.on_request_end(sent[-2], number * 0.1)
         return [decision.server for decision in sent]
 
     assert choices() == choices()

@@ -107,7 +107,7 @@ def test_no_server_goes_over_the_bound_of_its_load(servers: int) -> None:
         if number % 3 == 0:
             done = under_way.pop(number % len(under_way))
             picker.succeeded(done, 0.0)
-            picker.ended(done, 0.0)
+            picker.on_request_end(done, 0.0)
 
 
 def test_the_second_request_need_not_crowd_on_the_first_server() -> None:

@@ -175,7 +175,7 @@ def test_a_server_that_had_less_than_believed_is_believed_less(at_the_end: bool)
     assert third.matched_tokens == 160
     picker.routed(third, 1.0)
     picker.succeeded(third, 2.0, None if at_the_end else 0)
-    picker.ended(third, 3.0, 0 if at_the_end else None)
+    picker.on_request_end(third, 3.0, 0 if at_the_end else None)
     assert picker.pick(a_request((1, 10), (2, 10)), 4.0, {"s0"}).matched_tokens == 160, "computed again by the third"
     assert picker.pick(a_request((1, 10), (4, 10)), 4.0, {"s0"}).matched_tokens == 320
     assert picker.pick(a_request((3, 10)), 4.0, {"s0"}).matched_tokens == 160, "nothing was said of that"
@@ -236,5 +236,5 @@ def test_block_cost_lets_go_of_each_send_of_a_request_to_the_same_server() -> No
     scorer.failed(twice, server, 1.0)
     assert dict(scorer.rank(a_request((3, 1)), [server], 1.0).weights)["blocks of its requests"] == [3.0]
     scorer.succeeded(twice, server, 2.0, None)
-    scorer.ended(twice, server, 2.0)
+    scorer.on_request_end(twice, server, 2.0)
     assert dict(scorer.rank(a_request((3, 1)), [server], 2.0).weights)["blocks of its requests"] == [1.0]

@@ -114,7 +114,7 @@ def test_a_slow_server_is_found_out_without_being_configured() -> None:
         now_s += 1.0
         decision = send(picker, picker.pick(a_request((number, 20)), now_s), now_s)
         picker.succeeded(decision, now_s + decision.request.prompt.tokens * per_token_s[decision.server])
-        picker.ended(decision, now_s + 0.9)
+        picker.on_request_end(decision, now_s + 0.9)
         sent[decision.server] += number >= 100
     assert sent["s0"] <= 4 and min(sent["s1"], sent["s2"]) >= 60
     assert decision.estimated_ttft_s == pytest.approx(0.032, rel=0.05)

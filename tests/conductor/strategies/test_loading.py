@@ -122,7 +122,7 @@ def test_loading_does_not_teach_what_computing_takes(evicted: bool) -> None:
         had = 0 if evicted else loaded
         now_s += 0.001 * BLOCK * (BLOCKS - had + more) + 0.012 * had
         picker.succeeded(decision, now_s, had * BLOCK if evicted or text % 2 else None)
-        picker.ended(decision, now_s)
+        picker.on_request_end(decision, now_s)
     (seconds,) = scorer.speeds.prefills_s([0], 800, [0])
     assert seconds == pytest.approx(0.800, rel=0.02)
 

@@ -36,7 +36,7 @@ def flood(picker: Picker, count: int, first: int) -> None:
         picker.routed(decision, now_s)
         if number % 10:
             picker.succeeded(decision, now_s, None if number % 3 else 0)
-            picker.ended(decision, now_s, 0)
+            picker.on_request_end(decision, now_s, 0)
         else:
             picker.failed(decision, now_s)
 

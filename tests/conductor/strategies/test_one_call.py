@@ -89,7 +89,7 @@ def decisions(seed: int, servers: int, prepare: Callable[[random.Random], LeastT
                 continue
             first_s = now_s + speed[decision.server] * tokens
             picker.succeeded(decision, first_s, dice.choice([None, None, 0, tokens]))
-            picker.ended(
+            picker.on_request_end(
                 decision, first_s + dice.random(), dice.choice([None, tokens // 2]), dice.choice([None, 5, 90])
             )
         elif what < 0.93:
@@ -145,7 +145,7 @@ def test_what_was_matched_is_not_matched_again_when_it_is_booked() -> None:
         decision = picker.pick(a_request((1, 10), (number, 2)), float(number))
         picker.routed(decision, number + 0.5)
         picker.succeeded(decision, number + 0.6)
-        picker.ended(decision, number + 0.7)
+        picker.on_request_end(decision, number + 0.7)
     assert index.asked == 0 and decision.matched_tokens == 160
     asked = picker.pick(a_request((1, 10), (3, 2)), 30.0)
     picker.scorer.forget(picker.fleet.servers[asked.server])

@@ -157,9 +157,9 @@ def test_notes_are_taken_once_in_order_and_forgotten_by_server() -> None:
     notes: RequestNotes[str] = RequestNotes()
     request = a_request((1, 1))
     for note in ("first", "second"):
-        notes.note(request, one, note)
-    notes.note(request, other, "elsewhere")
-    notes.note(a_request((1, 1)), one, "an equal request")
+        notes.add(request, one, note)
+    notes.add(request, other, "elsewhere")
+    notes.add(a_request((1, 1)), one, "an equal request")
     assert notes.take(request, one) == "first"
     notes.forget(other)
     assert notes.take(request, other) is None

@@ -195,7 +195,7 @@ def test_a_load_that_hangs_is_given_up_and_writes_no_block_of_who_comes_next() -
     with Lossy() as store:
         filled(store, words)
         engine, request = Engine(store), Request("second", words)
-        engine.worker._compute.took(1000, 0.01)  # computing takes no time at all
+        engine.worker._compute.record(1000, 0.01)  # computing takes no time at all
         found, _ = engine.matched(request)
         store.hangs = True
         engine.admit(request, found)
@@ -272,7 +272,7 @@ def test_the_first_lookup_of_a_distant_store_is_waited_for() -> None:
         filled(store, words)
         store.prefix_s, store.asked = 0.4, 0
         engine, request = Engine(store), Request("second", words)
-        engine.scheduler._compute.took(1000, 0.001)
+        engine.scheduler._compute.record(1000, 0.001)
         until_s = time.monotonic() + 60
         while store.asked < 3:
             assert time.monotonic() < until_s
@@ -332,7 +332,7 @@ def test_where_loading_is_slower_than_computing_no_prompt_or_one_waits_for_it(re
         while engine.scheduler.saving:
             engine.step()
         for side in (engine.scheduler, engine.worker):
-            side._compute.took(100_000, 100.0)  # 24 ms for the prompt
+            side._compute.record(100_000, 100.0)  # 24 ms for the prompt
         if not read_back:
             second = Request("second", words)
             assert engine.matched(second) == (3 * VALUE, True)
@@ -353,8 +353,8 @@ def test_a_load_that_would_wait_for_others_is_compared_with_what_they_leave_it(s
         computes(engine, "before", words)
         engine.close()
     engine = Engine(store)
-    engine.scheduler._loading.took(3 * LAYOUT.block_bytes, 0.010)
-    engine.scheduler._compute.took(100_000, 100.0)  # 24 ms for each of them
+    engine.scheduler._loading.record(3 * LAYOUT.block_bytes, 0.010)
+    engine.scheduler._compute.record(100_000, 100.0)  # 24 ms for each of them
     requests = [Request(str(seed), words) for seed, words in enumerate(prompts)]
     found = []
     for request in requests[:3]:
@@ -376,15 +376,15 @@ def test_the_estimate_of_a_load_has_a_fixed_part_and_one_by_bytes() -> None:
     assert both.seconds(1) is None
     for _ in range(5):
         for size in (1_000_000, 4_000_000):
-            both.took(size, 0.05 + size / 100e6)
-            odd.took(size, 0.1 / size)
-        alike.took(4_000_000, 0.08)
+            both.record(size, 0.05 + size / 100e6)
+            odd.record(size, 0.1 / size)
+        alike.record(4_000_000, 0.08)
     assert both.seconds(16_000_000) == pytest.approx(0.21)
     assert alike.seconds(16_000_000) == pytest.approx(0.32), "nothing is known of a fixed part"
     larger = odd.seconds(16_000_000)
     assert larger is not None and larger > 0, "noise does not make it negative"
     before = both.seconds(4_000_000)
-    both.took(0, 5.0)
+    both.record(0, 5.0)
     both.passed_over()
     assert before is not None and both.seconds(4_000_000) == pytest.approx(0.98 * before)
 
@@ -396,7 +396,7 @@ def test_behind_a_store_that_stood_still_the_next_prompt_is_loaded_and_behind_on
         filled(store, words)
         engine = Engine(store)
         for side in (engine.scheduler, engine.worker):
-            side._compute.took(100_000, 100.0)  # 48 ms for the prompt
+            side._compute.record(100_000, 100.0)  # 48 ms for the prompt
 
         def asked(name: str, *, beside: str = "") -> bool:
             """Whether it was loaded."""
@@ -545,7 +545,7 @@ def test_the_fence_is_raised_when_what_lies_below_is_written_and_a_value_counts_
     job.place(2, memoryview(bytes([7]) * LAYOUT.block_bytes))
     job.place(1, memoryview(bytes([7]) * LAYOUT.block_bytes))
     assert not memory.any(), "only queued"
-    job.came(2, "", 1)
+    job.on_value(2, "", 1)
     assert job.lowest == 4 and (memory[:, 5:7] == 7).all()
     job.raise_fence(2)  # above those
     job.raise_fence(4)

@@ -227,7 +227,7 @@ def test_who_must_not_read_a_cache_computes_all_and_is_saved(monkeypatch: pytest
         door = Door()
         engine, request = Engine(store, 128, cake=door), Request("second", words, skip_reading_prefix_cache=True)
         asked: list[bytes] = []
-        monkeypatch.setattr(engine.scheduler, "_found", lambda *how: asked.append(b"") or 0)
+        monkeypatch.setattr(engine.scheduler, "_find_prefix", lambda *how: asked.append(b"") or 0)
         assert engine.matched(request) == (0, False) and not asked
         engine.admit(request)
         prefill(engine, request, door, 0.0)

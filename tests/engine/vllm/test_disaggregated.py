@@ -327,8 +327,8 @@ def test_neither_cake_nor_computing_comes_instead_of_waiting(store: MemoryStore)
     words = prompt(24 * VALUE + 3)
     filled(store, words)
     engine = consumer(store, cake=Door(), blocks=128)
-    engine.scheduler._loading.took(LAYOUT.block_bytes, 1.0)
-    engine.scheduler._compute.took(100_000, 0.1)
+    engine.scheduler._loading.record(LAYOUT.block_bytes, 1.0)
+    engine.scheduler._compute.record(100_000, 0.1)
     request = asked(engine, Request("d", words), TAKE_OVER)
     assert engine.matched(request) == (24 * VALUE, True)
     engine.admit(request, 24 * VALUE)
@@ -481,7 +481,7 @@ def test_the_pace_of_questions(answers: list[tuple[int, float]]) -> None:
     pace, before_s = Pace(), 0.0
     for values, seconds in answers:
         wanted = pace.values
-        pause_s = pace.came(min(values, wanted), seconds)
+        pause_s = pace.on_values(min(values, wanted), seconds)
         assert 1 <= pace.values <= min(16, 2 * wanted)
         if not values:
             assert pause_s == pytest.approx(min(0.05, max(0.002, 2 * before_s)))

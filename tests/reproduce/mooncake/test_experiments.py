@@ -11,7 +11,7 @@ import pytest
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
 from skymemory.reproduce.mooncake import clusters, experiments, overload
-from skymemory.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Value, plain
+from skymemory.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Value, to_json_value
 from skymemory.reproduce.mooncake.clusters import unloaded
 from skymemory.reproduce.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen, hits, layer_wise, popularity
 from skymemory.sim.trace import TraceRequest
@@ -151,4 +151,4 @@ def test_names_figures_and_tables() -> None:
 def test_json_has_no_infinities() -> None:
     experiment = Experiment("hits", "d", (), ("x",), ((float("inf"),), (1 / 3,)), (Value("w", "", None, float("inf")),))
     assert json.loads(json.dumps(experiment.as_json(), allow_nan=False))["rows"] == [{"x": None}, {"x": 0.333333}]
-    assert plain("words") == "words"
+    assert to_json_value("words") == "words"

@@ -153,7 +153,7 @@ def test_a_rule_of_admission_is_asked_and_notified() -> None:
         def refused(self, case: Placement, refusal: Refusal, now_s: float) -> None:
             notified.append("refused")
 
-        def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
+        def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
             notified.append(f"ended {met}")
 
     service = a_service(1)

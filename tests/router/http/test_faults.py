@@ -348,7 +348,11 @@ def test_an_error_of_ours_after_the_answer_began_sends_no_second_one(
 
 @pytest.mark.parametrize(
     ("call", "body"),
-    [("succeeded", {}), ("ended", {}), ("ended", {"stream": True, "mock": {"events": 3, "gap_s": 0.05}})],
+    [
+        ("succeeded", {}),
+        ("on_request_end", {}),
+        ("on_request_end", {"stream": True, "mock": {"events": 3, "gap_s": 0.05}}),
+    ],
 )
 def test_an_error_in_the_account_spoils_no_answer(
     run: Callable[..., Running], call: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch

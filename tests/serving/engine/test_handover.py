@@ -254,15 +254,15 @@ def test_a_block_damaged_where_nothing_else_checks_it_is_not_taken_over(pair: Pa
     ids, memory = np.asarray(some_ids(100, seed=10), np.int64), MemoryStore(32 << 20)
     pair.prefill.complete(ids.tolist(), 1)
     one, other = pair.prefill.engine, pair.decode.engine
-    chains, held = one.thread.call(lambda: one.caches.look("", ids)).result(60)
+    chains, held = one.thread.call(lambda: one.caches.find_cached_blocks("", ids)).result(60)
     values = [bytes(value) for value in one.caches.store.get_now(chains[0]) if value is not None]
     assert held == len(values) == 6
     values[3] = values[3][:-1] + bytes([values[3][-1] ^ 1])
     memory.put_many(list(zip(chains[0], values, strict=True)))
     fetcher = BlockFetcher(memory, other.thread, other.caches, EngineMetrics("x"), 1.0)
-    asyncio.run(fetcher.bring(Generation(ids, 4)))
+    asyncio.run(fetcher.load_blocks(Generation(ids, 4)))
     fetcher.close()
-    assert other.thread.call(lambda: other.caches.look("", ids)).result(60)[1] == 3
+    assert other.thread.call(lambda: other.caches.find_cached_blocks("", ids)).result(60)[1] == 3
     assert memory.lookup(chains[0][2:5]) == [Presence.HIT, Presence.MISS, Presence.HIT]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from skymemory.conductor.request import Slo
 from skymemory.sim.cluster.outcome import ClusterMetrics, keeps, measured
-from skymemory.sim.cluster.schedulers import asked
+from skymemory.sim.cluster.schedulers import get_scheduler_view
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.workload import CONVERSATIONS, generate
@@ -57,7 +57,10 @@ def test_a_flood_of_one_tenant_does_not_cost_another_its_answers() -> None:
     requests = generate(CONVERSATIONS, 240, 6)
     setup = replace(SETUP, slo=Slo(10.0, 0.1), prefill=1)
     dice = random.Random(7)
-    mixed = [replace(asked(one, setup, dice), tenant="small" if dice.random() < 0.1 else "flood") for one in requests]
+    mixed = [
+        replace(get_scheduler_view(one, setup, dice), tenant="small" if dice.random() < 0.1 else "flood")
+        for one in requests
+    ]
     kept: dict[str, Counter[str]] = {}
     busy_s: dict[str, float] = {}
     for rule in ("baseline", "baseline+fair"):

@@ -14,7 +14,14 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.scheduler import Placement, Scheduler
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric
 from skymemory.errors import InvalidInput
-from skymemory.sim.cluster.schedulers import NAMES, ErringSpeeds, Estimates, World, asked, scheduler_named
+from skymemory.sim.cluster.schedulers import (
+    NAMES,
+    ErringSpeeds,
+    Estimates,
+    World,
+    get_scheduler_view,
+    scheduler_named,
+)
 from skymemory.sim.cluster.setup import ClusterSetup
 from skymemory.sim.cluster.simulation import run_cluster
 from skymemory.sim.trace import TraceRequest
@@ -95,19 +102,23 @@ def test_errors_are_put_on_every_scheduler_that_estimates() -> None:
 
 def test_the_length_of_an_answer_is_disclosed_as_the_setup_says() -> None:
     request = TraceRequest(0.0, 1_000, 400, (1, 2))
-    assert asked(request, SETUP, random.Random(1)).output_tokens is None
+    assert get_scheduler_view(request, SETUP, random.Random(1)).output_tokens is None
     telling = replace(SETUP, tells_output=True)
-    assert asked(request, telling, random.Random(1)).output_tokens == 400
+    assert get_scheduler_view(request, telling, random.Random(1)).output_tokens == 400
     erring = replace(telling, output_error=0.3)
-    lengths = [asked(request, erring, random.Random(seed)).output_tokens or 0 for seed in range(400)]
+    lengths = [get_scheduler_view(request, erring, random.Random(seed)).output_tokens or 0 for seed in range(400)]
     assert statistics.mean(lengths) == pytest.approx(400, rel=0.05)
     assert statistics.stdev(lengths) == pytest.approx(120, rel=0.15)
 
 
 def test_blocks_are_counted_as_the_setup_says() -> None:
     request = TraceRequest(0.0, 1_100, 2, (7, 8, 9))
-    assert asked(request, SETUP, random.Random(1)).prompt.blocks.tolist() == [7, 8]
-    assert asked(request, replace(SETUP, partial=True), random.Random(1)).prompt.blocks.tolist() == [7, 8, 9]
+    assert get_scheduler_view(request, SETUP, random.Random(1)).prompt.blocks.tolist() == [7, 8]
+    assert get_scheduler_view(request, replace(SETUP, partial=True), random.Random(1)).prompt.blocks.tolist() == [
+        7,
+        8,
+        9,
+    ]
     again = [request, replace(request, at_s=9.0)]
     for partial, held in ((False, 1_024), (True, 1_099)):
         setup = ClusterSetup(prefill=1, decode=1, partial=partial)

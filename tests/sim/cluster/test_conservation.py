@@ -45,7 +45,7 @@ class Dice(Admission):
     def accepted(self, case: Placement, now_s: float) -> None:
         self.open += 1
 
-    def ended(self, case: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 
@@ -79,9 +79,9 @@ class Ledger:
         self._moves(request, server, self.sent)
         self._scorer.failed(request, server, now_s)
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         self._moves(request, server, self.answering)
-        self._scorer.ended(request, server, now_s)
+        self._scorer.on_request_end(request, server, now_s)
 
 
 def drawn(seed: int, count: int) -> list[TraceRequest]:

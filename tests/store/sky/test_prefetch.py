@@ -341,7 +341,7 @@ def test_what_is_asked_for_daily_is_overhead_when_it_comes() -> None:
         brought = scheduler.tick()
         sky.until(at_s)
         sky.asked.clear()
-        scheduler.saw(KEYS)
+        scheduler.record_prompt(KEYS)
         assert store.prefix(KEYS) == len(KEYS) and read(store) == VALUES
         assert (brought, sky.asked == sky.around(at_s)) == ((0, False) if day < 2 else (len(KEYS), True))
 

@@ -181,7 +181,7 @@ class Cake:
         patience = min(self.settings.deadline_s, patience_s(self._lookup_latencies))
 
         def answered(result: object = None) -> None:
-            self._lookup_latencies.took(time.monotonic() - started_s)
+            self._lookup_latencies.record(time.monotonic() - started_s)
 
         if not submitted or (not self._lookups.wait(call, patience) and call.give_up(answered)):
             self.blocks.tier_failed()
@@ -348,7 +348,7 @@ class StoredChunks:
             blocks.delete_sealed(hashes, reports)
             blocks.release(ticket)
             return None
-        self._latencies.took(blocks.clock() - started_s, sum(value.nbytes for value in loaded))
+        self._latencies.record(blocks.clock() - started_s, sum(value.nbytes for value in loaded))
         retransmitted = report.retransmitted if report is not None else 0
         tiers = tuple(report.tier or blocks.store.name for report in reports) or (blocks.store.name,) * len(hashes)
         return FetchedBlocks(blocks, hashes, loaded, ticket, tiers, retransmitted)

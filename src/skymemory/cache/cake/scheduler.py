@@ -224,7 +224,7 @@ class BidirectionalLoader:
         """
         if index not in self._link:
             return
-        self._link.came(index, now_s)
+        self._link.on_fetched(index, now_s)
         self._end_s = max(self._end_s, now_s)
         if self._computed_tokens[index] and (self._step is None or self._step.index != index):
             self._wasted_tokens += self._computed_tokens[index]  # part of it, in a step that ended within the chunk
@@ -448,7 +448,7 @@ class FetchQueue:
         self._sizes[index] = size_bytes
         self._bytes += size_bytes
 
-    def came(self, index: int, now_s: float) -> None:
+    def on_fetched(self, index: int, now_s: float) -> None:
         """Record the success of a fetch and measure the link's rate."""
         from_idle = index == self._from_idle
         self._pace.load_took(self._drop(index), now_s - self._head_since_s, from_idle=from_idle)

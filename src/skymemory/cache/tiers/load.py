@@ -183,7 +183,7 @@ class TierLoad:
             if held is not None and held[1] is not None:
                 tier.store.release(held[1])
 
-        lease = tier.look(work, release_late)
+        lease = tier.ask_index(work, release_late)
         return cls(tier, lease[0], lease[1]) if lease is not None and lease[1] is not None else None
 
     @property
@@ -242,7 +242,7 @@ class TierLoad:
             self._give_back()
             tier.store.release(ticket)
 
-        def sound(values: list[memoryview | None]) -> bool:
+        def is_answer(values: list[memoryview | None]) -> bool:
             reports = ticket.report.keys if ticket.report is not None else ()
             return not any(
                 value is None and report.reason in FAILING_REASONS
@@ -250,7 +250,7 @@ class TierLoad:
             )
 
         values = tier.result_by(
-            call, self._until_s, release_late, sound=sound, kind="load", moved=_size_bytes, held=self.keys
+            call, self._until_s, release_late, sound=is_answer, kind="load", moved=_size_bytes, held=self.keys
         )
         if values is None:
             self._give_back()  # other loads must not wait for a load that was given up

@@ -45,7 +45,7 @@ class TierMover:
             for tier in self._tiers:
                 tier.probe_if_due()
                 tier.delete_dirty()
-                is_due = tier.backlog and tier.backlog_retry.due(tier.clock())
+                is_due = tier.backlog and tier.backlog_retry.is_due(tier.clock())
                 if is_due and tier.usable(()) and not self._stopping.is_set():
                     self._store_backlog(tier)
             if filled and not self._stopping.is_set():

@@ -41,7 +41,7 @@ from skymemory.store.base import (
     check_places,
     check_ttl,
 )
-from skymemory.store.named import Listing, NamedValue, bare
+from skymemory.store.named import Listing, NamedValue, unwrap_store
 from skymemory.store.wrappers import Sketch
 
 PROMOTIONS = ("always", "second hit", "never")
@@ -130,7 +130,7 @@ class TieredStore(TwoPhase):
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         keys = self._check(keys)
-        held_keys = self._held(keys)
+        held_keys = self._find_held_keys(keys)
         pending = {key for ticket in self._stores.holding(self._clock()) for key, _ in ticket.items}
         return [
             Presence.HIT if key in held_keys else Presence.PENDING if key in pending else Presence.MISS for key in keys
@@ -161,12 +161,12 @@ class TieredStore(TwoPhase):
                 return len(keys)
         count = max(reached)
         shorter = [tier for tier in self.tiers if reached[tier.number] < count]
-        if keys[count] not in self._held(keys[count : count + 1], shorter):
+        if keys[count] not in self._find_held_keys(keys[count : count + 1], shorter):
             return count
-        held_keys = self._held(keys[count:])
+        held_keys = self._find_held_keys(keys[count:])
         return next((at for at in range(count, len(keys)) if keys[at] not in held_keys), len(keys))
 
-    def _held(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
+    def _find_held_keys(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
         """Return the ``keys`` that are in any of ``tiers`` (default: all), or moving between tiers."""
         held_keys = set(self._outbound.get(keys))
         for tier in self.tiers if tiers is None else tiers:
@@ -208,7 +208,7 @@ class TieredStore(TwoPhase):
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":
             with self._lock:
-                far = [key for key in far if self._sketch.seen(key)]
+                far = [key for key in far if self._sketch.check_and_add(key)]
         if not far or not top.breaker.closed:
             return
         with self._locks.try_lock(far, load.versions) as locked:
@@ -298,7 +298,7 @@ class TieredStore(TwoPhase):
         self._check(())
         by_name: dict[str, NamedValue] = {}
         for tier in self.tiers:
-            if not isinstance(store := bare(tier.store), Listing):
+            if not isinstance(store := unwrap_store(tier.store), Listing):
                 raise InvalidInput(f"the {tier.name} tier cannot list names: a constellation, memory and disk can")
             for value in store.names():
                 if value.key not in tier.dirty_keys:
@@ -324,7 +324,7 @@ class TieredStore(TwoPhase):
             trusted = [key for key in remaining if key not in tier.dirty_keys]
             if not trusted or not tier.usable(trusted):
                 continue
-            estimate = tier.look(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
+            estimate = tier.ask_index(lambda tier=tier, trusted=trusted: _estimate(tier, trusted, now_s))  # type: ignore[misc]
             if estimate is not None:
                 seconds, held_keys = estimate
                 total_s += seconds

@@ -56,7 +56,7 @@ class RetryTimer:
     _wait_s: float = 0.0
     _at_s: float = -math.inf
 
-    def due(self, now_s: float) -> bool:
+    def is_due(self, now_s: float) -> bool:
         return now_s >= self._at_s
 
     def finished(self, success: bool, now_s: float) -> None:
@@ -208,7 +208,7 @@ class Tier:
                         self.breaker.timed_out(self.clock())
                     self._log_state()
                 else:
-                    self._latencies[kind].took(self.clock() - call.started_s, moved(result))
+                    self._latencies[kind].record(self.clock() - call.started_s, moved(result))
 
             if call.give_up(ended_late):
                 self.counters.add("tier_deadlines_total", label=self.name)
@@ -230,7 +230,7 @@ class Tier:
             self._probe_with(held)
             self.failed(kind)
         else:
-            self._latencies[kind].took(self.clock() - call.started_s, moved(result))
+            self._latencies[kind].record(self.clock() - call.started_s, moved(result))
             with self._lock:
                 self.breaker.succeeded(loaded=kind == "load")
         return result
@@ -246,7 +246,7 @@ class Tier:
         until_s = self.clock() + self.deadline_s("ask")
         return self.result_by(self.start(work), until_s, on_late, changes=changes)
 
-    def look(
+    def ask_index(
         self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
     ) -> Result | None:
         """Call ``ask`` for work that only reads the store's index: in this thread, if the store can
@@ -268,13 +268,13 @@ class Tier:
 
     def post(self, work: Callable[[], object]) -> None:
 
-        def counted() -> None:
+        def run_work() -> None:
             try:
                 work()
             except TIER_FAILURES:
                 self.counters.add("tier_failures_total", label=self.name)
 
-        self.start(counted)
+        self.start(run_work)
 
     def failed(self, kind: Kind = "ask") -> None:
         with self._lock:
@@ -343,13 +343,13 @@ class Tier:
         missing = [Presence.MISS] * len(keys)
         if not keys or not self.usable(keys):
             return missing
-        presence = self.look(lambda: self.store.lookup(keys))
+        presence = self.ask_index(lambda: self.store.lookup(keys))
         if presence is None or len(presence) != len(keys):
             return missing
         return [Presence.MISS if key in self.dirty_keys else state for key, state in zip(keys, presence, strict=True)]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
-        sizes = self.look(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
+        sizes = self.ask_index(lambda: self.store.sizes(keys)) if keys and self.usable(keys) else None
         if sizes is None or len(sizes) != len(keys):
             return [None] * len(keys)
         return [None if key in self.dirty_keys else size for key, size in zip(keys, sizes, strict=True)]
@@ -360,7 +360,7 @@ class Tier:
             trusted = next((at for at, key in enumerate(keys) if key in self.dirty_keys), trusted)
         if not trusted or not self.usable(keys):
             return 0
-        length = self.look(lambda: self.store.prefix(keys[:trusted]))
+        length = self.ask_index(lambda: self.store.prefix(keys[:trusted]))
         return min(max(length or 0, 0), trusted)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
@@ -383,7 +383,7 @@ class Tier:
         """Delete copies of dirty keys; returns True if more can be deleted at once. Failures are retried with back-off.
         Values of a later release stay, unless a caller's deletion of them is pending.
         """
-        if not self._delete_retry.due(self.clock()):
+        if not self._delete_retry.is_due(self.clock()):
             return False
         if not (keys := self.dirty_keys.to_delete(_DELETED_AT_ONCE)) or not self.usable(keys):
             return False

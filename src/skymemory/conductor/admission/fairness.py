@@ -79,15 +79,15 @@ class Fair(RuleAround):
         return refusal
 
     def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
-        self._asked(placement, False, now_s)
+        self._record_request(placement, False, now_s)
         super().refused(placement, refusal, now_s)
 
     def accepted(self, placement: Placement, now_s: float) -> None:
-        self._asked(placement, True, now_s)
+        self._record_request(placement, True, now_s)
         super().accepted(placement, now_s)
 
-    def _asked(self, placement: Placement, admitted: bool, now_s: float) -> None:
-        self._shares.asked(placement.request.tenant, _cost_s(placement), admitted, now_s)
+    def _record_request(self, placement: Placement, admitted: bool, now_s: float) -> None:
+        self._shares.record_request(placement.request.tenant, _cost_s(placement), admitted, now_s)
         self._levels[placement.request.priority] = now_s
         if len(self._levels) > 1:
             since_s = now_s - self.settings.share_window_s
@@ -158,7 +158,7 @@ class Shares:
         self._level = math.inf
         self._level_at_s = -math.inf
 
-    def asked(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
+    def record_request(self, tenant: str, cost: float, admitted: bool, now_s: float) -> None:
         self._log.append((now_s, tenant, cost, admitted))
         account = self._accounts.setdefault(tenant, _Account())
         account.requests += 1

@@ -92,30 +92,30 @@ class Goodput(Admission):
         return too_slow(placement.decode.estimated_tbt_s, self._limit_s(placement), placement.forecast, now_s)
 
     def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
-        self._asked(placement, now_s)
+        self._record_request(placement, now_s)
 
     def accepted(self, placement: Placement, now_s: float) -> None:
-        self._asked(placement, now_s)
+        self._record_request(placement, now_s)
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.entered(placement.request.prompt.tokens, placement.decode.estimated_tbt_s, now_s)
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
         if placement.prefill.estimated_ttft_s is not None:
-            self._ttft.came(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
+            self._ttft.record_ttft(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
         if placement.decode is not None and now_s - placement.prefill.at_s > placement.slo(self.slo).ttft_s:
-            self._late.add(id(placement.request))  # alive until ``ended``
+            self._late.add(id(placement.request))  # alive until ``on_request_end``
 
-    def ended(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
-            self._batches.left(placement.request.prompt.tokens, now_s)
+            self._batches.record_end(placement.request.prompt.tokens, now_s)
             if met is not None and id(placement.request) not in self._late:
-                self._headroom.ended(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
+                self._headroom.record_outcome(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
         self._late.discard(id(placement.request))
 
-    def _asked(self, placement: Placement, now_s: float) -> None:
-        self._prefills.asked(placement.prefill.estimated_compute_s or 0.0, now_s)
+    def _record_request(self, placement: Placement, now_s: float) -> None:
+        self._prefills.record_request(placement.prefill.estimated_compute_s or 0.0, now_s)
         if placement.decode is not None:
-            self._contexts.asked(placement.request.prompt.tokens, now_s)
+            self._contexts.record_request(placement.request.prompt.tokens, now_s)
 
     def _limit_s(self, placement: Placement) -> float:
         return placement.slo(self.slo).tbt_s * self._headroom.share
@@ -166,7 +166,7 @@ class Price:
         self._sums: list[float] = []
         self._sorted_s = -math.inf
 
-    def asked(self, cost: float, now_s: float) -> None:
+    def record_request(self, cost: float, now_s: float) -> None:
         self._asked.append((now_s, cost))
         if now_s - self._sorted_s < self._window_s / _REFRESH:
             return
@@ -208,7 +208,7 @@ class LearntTtft:
     def corrected_s(self, estimated_s: float) -> float:
         return estimated_s * self.bias
 
-    def came(self, estimated_s: float, took_s: float) -> None:
+    def record_ttft(self, estimated_s: float, took_s: float) -> None:
         if estimated_s >= _SHORT * self._promised_s:
             # Bounded: a single hung prefill must not multiply all later estimates.
             factor = min(_MOST_BIAS, max(1 / _MOST_BIAS, took_s / estimated_s))
@@ -230,7 +230,7 @@ class LearntHeadroom:
         self._least, self._broken = least, broken
         self.share = 1.0
 
-    def ended(self, load: float, met: bool) -> None:
+    def record_outcome(self, load: float, met: bool) -> None:
         """Record an outcome; ``load`` is the batch's estimated time between tokens, relative to the objective."""
         # In balance, ``broken`` misses times ``step`` down equal the sum of the steps up.
         if load < self.near * self.share:
@@ -281,7 +281,7 @@ class Batches:
             slope = self._cov / self._var
             self._line = (self._mean_tbt_s - slope * self._mean_tokens, slope)
 
-    def left(self, tokens: int, now_s: float) -> None:
+    def record_end(self, tokens: int, now_s: float) -> None:
         self._count(now_s)
         self._inside -= 1
         self.tokens -= tokens

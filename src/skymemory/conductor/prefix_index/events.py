@@ -252,7 +252,7 @@ class EngineBlocks:
             piece = tokens[at * size : (at + 1) * size]
             parts = _names(name, self._runs.setdefault((medium, name), run))
             # Search by tokens first: the parent of a chunk, as reported by LMCache, is unreliable.
-            if recent := self._found(piece, len(parts)):
+            if recent := self._find_recent_blocks(piece, len(parts)):
                 for part, before in zip(parts, recent, strict=True):
                     self._count_copy(medium, part)
                     yield from self._settle(medium, part, before)
@@ -291,7 +291,7 @@ class EngineBlocks:
             before, parent = ours, name
         return before
 
-    def _found(self, tokens: bytes, blocks: int) -> list[int]:
+    def _find_recent_blocks(self, tokens: bytes, blocks: int) -> list[int]:
         """Return our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not
         found.
 

@@ -168,7 +168,7 @@ class LeastTbt(Scorer):
             batch.add(booked, 1)
             self._drop_expected(booked)
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         booked = self._take(request, server, True)
         if booked is not None and request.streams:  # otherwise the start of its decoding is unknown
             # The plain mean of the first fifty, then exponentially weighted: answer lengths drift with the traffic.

@@ -235,7 +235,7 @@ class PrefillScheduler(Indexed, ABC):
         if self._pipeline is not None:
             drain_s = min(work_s, self._pipeline.drain_s(request.prompt.tokens, plan.cached_tokens))
         prefill = self._queues.add(slot, work_s - drain_s, now_s, drain_s)
-        self._sent.note(request, server, _Sent(prefill, plan))
+        self._sent.add(request, server, _Sent(prefill, plan))
         self.booked(last, at, now_s)
 
     def booked(self, estimates: Estimates, at: int, now_s: float) -> None:

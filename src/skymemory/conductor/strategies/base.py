@@ -49,7 +49,7 @@ class RequestNotes(Generic[Note]):
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
 
-    def note(self, request: Request, server: Server, note: Note) -> None:
+    def add(self, request: Request, server: Server, note: Note) -> None:
         key, entry = (id(request), server.slot), (request, note)
         if self._open.setdefault(key, entry) is not entry:
             self._further.setdefault(key, []).append(note)
@@ -224,17 +224,18 @@ class Indexed(Scorer):
         return list(map(max, held, self._under_way.depths(prompt.blocks, [server.slot for server in servers])))
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
-        self.note(request, server, self.held_blocks(request.prompt, (server,))[0])
+        self.record_sent(request, server, self.held_blocks(request.prompt, (server,))[0])
 
-    # Blocks of a prompt at its server, from send to answer: under way (``note``), learnt by the index (``arrived``,
-    # ``learn``), and dropped from it if the engine reports that it had fewer than believed (``corrected``). The report
-    # describes the time before this prompt was computed, so the prompt itself is learnt again afterwards.
+    # Blocks of a prompt at its server, from send to answer: under way (``record_sent``), learnt by the index
+    # (``arrived``, ``learn``), and dropped from it if the engine reports that it had fewer than believed
+    # (``corrected``). The report describes the time before this prompt was computed, so the prompt itself is learnt
+    # again afterwards.
 
-    def note(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
+    def record_sent(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
         """Record that the request is sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
         ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
-        self._notes.note(request, server, (believed, ticket, estimated))
+        self._notes.add(request, server, (believed, ticket, estimated))
 
     def arrived(self, request: Request, server: Server) -> Sent | None:
         """End the time under way of the prompt; return its record, if any."""

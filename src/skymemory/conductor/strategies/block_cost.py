@@ -61,11 +61,11 @@ class BlockCost(Indexed):
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         super().routed(request, server, now_s)
-        self._open.note(request, server, True)
+        self._open.add(request, server, True)
         self._kept.setdefault(server.slot, Counter()).update(request.prompt.blocks.tolist())
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        super().ended(request, server, now_s, output_tokens)
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+        super().on_request_end(request, server, now_s, output_tokens)
         self._release(request, server)
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:

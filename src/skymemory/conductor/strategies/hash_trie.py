@@ -84,7 +84,7 @@ class HashTrie(Scorer):
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
         blocks = request.prompt.blocks
-        self._held.note(request, server, depths(self._sets, blocks).get(server.slot, 0))
+        self._held.add(request, server, depths(self._sets, blocks).get(server.slot, 0))
         self._learn(blocks, server)
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:

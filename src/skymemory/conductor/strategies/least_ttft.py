@@ -268,7 +268,7 @@ class LeastTtft(Indexed):
         slot, prompt, load = server.slot, request.prompt, NOTHING
         # The ranking has just computed all of this. It is computed again only if something changed since, or if the
         # request goes to a server that was not ranked.
-        ranked = self._found(request, server)
+        ranked = self._take_ranked_figures(request, server)
         if ranked is not None:
             held_blocks, matched, work_s = ranked
         else:
@@ -284,11 +284,11 @@ class LeastTtft(Indexed):
             work_s = self.prefills_s(request, (slot,), (saved,), now_s)[0] + load.seconds
         (wait_s,) = self.waits_s(request, (server,), now_s)
         prefill = self._queues.add(slot, work_s, now_s, 0.0, not request.streams)
-        self.note(request, server, held_blocks, (prefill, matched, now_s, wait_s, load))
+        self.record_sent(request, server, held_blocks, (prefill, matched, now_s, wait_s, load))
         self._price.sent(work_s, now_s)
         self._guard.sent(slot, now_s)
 
-    def _found(self, request: Request, server: Server) -> tuple[int, int, float] | None:
+    def _take_ranked_figures(self, request: Request, server: Server) -> tuple[int, int, float] | None:
         """Return held blocks, saved tokens and compute seconds from the ranking; None if anything changed since."""
         last, table, speeds = self._last, self._table, self.speeds
         if last is None or table is None or type(speeds) is not LearnedSpeeds:
@@ -328,9 +328,9 @@ class LeastTtft(Indexed):
         if seconds is not None and seconds > load.seconds:
             self.speeds.observe(server.slot, request.prompt.tokens, saved, seconds - load.seconds)
         if not request.streams:
-            self._whole.note(request, server, (prefill, saved, routed_s, wait_s, load))
+            self._whole.add(request, server, (prefill, saved, routed_s, wait_s, load))
 
-    def ended(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
+    def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         if request.streams:
             return
         sent = self._whole.take(request, server)

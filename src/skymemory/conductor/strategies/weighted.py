@@ -63,7 +63,7 @@ class Approximate(Indexed):
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         tokens, settings = request.prompt.tokens, self.settings
-        matched, shares = self.held(request.prompt, servers)
+        matched, shares = self.get_held_tokens(request.prompt, servers)
         reasons: tuple[str, ...] = ()
         if not any(self._gain.worth(share * tokens, tokens) for share in shares):
             reasons = (self._gain.why_not(max(shares) * tokens, tokens),)
@@ -83,7 +83,7 @@ class Approximate(Indexed):
         weights = (("requests waiting", queues), ("KV cache free", room), ("share of the prompt held", shares))
         return Ranking(scores, matched, reasons=reasons, weights=weights)
 
-    def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
+    def get_held_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
         """Return the tokens of the prompt that each server holds, and their weighted share of the prompt, 0 to 1."""
         matched = self.matched_tokens(prompt, self.matched_blocks(prompt, servers))
         return matched, [tokens / prompt.tokens if tokens else 0.0 for tokens in matched]
@@ -184,7 +184,7 @@ class Precise(Approximate):
         for key in [key for key in self._until if key[1] == server.slot]:
             del self._until[key]
 
-    def held(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
+    def get_held_tokens(self, prompt: Prompt, servers: Sequence[Server]) -> tuple[list[int], list[float]]:
         slots = [server.slot for server in servers]
         blocks, weighted = self._events.match_weighted(prompt.blocks, slots)
         # Sent prompts count as in the GPU's memory, since the engine is about to put them there.

@@ -61,19 +61,19 @@ def _other_kinds(model: Any) -> list[object]:
     allow long prompts, and an engine may preprocess all images differently.
     """
     kinds: list[object] = []
-    rope = _found(model.hf_config.to_dict(), "rope_type") or _found(model.hf_config.to_dict(), "type")
+    rope = _find_field(model.hf_config.to_dict(), "rope_type") or _find_field(model.hf_config.to_dict(), "type")
     if rope == "longrope":
-        original = _found(model.hf_config.to_dict(), "original_max_position_embeddings")
+        original = _find_field(model.hf_config.to_dict(), "original_max_position_embeddings")
         kinds.append(["longrope", model.max_model_len > original if original else model.max_model_len])
     if prepared := getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None):
         kinds.append(["media", prepared])
     return kinds
 
 
-def _found(fields: object, name: str) -> Any:
+def _find_field(fields: object, name: str) -> Any:
     if not isinstance(fields, dict):
         return None
-    return fields.get(name) or next(filter(None, (_found(value, name) for value in fields.values())), None)
+    return fields.get(name) or next(filter(None, (_find_field(value, name) for value in fields.values())), None)
 
 
 def layout_of(

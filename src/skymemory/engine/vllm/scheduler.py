@@ -122,7 +122,7 @@ class Lookup:
 
     def answered_late(self, result: object) -> None:
         """Record the latency of an abandoned lookup: later lookups of a slow but sound store are waited for longer."""
-        self.latencies.took(time.monotonic() - self.asked_s)
+        self.latencies.record(time.monotonic() - self.asked_s)
 
 
 @dataclass(slots=True)
@@ -249,7 +249,7 @@ class SchedulerSide:
             started_s = self._clock()
             self._parts.first.prefix(list(_GREETING))
             if number:
-                self._latencies.took(self._clock() - started_s)
+                self._latencies.record(self._clock() - started_s)
         self.store_kind = kind_of_store()
 
     @property
@@ -290,7 +290,7 @@ class SchedulerSide:
             known.computed_tokens = computed_tokens
             tokens = min(complete_tokens, limit) - computed_tokens
             return (tokens, True) if tokens > 0 else (0, False)
-        found_values = self._found(known, first, wanted, limit)
+        found_values = self._find_prefix(known, first, wanted, limit)
         if found_values is None:
             return None, False
         self._forget(known.keys[found_values:wanted])
@@ -316,7 +316,7 @@ class SchedulerSide:
         """
         if not known.checked and known.keys:
             wanted = len(known.keys)
-            found_values = self._found(known, 0, wanted, wanted * self._shape.value_tokens)
+            found_values = self._find_prefix(known, 0, wanted, wanted * self._shape.value_tokens)
             if found_values is None:
                 return False
             self._forget(known.keys)  # for a window, values outside it are not known to be stored
@@ -458,13 +458,13 @@ class SchedulerSide:
 
     def update(self, outcome: Outcome) -> None:
         if outcome.step_tokens:
-            self._compute.took(outcome.step_tokens, outcome.step_s)
+            self._compute.record(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
                 self._step_s += (outcome.step_s - self._step_s) / 4 if self._step_s else outcome.step_s
         if outcome.saving != self._saving:
             self._saving, self._saved_s = outcome.saving, self._clock()
         for size_bytes, seconds in outcome.read_back:
-            self._loading.took(size_bytes, seconds)
+            self._loading.record(size_bytes, seconds)
         if self._announcements is not None:
             self._announcements.saved(outcome.saved)
             self._announcements.unsaved(outcome.unsaved)
@@ -482,7 +482,7 @@ class SchedulerSide:
                 # Loads that were running before took the same time; a load that brought nothing says nothing.
                 ahead_bytes = known.ahead_bytes if known is not None and loaded.size_bytes else 0
                 if not self._stood_still(loaded):
-                    self._loading.took(loaded.size_bytes + ahead_bytes, loaded.seconds)
+                    self._loading.record(loaded.size_bytes + ahead_bytes, loaded.seconds)
             if loaded.reason and loaded.reason != ABORTED:
                 self._counts[f"failed_loads {loaded.reason}"] += 1
                 counted_tokens = known.missing_tokens if known is not None else 0
@@ -701,7 +701,7 @@ class SchedulerSide:
             }
             known.keys += hash_blocks(before, tokens, size, content)
 
-    def _found(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
+    def _find_prefix(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
         """Return how many of the request's first ``wanted`` values it can have, given the first ``first``: the longest
         prefix of at most ``limit_tokens`` after which it can continue. None: not answered yet.
         """
@@ -719,7 +719,7 @@ class SchedulerSide:
                 lookup.found = int(str(lookup.call.result))
                 if self._announcements is not None:
                     self._announcements.lost(known.keys[max(first, lookup.found) : wanted])
-                self._latencies.took(now_s - lookup.asked_s)
+                self._latencies.record(now_s - lookup.asked_s)
             else:  # vLLM goes on
                 _log.error("a lookup failed by a fault of the connector", exc_info=error)
                 self._counts["lookups_failed"] += 1
@@ -742,7 +742,7 @@ class SchedulerSide:
             for rank in range(self._ranks):
                 parts.append(part)
                 chains.append([rank_key(part_key(key, number), rank) for key in keys])
-        return PrefixSearch(parts, chains, limit_tokens, first).found(len(keys))
+        return PrefixSearch(parts, chains, limit_tokens, first).find_prefix(len(keys))
 
 
 def _content_of(request: Any) -> dict[int, bytes]:
@@ -771,7 +771,7 @@ class LoadRate:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._passed_over = 0
 
-    def took(self, size_bytes: int, seconds: float) -> None:
+    def record(self, size_bytes: int, seconds: float) -> None:
         """Add a load; a load of no bytes, as from a store that did not answer, does not affect the rate."""
         self._passed_over = 0
         if size_bytes and seconds > 0:

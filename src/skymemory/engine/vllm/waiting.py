@@ -36,7 +36,7 @@ class Pace:
         self._pause_s = _FIRST_PAUSE_S
         self.values = 1
 
-    def came(self, values: int, seconds: float) -> float:
+    def on_values(self, values: int, seconds: float) -> float:
         """Record that ``values`` values arrived within ``seconds``; returns the pause before the next question."""
         if not values:
             self.values = 1

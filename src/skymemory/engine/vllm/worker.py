@@ -141,7 +141,7 @@ class _WaitingJob(_Job):
         with self._lock:
             return self._closed
 
-    def came(self, values: int, size_bytes: int, now_s: float) -> None:
+    def on_values(self, values: int, size_bytes: int, now_s: float) -> None:
         if values:
             self.size_bytes += size_bytes
             self.due_s = now_s + self.load.wait_s
@@ -200,7 +200,7 @@ class _BackwardJob(_Job):
                 raise _Closed("computing has come as far")
             self._write(index, block)
 
-    def came(self, index: int, reason: str, size_bytes: int) -> None:
+    def on_value(self, index: int, reason: str, size_bytes: int) -> None:
         """Record that a value was placed, or the reason why not; waits until its blocks are written."""
         if (mark := self._writing.get(index)) is not None:
             mark.wait()
@@ -306,7 +306,7 @@ class WorkerSide:
         while self._timed and self._timed[0][2].done():
             tokens, step_start, step_end = self._timed.popleft()
             self._outcome.step_tokens, self._outcome.step_s = tokens, step_end.seconds_after(step_start)
-            self._compute.took(tokens, self._outcome.step_s)
+            self._compute.record(tokens, self._outcome.step_s)
         self._report_backward()
         if not plan.tokens and self._jobs:
             all_wait = all(isinstance(job, _WaitingJob) for job in self._jobs)
@@ -430,7 +430,7 @@ class WorkerSide:
             _log.exception("a load that waits for another engine failed by a fault of the connector")
             reason = "fault"
         now_s, values = self._clock(), job.placed - first
-        job.came(values, tally.size_bytes, now_s)
+        job.on_values(values, tally.size_bytes, now_s)
         with self._ended:
             self._waited_values += values
         if job.placed == job.load.values:
@@ -438,7 +438,7 @@ class WorkerSide:
         elif reason and reason not in NOT_YET:
             self._end_waiting(job, reason)
         else:
-            pause_s = job.pace.came(values, now_s - started_s)
+            pause_s = job.pace.on_values(values, now_s - started_s)
             self._waiters.call(lambda: self._ask(job), pause_s and max(pause_s, len(self._jobs) * _QUESTION_S))
 
     def _end_waiting(self, job: _WaitingJob, reason: str) -> None:
@@ -473,7 +473,7 @@ class WorkerSide:
             except BaseException:
                 _log.exception("a load failed by a fault of the connector")
                 reason = "fault"
-            job.came(index, reason, tally.size_bytes)
+            job.on_value(index, reason, tally.size_bytes)
             if index == job.load.values - 1 and not reason and self._clock() - started_s < _PAIRED_S:
                 self._join(job)
         with self._ended:
@@ -499,7 +499,7 @@ class WorkerSide:
     def _end(self, job: _Job, reason: str, size_bytes: int) -> None:
         seconds = self._clock() - job.began_s
         if not reason:
-            self._latencies.took(seconds, size_bytes)
+            self._latencies.record(seconds, size_bytes)
         with self._ended:
             if job.end is None:
                 job.end = self._end_of(job, reason, size_bytes, seconds)

@@ -344,10 +344,10 @@ def split(quotients: Ints) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
     """Return ways (channels,), bases (channels,) and differences (channels, tokens)."""
     channels = len(quotients)
     ways = np.zeros(channels, np.uint8)
-    bases, differences = _apart(quotients, GROUPS[0])
+    bases, differences = _split_in_groups(quotients, GROUPS[0])
     least = _size(differences)
     for way, group in enumerate(GROUPS[1:], 1):
-        other_bases, other_differences = _apart(quotients, group)
+        other_bases, other_differences = _split_in_groups(quotients, group)
         size = _size(other_differences)
         # A tie goes to the mean, as anchors cost a base, too.
         better = np.flatnonzero(size < least)
@@ -362,11 +362,11 @@ def join(ways: npt.NDArray[np.uint8], bases: Ints, differences: Ints) -> Ints:
     for way, group in enumerate(GROUPS):
         rows = np.flatnonzero(ways == way)
         if len(rows):
-            quotients[rows] = _together(bases[rows], differences[rows], group)
+            quotients[rows] = _join_groups(bases[rows], differences[rows], group)
     return quotients
 
 
-def _apart(quotients: Ints, group: int) -> tuple[Ints, Ints]:
+def _split_in_groups(quotients: Ints, group: int) -> tuple[Ints, Ints]:
     tokens = quotients.shape[1]
     if not group:
         means = np.rint(quotients.sum(axis=1, dtype=np.int64) / tokens).astype(np.int32)
@@ -377,7 +377,7 @@ def _apart(quotients: Ints, group: int) -> tuple[Ints, Ints]:
     return quotients[:, 0].copy(), differences
 
 
-def _together(bases: Ints, differences: Ints, group: int) -> Ints:
+def _join_groups(bases: Ints, differences: Ints, group: int) -> Ints:
     if not group:
         return differences + bases[:, None]
     anchors = np.cumsum(differences[:, ::group], axis=1, dtype=np.int32) + bases[:, None]

@@ -116,6 +116,7 @@ _ONE = 0x80000000
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of ``data``, continued from ``value``."""
     return zlib.crc32(data, value)
 
 

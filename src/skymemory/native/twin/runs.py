@@ -330,7 +330,7 @@ def serve(
     arrivals = recv_batch(fd, scratch, slots)
     ways: list[_Way] = [((host, port), neighbours.get((host, port))) for _, _, _, host, port in arrivals]
     kept_runs = service.serve([arrival[:3] for arrival in arrivals], ways)
-    return [arrivals[at] for at in kept_runs], service.served, service.send_errors, service.passed
+    return [arrivals[at] for at in kept_runs], service.served, service.send_errors, service.passed_by_way
 
 
 def serve_runs(
@@ -357,7 +357,7 @@ def serve_runs(
     service.in_memory = True
     way: _Way = (source, None) if isinstance(source[0], str) else (None, source)
     kept_runs = service.serve(runs, [way] * len(runs))
-    return [runs[at] for at in kept_runs], service.served, service.send_errors, service.passed
+    return [runs[at] for at in kept_runs], service.served, service.send_errors, service.passed_by_way
 
 
 class _Service:
@@ -387,7 +387,7 @@ class _Service:
         self._room_bytes, self._terms, self._guard, self._transit = room_bytes, terms, guard, transit
 
     @property
-    def passed(self) -> list[Passed]:
+    def passed_by_way(self) -> list[Passed]:
         return [(*way, packets, unsent) for way, (packets, unsent) in self._passed.items()]
 
     def serve(self, runs: list[Slot], ways: list[_Way]) -> list[int]:
@@ -535,7 +535,7 @@ def take_sets(
     if len(view) < ref_at + REF_BYTES or view[COMMAND_BYTES + 1] != SET or bytes(view[ref_at:][_TAG]) not in settled:
         return None
     if guard is not None:
-        runs = _plain(runs)
+        runs = _strip_run_macs(runs)
     opened = open_runs(runs, 0)
     if opened is not None and not _steps(opened[0]):  # only as far as the numbers have equal steps
         shorter_runs = (open_runs(runs[:count], 0) for count in range(opened[3] - 1, 0, -1))
@@ -557,7 +557,7 @@ def take_sets(
     return run_count, len(indices), len(old), replaced_bytes, added_bytes, ack
 
 
-def _plain(runs: list[Run]) -> list[Run]:
+def _strip_run_macs(runs: list[Run]) -> list[Run]:
     """Return the first runs without their MACs, as far as each packet is valid and has a MAC."""
     bare_runs: list[Run] = []
     for data, segment_bytes in runs:

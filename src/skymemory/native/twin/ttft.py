@@ -51,7 +51,7 @@ class DelayPrice:
         self._at_s = -math.inf
 
     def sent(self, work_s: float, now_s: float) -> None:
-        decay = self._kept(now_s)
+        decay = self._get_decay(now_s)
         self._requests, self._work_s = self._requests * decay + 1.0, self._work_s * decay + work_s
         self._at_s = max(self._at_s, now_s)
 
@@ -61,11 +61,11 @@ class DelayPrice:
         """
         if servers < 1:
             raise ValueError("a rate at less than one server")
-        share = self._kept(now_s) / (self._window_s * servers)
+        share = self._get_decay(now_s) / (self._window_s * servers)
         busy = min(self._work_s * share, self._most_busy)
         return self._weight * self._requests * share / (1.0 - busy)
 
-    def _kept(self, now_s: float) -> float:
+    def _get_decay(self, now_s: float) -> float:
         return math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
 
 

@@ -101,12 +101,12 @@ class Experiment:
                     "what": value.what,
                     "unit": value.unit,
                     "published": value.published,
-                    "ours": plain(value.ours),
+                    "ours": to_json_value(value.ours),
                     "why": value.why,
                 }
                 for value in self.values
             ],
-            "rows": [dict(zip(self.header, map(plain, row), strict=True)) for row in self.rows],
+            "rows": [dict(zip(self.header, map(to_json_value, row), strict=True)) for row in self.rows],
         }
 
 
@@ -132,7 +132,7 @@ def columns(one: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, 
     return tuple(_COLUMNS[name](one) if name in _COLUMNS else getattr(one, name) for name in header)
 
 
-def plain(value: object) -> object:
+def to_json_value(value: object) -> object:
     """Return the value for JSON: six significant digits, None for NaN and infinity."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None

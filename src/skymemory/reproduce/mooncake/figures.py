@@ -142,14 +142,14 @@ def _title(name: str) -> str:
 def kept_exhibits(folder: Path) -> dict[str, Exhibit]:
     """Return exhibits of all experiments, which read the CSV in ``folder`` when they are drawn."""
 
-    def one(name: str) -> Exhibit:
+    def make_exhibit(name: str) -> Exhibit:
         def numbers() -> Numbers:
             experiment = read_experiment(name, folder)
             return Numbers(experiment.header, experiment.rows)
 
         return Exhibit(f"mooncake-{name}", _title(name), lambda: draw(read_experiment(name, folder)), numbers)
 
-    return {name: one(name) for name in CAPTIONS}
+    return {name: make_exhibit(name) for name in CAPTIONS}
 
 
 def _records(experiment: Experiment) -> list[Record]:

@@ -120,7 +120,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._one.run, name=name, daemon=True)
         self._thread.start()
 
-    def look(self, restarts: bool, log_from: int) -> Look:
+    def poll(self, restarts: bool, log_from: int) -> Look:
         """Return the state and the log from byte ``log_from`` on. ``restarts``: restart the instance when it ends."""
         self._one.restarts = self._one.restarts or restarts
         state = replace(self._one.state)  # before the log, which then contains everything that led to this state
@@ -132,7 +132,7 @@ class Keeper:
     def stop(self, log_from: int) -> Look:
         self._stopping.set()
         self._thread.join()
-        last = self.look(False, log_from)
+        last = self.poll(False, log_from)
         shutil.rmtree(self._folder, ignore_errors=True)
         return last
 
@@ -270,7 +270,7 @@ class _OnRay:
         answered_s = time.monotonic()
         while not self._stopping.wait(_LOOK_S):
             try:
-                pending = pending or actor.look.remote(self.restarts, self._log_bytes)
+                pending = pending or actor.poll.remote(self.restarts, self._log_bytes)
                 answer, pending = ray.get(pending, timeout=_LOOK_S), None
             except ray.exceptions.GetTimeoutError:
                 # Not placed yet; or its node is silent, and Ray does not know yet if it is lost.

@@ -104,10 +104,10 @@ class PrefixCaches:
         # Subscribers of events must learn exactly what is stored, and a put may store fewer blocks than were missing.
         missing = prompt.manager.blocks.missing(chains[0])
         prompt.manager.add_blocks_ids(ids, prompt.cache)
-        self._came(prompt.salt, ids, chains, missing, range(len(chains[0])))
+        self._record_stored_blocks(prompt.salt, ids, chains, missing, range(len(chains[0])))
         return chains
 
-    def look(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
+    def find_cached_blocks(self, salt: str, ids: Tokens) -> tuple[list[list[BlockHash]], int]:
         """Return the hashes of the prompt's full blocks for each part, and the number of cached leading blocks."""
         manager = self._manager(salt)
         return manager.parts.hashes(ids), manager.blocks.prefix(manager.blocks.hashes(ids))
@@ -132,10 +132,10 @@ class PrefixCaches:
             items = [(index, value) for index, value in zip(blocks, part, strict=True) if value is not None]
             places = places_in(chain, [index for index, _ in items])
             self._store.put_many([(chain[index], value) for index, value in items], places)
-        self._came(salt, ids, chains, missing, blocks)
+        self._record_stored_blocks(salt, ids, chains, missing, blocks)
         return self._store.prefix(chains[0][blocks.start : blocks.stop])
 
-    def _came(
+    def _record_stored_blocks(
         self, salt: str, ids: Tokens, chains: list[list[BlockHash]], missing: Sequence[int], blocks: range
     ) -> None:
         """Record stored blocks and publish their events. ``missing``: blocks of part 0 that were absent before."""

@@ -194,13 +194,15 @@ class BlockFetcher:
         self._at_once = max(1, _BATCH_BYTES // caches.value_bytes)
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
-    async def bring(self, generation: Generation) -> None:
+    async def load_blocks(self, generation: Generation) -> None:
         """Load the stored blocks of the prompt.
 
         If another engine prefills it, continue until no new block has arrived for the time limit.
         """
         caches, remote = self._caches, generation.remote_prefill
-        chains, at = await asyncio.wrap_future(self._engine.call(lambda: caches.look(generation.salt, generation.ids)))
+        chains, at = await asyncio.wrap_future(
+            self._engine.call(lambda: caches.find_cached_blocks(generation.salt, generation.ids))
+        )
         expected = len(chains[0])
         if remote is not None and remote.tokens is not None:
             expected = min(expected, remote.tokens // caches.block_tokens)
@@ -209,12 +211,14 @@ class BlockFetcher:
             wait_s = min(wait_s, _STORED_S)
         started_s, timed_out = time.monotonic(), False
         try:
-            timed_out = not await self._come(generation, chains, at, expected if remote is not None else 0, wait_s)
+            timed_out = not await self._load_blocks_from(
+                generation, chains, at, expected if remote is not None else 0, wait_s
+            )
         finally:
             if remote is not None:
                 self._metrics.waited(time.monotonic() - started_s, timed_out)
 
-    async def _come(
+    async def _load_blocks_from(
         self, generation: Generation, chains: list[list[BlockHash]], at: int, expected: int, wait_s: float
     ) -> bool:
         """Load the blocks from ``at`` on; return False if the first ``expected`` blocks did not arrive in time."""

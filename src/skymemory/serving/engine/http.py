@@ -176,7 +176,7 @@ class OpenAIServer:
             while not all(choice_generation and choice_generation[-1].last for choice_generation in by_choice):
                 choice, step = _checked(await steps.get())
                 by_choice[choice].append(step)
-            answer = writer.whole(by_choice)
+            answer = writer.build_response(by_choice)
             if generation.remote_decode:
                 answer["kv_transfer_params"] = {
                     "do_remote_prefill": True,
@@ -192,7 +192,7 @@ class OpenAIServer:
             return
         # Waiting takes place in the event loop, so that the engine's thread goes on with other requests.
         with self._engine.place():
-            await self._fetcher.bring(generation)
+            await self._fetcher.load_blocks(generation)
             self._engine.submit(*jobs, has_place=True)
 
     async def _stored_tokens(self, generation: Generation, job: Job) -> int:
@@ -361,7 +361,7 @@ class ResponseBuilder:
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
 
-    def whole(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
+    def build_response(self, choices: Sequence[Sequence[Step]]) -> dict[str, object]:
         answers: list[dict[str, object]] = []
         for index, steps in enumerate(choices):
             text = "".join(step.text for step in steps)

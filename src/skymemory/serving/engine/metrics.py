@@ -117,7 +117,7 @@ class EngineMetrics:
     def generated(self) -> None:
         self._generation.inc()
 
-    def ended(self, how: str) -> None:
+    def on_request_end(self, how: str) -> None:
         self._ended.labels(**self._labels, finished_reason=how).inc()
 
     def text(self) -> bytes:

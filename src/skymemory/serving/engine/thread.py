@@ -226,7 +226,7 @@ class EngineThread:
             for job in cancelled:
                 self._waiting.remove(job)
         for _ in cancelled:
-            self._metrics.ended("abort")
+            self._metrics.on_request_end("abort")
         for running in self._busy():
             if running.job.cancelled:
                 self._guarded(running, self._abandon)
@@ -300,7 +300,7 @@ class EngineThread:
 
     def _abandon(self, one: _Running) -> None:
         self._forget(one)
-        self._metrics.ended("abort")
+        self._metrics.on_request_end("abort")
         self._count_prefill(one)
         self._keep(one)  # already computed: a repeated request will hit it
 
@@ -319,7 +319,7 @@ class EngineThread:
             self._running.remove(one)
 
     def _end(self, job: Job, step: Step, how: str) -> None:
-        self._metrics.ended(how)
+        self._metrics.on_request_end(how)
         job.on_step(step)
 
 

@@ -264,10 +264,10 @@ class AnswerReader:
             if not isinstance(choice, dict):
                 raise BadAnswer(f"not a chunk: {data[:80]!r}")
             if _has_token(choice):
-                self._came(now_s)
+                self._record_token(now_s)
             self.finish = choice.get("finish_reason") or self.finish
 
-    def _came(self, now_s: float) -> None:
+    def _record_token(self, now_s: float) -> None:
         if math.isnan(self.first_s):
             self.first_s = now_s
         else:
@@ -275,10 +275,10 @@ class AnswerReader:
         self._last_s = now_s
 
     def _count(self, usage: dict[str, Any]) -> None:
-        self.prompt_tokens = _whole(usage.get("prompt_tokens"))
-        self.output_tokens = _whole(usage.get("completion_tokens"))
+        self.prompt_tokens = _to_count(usage.get("prompt_tokens"))
+        self.output_tokens = _to_count(usage.get("completion_tokens"))
         details = usage.get("prompt_tokens_details")
-        self.cached_tokens = _whole(details.get("cached_tokens")) if isinstance(details, dict) else None
+        self.cached_tokens = _to_count(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
@@ -292,7 +292,7 @@ def _has_token(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 
-def _whole(value: object) -> int | None:
+def _to_count(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 

@@ -70,11 +70,11 @@ class OpenLoop:
                     await self._until_free()
                     self.under_way += 1
                     self.begun += 1
-                    group.create_task(self._one(request, body, self._held_up_s(request.due_s)))
+                    group.create_task(self._send_request(request, body, self._held_up_s(request.due_s)))
         finally:
             watch.cancel()
 
-    async def _one(self, request: PlannedRequest, body: bytes, held_up_s: float) -> None:
+    async def _send_request(self, request: PlannedRequest, body: bytes, held_up_s: float) -> None:
         try:
             await self._send(request, body, self.clock, held_up_s)
         finally:

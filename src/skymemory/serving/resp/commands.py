@@ -44,7 +44,7 @@ from skymemory.store.accounting import BudgetedStore
 from skymemory.store.base import Buffer, KeyLocks, LoadTicket, Presence, Store
 from skymemory.store.disk import DiskStore
 from skymemory.store.memory import MemoryStore
-from skymemory.store.named import Listing, bare, named_payload
+from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
@@ -131,7 +131,7 @@ class Commands:
         self.lifetimes = Lifetimes(store, clock)
         self.leases = Leases(store, held_bytes, clock, self.lifetimes.all_left_s)
         self.watches = Watches()
-        self._is_alone = isinstance(bare(store), MemoryStore | DiskStore)
+        self._is_alone = isinstance(unwrap_store(store), MemoryStore | DiskStore)
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
         """The store, if its values are views of its memory: they need no wait, no lease and no release."""
@@ -439,7 +439,7 @@ class Commands:
                 values = self._loaded(ticket, leases)
             pieces: Pieces = []
             for key, value in zip(keys, values, strict=True):
-                value_pieces = None if value is None else self._shown(key, value)
+                value_pieces = None if value is None else self._to_client_value(key, value)
                 lease = leases[key.stored]
                 if value_pieces is None and lease is not None and lease.until_s > self._clock():
                     self.counters.add("lost_leases")
@@ -476,7 +476,7 @@ class Commands:
             leased.get(key, value) for key, value in zip(ticket.keys, self._store.complete_load(ticket), strict=True)
         ]
 
-    def _shown(self, key: Key, value: memoryview) -> Pieces | None:
+    def _to_client_value(self, key: Key, value: memoryview) -> Pieces | None:
         """Return a stored value in the client's form; None if it does not fit its key."""
         if key.name:
             payload = named_payload(value, key.name)
@@ -546,7 +546,7 @@ class Commands:
         try:
             ticket = self._store.prepare_load([key.stored])
             (value,) = self._store.complete_load(ticket)
-            yield None if value is None else self._shown(key, value)
+            yield None if value is None else self._to_client_value(key, value)
         finally:
             if ticket is not None:
                 self._store.release(ticket)
@@ -559,7 +559,7 @@ class Commands:
         yield self._set_for(session, words, "psetex", 1e-3)
 
     def _set_for(self, session: Session, words: Sequence[Word], verb: str, unit_s: float) -> Pieces:
-        number = _whole(words[1])
+        number = _parse_integer(words[1])
         if number <= 0:
             raise Refused(f"invalid expire time in '{verb}' command")
         self._check_lifetimes()
@@ -642,7 +642,7 @@ class Commands:
 
         A lease that begins during the write may hold the previous value.
         """
-        with self._held(session, keys):
+        with self._lock_keys(session, keys):
             try:
                 for key in keys:
                     self.leases.end(key)
@@ -652,7 +652,7 @@ class Commands:
                     self.leases.end(key)
 
     @contextmanager
-    def _held(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
+    def _lock_keys(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
         """Lock ``keys`` against other writers, unless EXEC has locked them already."""
         if session.kept is not None:
             yield
@@ -708,23 +708,23 @@ class Commands:
         yield [protocol.integer(sum(presence is Presence.HIT for presence in self._store.lookup(keys)))]
 
     def _expire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _whole(words[1]))
+        yield self._expire_in(session, words, _parse_integer(words[1]))
 
     def _pexpire(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _whole(words[1]) / 1000)
+        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000)
 
     def _expireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _whole(words[1]) - self._unix_time())
+        yield self._expire_in(session, words, _parse_integer(words[1]) - self._unix_time())
 
     def _pexpireat(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield self._expire_in(session, words, _whole(words[1]) / 1000 - self._unix_time())
+        yield self._expire_in(session, words, _parse_integer(words[1]) / 1000 - self._unix_time())
 
     def _expire_in(self, session: Session, words: Sequence[Word], ttl_s: float) -> Pieces:
         key = _key(words[0]).stored
         conditions = {_bytes(word).upper() for word in words[2:]}
         if not any(conditions <= allowed for allowed in _EXPIRE_CONDITIONS):
             raise Refused("syntax error: expected NX, or XX and one of GT and LT")
-        with (self._written if ttl_s <= 0 else self._held)(session, [key]):
+        with (self._written if ttl_s <= 0 else self._lock_keys)(session, [key]):
             remaining_s = self.lifetimes.left_s(key)
             holds = {
                 b"NX": math.isinf(remaining_s),
@@ -741,19 +741,19 @@ class Commands:
 
     def _persist(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         key = _key(words[0]).stored
-        with self._held(session, [key]):
+        with self._lock_keys(session, [key]):
             yield [protocol.integer(self._persist_held(key))]
 
     def _persist_held(self, key: bytes) -> bool:
         return self.lifetimes.left_s(key) < math.inf and self._give_lifetime(key, math.inf)
 
     def _ttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield [protocol.integer(self._left(words[0], 1.0))]
+        yield [protocol.integer(self._get_remaining_lifetime(words[0], 1.0))]
 
     def _pttl(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        yield [protocol.integer(self._left(words[0], 1e-3))]
+        yield [protocol.integer(self._get_remaining_lifetime(words[0], 1e-3))]
 
-    def _left(self, word: Word, unit_s: float) -> int:
+    def _get_remaining_lifetime(self, word: Word, unit_s: float) -> int:
         """Return the lifetime; -2: no such key; -1: no known lifetime."""
         key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
@@ -808,7 +808,7 @@ class Commands:
                 raise Refused(f"Transaction discarded because of {transaction.abort}.", "EXECABORT")
             keys = list(dict.fromkeys(chain(_keys_of(transaction), session.watch.keys)))
             with ExitStack() as resources:
-                with self._held(session, keys):
+                with self._lock_keys(session, keys):
                     replies = None
                     if not self._is_changed(session.watch):
                         session.kept = resources
@@ -868,7 +868,7 @@ class Commands:
             if option not in options:
                 raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
             options[option] = value
-        if len(option_words) % 2 or _whole(options[b"COUNT"]) < 1:
+        if len(option_words) % 2 or _parse_integer(options[b"COUNT"]) < 1:
             raise Refused("syntax error: expected SCAN cursor [MATCH pattern] [COUNT n] [TYPE string]")
         head = protocol.array_head(2) + protocol.bulk(b"0")
         if cursor.strip(b"0") or options[b"TYPE"].lower() != b"string":
@@ -905,7 +905,7 @@ class Commands:
                 session.kept.callback(self.budget.give_back, session.claim, len(reply))
 
     def _listing(self) -> Listing:
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         if not isinstance(store, Listing):
             raise Refused(f"a {self._store.name} store cannot list names: a constellation, memory and disk can")
         return store
@@ -913,7 +913,7 @@ class Commands:
     def _flushdb(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
         if words and _bytes(words[0]).upper() not in (b"ASYNC", b"SYNC"):
             raise Refused("syntax error: FLUSHDB [ASYNC | SYNC]")
-        store = bare(self._store)
+        store = unwrap_store(self._store)
         all_keys = (
             store.stored_keys() if isinstance(store, BudgetedStore) else [name.key for name in self._listing().names()]
         )
@@ -1002,9 +1002,9 @@ def _to_store(key: Key, value: Word) -> Buffer:
     return stored
 
 
-def _whole(word: Word) -> int:
+def _parse_integer(word: Word) -> int:
     try:
-        return lifetimes.whole(_bytes(word))
+        return lifetimes.parse_integer(_bytes(word))
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skymemory.store.base import LoadTicket, Presence, Store
-from skymemory.store.named import bare
+from skymemory.store.named import unwrap_store
 
 LEASE_S = 30.0
 _MAX_LEASES = 1 << 16
@@ -26,7 +26,7 @@ class Leases:
         """Create the table. ``left_s``: returns the remaining lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
-        self._protects = bare(store).leases
+        self._protects = unwrap_store(store).leases
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from skymemory.store.accounting import Deadlines
 from skymemory.store.base import Expiring, Lasting, Store
-from skymemory.store.named import bare
+from skymemory.store.named import unwrap_store
 
 MAX_GIVEN = 1 << 16
 """Limit of active lifetimes given by a daemon to a store that cannot report them."""
@@ -22,7 +22,7 @@ class Lifetimes:
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        inner: object = bare(store)
+        inner: object = unwrap_store(store)
         self._expiring = inner if isinstance(inner, Expiring) else None
         self._lasting = inner if isinstance(inner, Lasting) else None
         self._clock = clock
@@ -36,7 +36,7 @@ class Lifetimes:
     @property
     def is_full(self) -> bool:
         with self._lock:
-            self._given.ended(self._clock())  # drops the ended lifetimes
+            self._given.pop_expired(self._clock())  # drops the ended lifetimes
             return len(self._given) >= MAX_GIVEN
 
     def left_s(self, key: bytes) -> float:
@@ -113,14 +113,14 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
             if option in _UNITS:
                 if not remaining:
                     return None
-                number = whole(remaining.pop(0))
+                number = parse_integer(remaining.pop(0))
                 if number <= 0:
                     raise ValueError("invalid expire time")
                 ttl_s = number * _UNITS[option] - (unix_s if option.endswith(b"AT") else 0.0)
     return Options(condition, get, ttl_s, persist=lifetime == b"PERSIST", keeps=lifetime == b"KEEPTTL")
 
 
-def whole(word: bytes) -> int:
+def parse_integer(word: bytes) -> int:
     """Parse a whole number.
 
     Raises:

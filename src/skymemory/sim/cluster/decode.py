@@ -103,7 +103,7 @@ class CoupledInstance:
         elif self.waiting and not self._mixed_tokens and self._fits(self.waiting.first):
             job = self._take(now_s)
             seconds = self._cost.prefill_s(job.prompt_tokens, job.held_tokens)
-            self._later(now_s + seconds, lambda at_s: self._whole(job, at_s))
+            self._later(now_s + seconds, lambda at_s: self._on_prefill_end(job, at_s))
         elif len(self.batch):
             self._decode_until(self.batch.steps_to_first_end())
         else:
@@ -117,7 +117,7 @@ class CoupledInstance:
         self._underway.append((job, job.held_tokens))
         return job
 
-    def _whole(self, job: Job, now_s: float) -> None:
+    def _on_prefill_end(self, job: Job, now_s: float) -> None:
         seconds = now_s - self._begun_s
         job.spent_s += seconds
         self.busy_s += seconds
@@ -294,9 +294,9 @@ class DecodeInstance:
     def _take(self, stream: Stream, now_s: float) -> None:
         self._planned, self._taking, self._version = 0, stream, self._version + 1
         version = self._version
-        self._clock.at(now_s + stream.work_s, lambda at_s: self._taken(version, at_s))
+        self._clock.at(now_s + stream.work_s, lambda at_s: self._on_prompt_taken(version, at_s))
 
-    def _taken(self, version: int, now_s: float) -> None:
+    def _on_prompt_taken(self, version: int, now_s: float) -> None:
         stream = self._taking
         if version != self._version or stream is None:
             return

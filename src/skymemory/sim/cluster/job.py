@@ -52,7 +52,7 @@ class Job:
         return self.asked.priority
 
     @property
-    def placed(self) -> Placement:
+    def required_placement(self) -> Placement:
         assert self.placement is not None, "it was admitted"
         return self.placement
 

@@ -208,7 +208,7 @@ class ClusterMetrics:
     role_changes: int = 0
 
     def as_json(self) -> dict[str, object]:
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        return {name: _to_json_value(value) for name, value in asdict(self).items()}
 
 
 def measured(
@@ -294,12 +294,12 @@ def _part(count: float, of: float) -> float:
     return count / of if of else math.nan
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     """Convert for JSON: six decimals, None for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _to_json_value(inner) for name, inner in value.items()}
     return value
 
 

@@ -183,7 +183,7 @@ class ClusterPool:
         self._cost = cost
         self.block_bytes = cost.kv_bytes(self.block_tokens)
         self.network = self.settings.network or network_of(cost)
-        self._nodes = [self._fresh() for _ in self.names]
+        self._nodes = [self._create_node_memory() for _ in self.names]
         self._out = [Link(f"{name} out", self.network.bytes_per_s) for name in self.names]
         self._in = [Link(f"{name} in", self.network.bytes_per_s) for name in self.names]
         self._ssd = [Link(f"{name} ssd", self.settings.ssd.bytes_per_s) for name in self.names]
@@ -193,7 +193,7 @@ class ClusterPool:
         self._evicted = self._dropped = 0
         self._tokens = {LOCAL: 0, SSD_TIER: 0, NODES: 0, SKY_TIER: 0}
 
-    def _fresh(self) -> NodeMemory:
+    def _create_node_memory(self) -> NodeMemory:
         settings = self.settings
         blocks, ssd_blocks = int(settings.dram_bytes // self.block_bytes), int(settings.ssd_bytes // self.block_bytes)
         return NodeMemory(blocks, settings.policy, ssd_blocks)
@@ -326,7 +326,7 @@ class ClusterPool:
         self._now_s = now_s
         self._evicted += self._nodes[node].evicted
         self._dropped += self._nodes[node].dropped
-        self._nodes[node] = self._fresh()
+        self._nodes[node] = self._create_node_memory()
 
     def figures(self) -> dict[str, float]:
         return {
@@ -432,12 +432,12 @@ class NodeMemory:
     def leading(self, chain: Sequence[int]) -> int:
         """Return the number of leading blocks of ``chain`` in memory or on the SSD."""
         resident = self.memory.leading(chain)
-        return resident + self._behind(chain, resident) if self._ssd else resident
+        return resident + self._count_ssd_blocks(chain, resident) if self._ssd else resident
 
     def in_memory(self, chain: Sequence[int]) -> int:
         return self.memory.leading(chain)
 
-    def _behind(self, chain: Sequence[int], held: int) -> int:
+    def _count_ssd_blocks(self, chain: Sequence[int], held: int) -> int:
         for at in range(held, len(chain)):
             if chain[at] not in self._ssd:
                 return at - held

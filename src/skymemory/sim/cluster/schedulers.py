@@ -36,7 +36,7 @@ def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRe
     return at_rate(moved, setup.rate) if setup.rate != 1.0 else moved
 
 
-def asked(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
+def get_scheduler_view(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
     """Return the request as a scheduler sees it.
 
     Blocks are the trace's ids. ``dice`` draws the errors of the stated answer length.

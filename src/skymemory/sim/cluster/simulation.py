@@ -27,8 +27,14 @@ from skymemory.sim.cluster.machines import Listeners, Machines
 from skymemory.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory.sim.cluster.pool import ClusterPool
 from skymemory.sim.cluster.roles import Roles
-from skymemory.sim.cluster.schedulers import Estimates, SchedulerFactory, World, scheduler_named, timed
-from skymemory.sim.cluster.schedulers import asked as asked_of
+from skymemory.sim.cluster.schedulers import (
+    Estimates,
+    SchedulerFactory,
+    World,
+    get_scheduler_view,
+    scheduler_named,
+    timed,
+)
 from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSettings
 from skymemory.sim.trace import TraceRequest
 
@@ -84,7 +90,7 @@ def run_cluster(
 # States of a request in ``Simulation``, and the event that starts each (``Job.over`` is the end of all paths):
 #
 #   _arrive   place: refused, no server -> over; else _send: booked, loads begin, it queues at its prefill instance
-#   _begun    its prefill starts; its KV streams to the decode instance from now on
+#   _on_prefill_begin  its prefill starts; its KV streams to the decode instance from now on
 #   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; answer of one token -> over
 #   _there    all KV has arrived: it queues at the decode instance
 #             with a ``Handover``: _entering waits for the turns of the decode instance, _first is the first token
@@ -103,7 +109,7 @@ class Simulation:
         self._setup, self._clock, self._gaps = setup, Clock(), Gaps()
         self._pool = pool or pool_of(setup)
         listeners = Listeners(
-            self._begun, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
+            self._on_prefill_begin, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
         )
         self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, listeners)
         self._estimates = Estimates(setup)
@@ -147,7 +153,9 @@ class Simulation:
         if self._arrived < len(self._arrivals):
             self._clock.at(self._arrivals[self._arrived].at_s, self._arrive)
         request = self._arrivals[number]
-        scheduler_view = self._asked[number] if self._asked is not None else asked_of(request, self._setup, self._dice)
+        scheduler_view = (
+            self._asked[number] if self._asked is not None else get_scheduler_view(request, self._setup, self._dice)
+        )
         output = max(1, request.output_tokens)
         ids = request.blocks(self._setup.partial)
         job = Job(number, request.at_s, request.input_tokens, output, ids, scheduler_view)
@@ -187,8 +195,8 @@ class Simulation:
     def _enter(self, job: Job, attempt: int, now_s: float) -> None:
         if job.over or job.attempts != attempt:
             return
-        machines, plan = self._machines, job.placed.prefill.plan
-        if job.placed.decode is None:
+        machines, plan = self._machines, job.required_placement.prefill.plan
+        if job.required_placement.decode is None:
             machines.coupled[job.prefill].arrive(job, now_s)
             return
         if plan is not None and plan.loaded_tokens:
@@ -198,7 +206,7 @@ class Simulation:
                 self._accounts.span(name, "load", now_s, job.loading.done_s, job)
         machines.prefills[job.prefill].arrive(job, now_s)
 
-    def _begun(self, job: Job, now_s: float, done_s: float) -> None:
+    def _on_prefill_begin(self, job: Job, now_s: float, done_s: float) -> None:
         """Start the transfer of its KV to the decode instance, while it is computed or afterwards."""
         if job.output_tokens == 1 or self._setup.handover is not None:
             return
@@ -211,7 +219,7 @@ class Simulation:
         self._accounts.span(self._machines.prefill_names[job.prefill], "prefill", job.begun_s, now_s, job)
         job.first_token_s, job.prefilled = now_s, True
         self._pool.stored(job.prefill, job.ids, now_s)
-        return self._scheduler.prefilled(job.placed, now_s, job.prompt_tokens - job.computed_tokens)
+        return self._scheduler.prefilled(job.required_placement, now_s, job.prompt_tokens - job.computed_tokens)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
         if self._first_token(job, now_s) is not None:
@@ -219,7 +227,7 @@ class Simulation:
         elif self._setup.handover is not None:
             self._hand_over(job, self._setup.handover, now_s)
         elif job.output_tokens == 1:
-            self._scheduler.decoding(job.placed, now_s)
+            self._scheduler.decoding(job.required_placement, now_s)
             self._completed(job, now_s, None)
         else:
             self._accounts.span(self._machines.prefill_names[job.prefill], "transfer", job.begun_s, job.there_s, job)
@@ -255,7 +263,7 @@ class Simulation:
         job = self._accounts.open[stream.number]
         job.first_token_s = now_s
         if job.output_tokens == 1:
-            self._scheduler.decoding(job.placed, now_s)
+            self._scheduler.decoding(job.required_placement, now_s)
             self._completed(job, now_s, None)
 
     def _stream_of(self, job: Job) -> Stream:
@@ -285,7 +293,7 @@ class Simulation:
     def _joined(self, stream: Stream, now_s: float) -> None:
         job = self._accounts.open[stream.number]
         job.decoding = True
-        self._scheduler.decoding(job.placed, now_s)
+        self._scheduler.decoding(job.required_placement, now_s)
 
     def _answered(self, stream: Stream, now_s: float) -> None:
         job = self._accounts.open[stream.number]
@@ -296,7 +304,7 @@ class Simulation:
     def _completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
         slo, after_s = self._setup.slo, now_s - job.first_token_s
         met = job.first_token_s - job.at_s <= slo.ttft_s and after_s <= slo.tbt_s * (job.output_tokens - 1)
-        self._scheduler.ended(job.placed, now_s, met)
+        self._scheduler.on_request_end(job.required_placement, now_s, met)
         self._accounts.completed(job, now_s, worst_s)
 
     def _fail_at(self, failure: Failure) -> None:
@@ -325,14 +333,14 @@ class Simulation:
         self._clock.at(now_s + failure.down_s, lambda _: machines.revive(name))
 
     def _book_out(self, job: Job, now_s: float) -> None:
-        self._scheduler.failed(job.placed, now_s, job.prefilled, job.decoding)
+        self._scheduler.failed(job.required_placement, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
         """Retry an admitted request, if it has a retry left and a server takes it."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
-                placement = self._scheduler.place_again(job.placed, now_s)
+                placement = self._scheduler.place_again(job.required_placement, now_s)
             except NoServer:
                 pass
             else:

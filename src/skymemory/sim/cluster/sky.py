@@ -263,14 +263,14 @@ class SkyGeometry:
         # each move.
         step = self.moves(now_s), math.floor(now_s / self._step_s)
         if step != self._step:
-            self._look(step, now_s)
+            self._recompute_links(step, now_s)
         round_trip_s = self._round_trips.get(set_moves)
         if round_trip_s is None:
             round_trip_s = 2 * max(self._one_way_s(satellite) for satellite in self.servers_at(set_moves, now_s))
             self._round_trips[set_moves] = round_trip_s
         return round_trip_s
 
-    def _look(self, step: tuple[Moves, int], now_s: float) -> None:
+    def _recompute_links(self, step: tuple[Moves, int], now_s: float) -> None:
         """Recompute the links of this step, and never reuse links from before a move."""
         self._step, self._look_s = step, now_s
         self._one_way.clear()

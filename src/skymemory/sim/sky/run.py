@@ -352,7 +352,7 @@ class _ByMachines(_Run):
         is_running = self._simulated.step(until_s)
         for host, client in enumerate(self._clients):
             while (event := client.machine.next_event()) is not None:
-                self._ended(host, event)
+                self._on_finished(host, event)
         return is_running
 
     def _begin(self, request: _Request) -> None:
@@ -395,7 +395,7 @@ class _ByMachines(_Run):
         self._writing[operation.key] += 1
         self._begun[operation.host, number] = _Begun(operation, request, at, info, None, now_s)
 
-    def _ended(self, host: int, event: Finished) -> None:
+    def _on_finished(self, host: int, event: Finished) -> None:
         transfer = self._begun.pop((host, event.number), None)
         if transfer is None:
             return
@@ -404,13 +404,13 @@ class _ByMachines(_Run):
             self._writing[operation.key] -= 1
             if event.ok:
                 self._index[operation.key] = info
-                self._passed("set", transfer)
+                self._record_transfer("set", transfer)
             else:
                 self.failed_sets[failure] += 1
             return
         if event.ok:
             self.wrong += transfer.out != self._value(operation.key, operation.value_bytes)
-            self._passed("get", transfer)
+            self._record_transfer("get", transfer)
         else:
             request.failures[transfer.at] = failure
             if failure in _GONE and self._index.get(operation.key) is info:
@@ -429,7 +429,7 @@ class _ByMachines(_Run):
             if operation.key not in self._index and not self._writing[operation.key]:
                 self._put(request, at)
 
-    def _passed(self, direction: Direction, begun: _Begun) -> None:
+    def _record_transfer(self, direction: Direction, begun: _Begun) -> None:
         operation, end_s = begun.operation, self._simulated.now_s
         positions = []
         for now_s, counted_s in (
@@ -472,7 +472,7 @@ def _latencies(scenario: Scenario, cell_run: _Run) -> dict[str, Any]:
             mine = [
                 transfer for transfer in cell_run.transfers if (transfer.host, transfer.direction) == (host, direction)
             ]
-            columns[host, direction] = _beside(scenario, cell_run, host, direction, mine)
+            columns[host, direction] = _get_time_columns(scenario, cell_run, host, direction, mine)
     figures: dict[str, Any] = {}
     for direction in _BOTH:
         parts = [columns[host, direction] for host in range(len(scenario.ground))]
@@ -500,7 +500,7 @@ def _spreads(direction: str, columns: Sequence[Iterable[float]]) -> dict[str, An
     return figures
 
 
-def _beside(
+def _get_time_columns(
     scenario: Scenario, cell_run: _Run, host: int, direction: Direction, transfers: Sequence[_Transfer]
 ) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
     """Return the seconds measured, at least, and by the model.
@@ -638,7 +638,7 @@ def run(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         for cell in cells:
-            if (earlier := _kept(folder, cell)) is not None:
+            if (earlier := _load_result(folder, cell)) is not None:
                 known[cell.number] = earlier
     missing = [cell for cell in cells if cell.number not in known]
     before = len(known)
@@ -665,7 +665,7 @@ def run(
     return results
 
 
-def _kept(folder: Path, cell: Cell) -> CellResult | None:
+def _load_result(folder: Path, cell: Cell) -> CellResult | None:
     """Return the result of an earlier run; None if it is absent or damaged."""
     try:
         content = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())

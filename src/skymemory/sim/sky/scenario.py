@@ -288,7 +288,7 @@ class Scenario:
             "workload": WorkloadTable,
         }
         names = [*sections, "links", "ground", "sweep"]
-        more: dict[str, Any] = {"folder": str(folder), "source": _plain(found)}
+        more: dict[str, Any] = {"folder": str(folder), "source": _to_json_value(found)}
         for name, kind in sections.items():
             if name in found:
                 more[name] = filled(kind, _table(found[name], f"{where}: {name}"), f"{where}: {name}")
@@ -702,11 +702,11 @@ def _ground(value: object, where: str) -> tuple[GroundTable, ...]:
     return tuple(hosts)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     return value.isoformat() if hasattr(value, "isoformat") else value
 
 

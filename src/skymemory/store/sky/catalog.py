@@ -282,7 +282,7 @@ class Catalog:
         if self.index is not None and self._rebuilder is not None:
             self.index.remove(keys, patient=patient)
             if gone:
-                self._rebuilder.gone(keys)
+                self._rebuilder.record_evicted(keys)
 
     def close(self) -> None:
         if self.index is not None:

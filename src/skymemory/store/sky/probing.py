@@ -396,7 +396,7 @@ class IndexRebuilder:
         """Return True if an unindexed key counts as absent, without a probe."""
         return self._index.complete or self._absent.get(key, _UNKNOWN)[0] > self._prober.now_s()
 
-    def gone(self, keys: Iterable[bytes]) -> None:
+    def record_evicted(self, keys: Iterable[bytes]) -> None:
         """Record evicted keys: leftovers must not be found immediately."""
         if not self._index.complete:
             self._remember(keys, True)
@@ -433,7 +433,7 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
         CommandsRefused: all satellites that answered refuse to list their values.
     """
     first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
-    for satellite, key, presence in _held(driver, satellites):
+    for satellite, key, presence in _list_keys(driver, satellites):
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
     gets = [(at, Selection.of(key, [0]).pack(), (key, presence)) for key, (at, presence) in first_chunks.items()]
@@ -445,7 +445,7 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     return sorted(values, key=lambda value: value.name)
 
 
-def _held(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
+def _list_keys(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
     """Yield every key of each satellite with its reported chunk: page by page, all satellites in parallel."""
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
