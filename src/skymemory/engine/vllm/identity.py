@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skymemory.engine.vllm.settings import PartOfModel
+from skymemory.engine.vllm.settings import STATES, PartOfModel
 from skymemory.errors import InvalidInput
 from skymemory.files import write_private
 from skymemory.kv.block import OpaqueLayout
@@ -100,7 +100,7 @@ def layout_of(
 
 def block_bytes_of(spec: Any) -> int:
     """Return the bytes of a block of one layer, without the padding that vLLM puts behind states."""
-    states = type(spec).__name__ == "MambaSpec" and spec.page_size_padded is not None
+    states = type(spec).__name__ == STATES and spec.page_size_padded is not None
     return int((replace(spec, page_size_padded=None) if states else spec).page_size_bytes)
 
 

@@ -102,7 +102,7 @@ def check_engine(config: Any, groups: Any) -> None:
         )
 
 
-_LATENT, _WINDOW, _STATES = "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"
+_LATENT, _WINDOW, STATES = "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"
 _FULL = ("FullAttentionSpec", _LATENT)
 _WITHOUT = "run this model without the connector: vLLM's own caching works as before"
 
@@ -126,8 +126,8 @@ def parts_of(groups: Any) -> list[PartOfModel]:
     for number, group in enumerate(groups):
         spec = group.kv_cache_spec
         kind = type(spec).__name__
-        window = spec.sliding_window if kind == _WINDOW else 2 if kind == _STATES else None
-        numbers_by_kind.setdefault((window, kind == _STATES), []).append(number)
+        window = spec.sliding_window if kind == _WINDOW else 2 if kind == STATES else None
+        numbers_by_kind.setdefault((window, kind == STATES), []).append(number)
     parts = [PartOfModel(tuple(numbers), window, states) for (window, states), numbers in numbers_by_kind.items()]
     return sorted(parts, key=lambda part: (part.window or 0, part.has_states))
 
@@ -137,12 +137,12 @@ def check_groups(groups: Any) -> None:
         raise InvalidInput("this model keeps no keys and values that could be stored: run it without the connector")
     for group in groups:
         kind = type(group.kv_cache_spec).__name__
-        if kind not in (*_FULL, _WINDOW, _STATES):
+        if kind not in (*_FULL, _WINDOW, STATES):
             raise InvalidInput(
                 f"layer {group.layer_names[0]} has a cache of vLLM's kind {kind}: expected keys and values of all "
-                f"tokens or of a sliding window, or states ({', '.join((*_FULL, _WINDOW, _STATES))}); {_WITHOUT}"
+                f"tokens or of a sliding window, or states ({', '.join((*_FULL, _WINDOW, STATES))}); {_WITHOUT}"
             )
-        if kind == _STATES:
+        if kind == STATES:
             _check_states(group.kv_cache_spec)
         if kind == _WINDOW and group.kv_cache_spec.extra_retained_tokens:
             raise InvalidInput(f"windows are longer than the model's, for drafting: that is not supported; {_WITHOUT}")
