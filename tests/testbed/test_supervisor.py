@@ -324,12 +324,13 @@ def test_1584_ports_are_found_among_those_of_others(
 
 
 def test_hosts_with_gaps_among_their_ports_start_beside_who_holds_them(
-    behave: Behaviours, directory: RunDirectory, plan: ConstellationPlan
+    behave: Behaviours, directory: RunDirectory
 ) -> None:
-    taken = plan.hosts[0].base_port + 3
+    first = free_ports(96).base_port  # one more than there are satellites
+    taken = first + 3
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(("127.0.0.1", taken))
-        gapped = Ports(plan.hosts[0].base_port, ((taken, taken),))
+        gapped = Ports(first, ((taken, taken),))
         started = supervisor.start(directory, make_plan(hosts=local_hosts("testbed-19x5", 3, gapped)))
     assert supervisor.inspect(directory)[0].state == "running"
     assert taken not in [port for _, port in started.plan.addresses().values()]
