@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from skymemory.conductor.request import Slo
-from skymemory.reproduce.mooncake.overload import overload_cell
-from skymemory.sim.cluster.cells import ClusterCell
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.workload import Source
+from skymemory_lab.reproduce.mooncake.overload import overload_cell
+from skymemory_lab.sim.cluster.cells import ClusterCell
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.workload import Source
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric", "least-ttft")
 RATES, QUICK_RATES = (0.5, 0.75, 1.0, 1.25), (1.0,)
@@ -66,10 +66,10 @@ def admission_cells(source: Source, time: str, rates: Sequence[float]) -> list[t
 _ALONE = """
 import sys, time
 from pathlib import Path
-from skymemory.sim.cluster.outcome import measured
-from skymemory.sim.cluster.simulation import run_cluster
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.workload import Source
+from skymemory_lab.sim.cluster.outcome import measured
+from skymemory_lab.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.workload import Source
 trace, seed, quick, name = sys.argv[1:]
 source = Source(Path(trace) if trace else None, int(seed), quick == "1")
 requests, setup = source.requests(), ClusterSetup(seed=int(seed))

@@ -23,9 +23,9 @@ from _disagg_workload import MIXES, busy_s, requests_of, scaled
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.request import Slo
 from skymemory.metrics import spread
-from skymemory.sim.cluster.outcome import Quantiles
-from skymemory.sim.cluster.setup import ClusterSetup, Handover
-from skymemory.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.cluster.outcome import Quantiles
+from skymemory_lab.sim.cluster.setup import ClusterSetup, Handover
+from skymemory_lab.sim.cluster.simulation import run_cluster
 
 SPEEDS = (1, 4, 16, 64, 256, 1024)
 """Times this machine's, of prefills and of decoding."""

@@ -22,16 +22,16 @@ import aiohttp
 from _disagg_workload import AFTER, line_of, token_ids
 from skymemory.conductor.cost_fit import PrefillPoint, fit_decode, fit_prefill
 from skymemory.conductor.cost_model import CostModel, ModelShape, shape_of
-from skymemory.demo.engines import own_engine, router, store_daemon, vllm_server
 from skymemory.engine.inputs import small_model_folder
 from skymemory.engine.models import TWO_SECOND_SHAPE, build_llama, train_tokenizer
-from skymemory.serving.fitting import DecodeCell, Measurement, decode_cells
-from skymemory.serving.replay.client import Client, Target
-from skymemory.serving.replay.play import OpenLoop
-from skymemory.serving.replay.prompts import PlannedRequest
-from skymemory.serving.replay.report import Outcome, Status
-from skymemory.sim.cluster.setup import Handover
-from skymemory.sim.trace import TraceRequest
+from skymemory_lab.demo.engines import own_engine, router, store_daemon, vllm_server
+from skymemory_lab.fitting import DecodeCell, Measurement, decode_cells
+from skymemory_lab.replay.client import Client, Target
+from skymemory_lab.replay.play import OpenLoop
+from skymemory_lab.replay.prompts import PlannedRequest
+from skymemory_lab.replay.report import Outcome, Status
+from skymemory_lab.sim.cluster.setup import Handover
+from skymemory_lab.sim.trace import TraceRequest
 
 CACHE_BYTES = 512 << 20
 """Prefix cache of an engine of our own."""

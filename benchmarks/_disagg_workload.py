@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.cost_model import CostModel
-from skymemory.sim.cluster.setup import Handover
-from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory.sim.workload import BlockNames, Popularity, Spread
+from skymemory_lab.sim.cluster.setup import Handover
+from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
+from skymemory_lab.sim.workload import BlockNames, Popularity, Spread
 
 AFTER = 64
 """Below this are ids with a meaning of their own, such as the end of a text."""

@@ -26,11 +26,11 @@ from typing import Any
 
 from _bench import print_table, write_json
 from _cluster_cells import GRID_RATES, GRID_RULES, OURS, QUICK_GRID_RATES, admission_cells, scheduler_cells, speed
-from skymemory.reproduce.mooncake.base import Experiment, Setting
-from skymemory.reproduce.mooncake.clusters import real, simulated
-from skymemory.sim.cluster.cells import CellAnswer, run_cell
-from skymemory.sim.sweeps import sweep
-from skymemory.sim.workload import Source
+from skymemory_lab.reproduce.mooncake.base import Experiment, Setting
+from skymemory_lab.reproduce.mooncake.clusters import real, simulated
+from skymemory_lab.sim.cluster.cells import CellAnswer, run_cell
+from skymemory_lab.sim.sweeps import sweep
+from skymemory_lab.sim.workload import Source
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 PARTS = ("schedulers", "admission", "coupled", "speed")

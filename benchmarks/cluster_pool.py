@@ -19,10 +19,10 @@ import numpy as np
 from _bench import print_table, write_json
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Plan
-from skymemory.sim.cluster.setup import PoolSettings, SkySetup
-from skymemory.sim.cluster.simulation import new_pool
-from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
-from skymemory.sim.workload import CONVERSATIONS, generate
+from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
+from skymemory_lab.sim.cluster.simulation import new_pool
+from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest, read_trace
+from skymemory_lab.sim.workload import CONVERSATIONS, generate
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 NODES = 8

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _bench import print_table, write_json
-from skymemory.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
-from skymemory.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
-from skymemory.sim.sweeps import sweep
-from skymemory.sim.workload import Source
+from skymemory_lab.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PoolSettings, SkySetup
+from skymemory_lab.sim.sweeps import sweep
+from skymemory_lab.sim.workload import Source
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 DRAM_TB = (0.1, 0.25, 1.0)

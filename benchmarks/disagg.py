@@ -56,11 +56,11 @@ from _disagg_workload import MIXES, TURNS, Mix, busy_s, requests_of, scaled
 from skymemory.conductor.cost_fit import dump, parse
 from skymemory.conductor.request import Slo
 from skymemory.metrics import spread
-from skymemory.serving.replay.report import Outcome, Status
-from skymemory.sim.cluster.outcome import RequestOutcome
-from skymemory.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
-from skymemory.sim.cluster.simulation import run_cluster
-from skymemory.sim.trace import TraceRequest
+from skymemory_lab.replay.report import Outcome, Status
+from skymemory_lab.sim.cluster.outcome import RequestOutcome
+from skymemory_lab.sim.cluster.setup import ClusterSetup, Handover, PoolSettings
+from skymemory_lab.sim.cluster.simulation import run_cluster
+from skymemory_lab.sim.trace import TraceRequest
 
 PARTS = ("fit", "real", "coupled", "overload", "split", "curve")
 SEEDS = {0.3: 2, 0.6: 2, 0.85: 3}

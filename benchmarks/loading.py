@@ -18,8 +18,8 @@ from statistics import mean, median
 from _bench import print_table, write_json
 from skymemory.cache.cake.pace import Pace
 from skymemory.constellation.presets import DEFAULT_HOST, preset_named
-from skymemory.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
-from skymemory.sim.loading import (
+from skymemory_lab.reproduce.cake import MBIT_BYTES, load_with_cake, prompt_chunks
+from skymemory_lab.sim.loading import (
     A100,
     H100,
     LinkBudget,

@@ -22,13 +22,13 @@ import numpy as np
 from _bench import write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.sim.sky.machines import compare
+from tests.lab.sim.sky.machines import compare
 
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.client.gateway import ACCESS_MODES
-from skymemory.sim.sky.bound import lower_bound_s
-from skymemory.sim.sky.physical import OPERATIONS, LinkRates, Order, Setting, Ways, latency_s, sight_of, ways_of
 from skymemory.testbed.plan import Ground, make_plan
+from skymemory_lab.sim.sky.bound import lower_bound_s
+from skymemory_lab.sim.sky.physical import OPERATIONS, LinkRates, Order, Setting, Ways, latency_s, sight_of, ways_of
 
 RATES = {
     "ka band": LinkRates(0.3e9, 1.2e9, 10e9),

@@ -26,12 +26,12 @@ from typing import Any
 
 from _bench import print_table, write_json
 from skymemory.conductor.pools import ElasticSettings
-from skymemory.reproduce.mooncake.base import COST
-from skymemory.sim.cluster.cells import ClusterCell, run_cell
-from skymemory.sim.cluster.setup import ClusterSetup
-from skymemory.sim.mixes import MixSource, WorkloadSource
-from skymemory.sim.sweeps import WAYS, Way, sweep
-from skymemory.sim.workload import OpenSource, RequestSource, Source
+from skymemory_lab.reproduce.mooncake.base import COST
+from skymemory_lab.sim.cluster.cells import ClusterCell, run_cell
+from skymemory_lab.sim.cluster.setup import ClusterSetup
+from skymemory_lab.sim.mixes import MixSource, WorkloadSource
+from skymemory_lab.sim.sweeps import WAYS, Way, sweep
+from skymemory_lab.sim.workload import OpenSource, RequestSource, Source
 
 TRACE = Path(__file__).parents[2] / "shared/data/traces/conversation_trace.jsonl"
 MACHINES = 8

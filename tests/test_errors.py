@@ -16,7 +16,7 @@ from skymemory.router.envoy.ext_proc_server import PickerServer
 from skymemory.router.envoy.metrics import MetricsPage
 from skymemory.router.http.server import ProxyServer
 from skymemory.router.settings import settings_from
-from skymemory.serving.engine.run import bound
+from skymemory_lab.engine.run import bound
 
 
 @pytest.fixture

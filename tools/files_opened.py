@@ -113,9 +113,9 @@ def proxied_request() -> Seen:
 
 
 def four_requests_of_a_cluster() -> Seen:
-    from skymemory.sim.cluster.setup import ClusterSetup
-    from skymemory.sim.cluster.simulation import run_cluster
-    from skymemory.sim.trace import TraceRequest
+    from skymemory_lab.sim.cluster.setup import ClusterSetup
+    from skymemory_lab.sim.cluster.simulation import run_cluster
+    from skymemory_lab.sim.trace import TraceRequest
 
     requests = [TraceRequest(float(at), 2_048, 8, tuple(range(4))) for at in range(4)]
     setup = ClusterSetup(prefill=2, decode=2)

@@ -91,7 +91,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 if __name__ == "__main__":
-    from skymemory.sim.sweeps import sweep
+    from skymemory_lab.sim.sweeps import sweep
 else:
     print("a worker starts", flush=True)
     time.sleep({importing_s})
@@ -123,7 +123,7 @@ def test_workers_say_nothing_of_an_interrupt(importing_s: float, ready: str, gro
 def test_engines_that_load_say_nothing_of_an_interrupt(tmp_path: Path) -> None:
     program = """
         import time
-        from skymemory.serving.engine import run
+        from skymemory_lab.engine import run
 
         def load(*_):
             print("loading", flush=True)

@@ -34,8 +34,8 @@ from skymemory.conductor.cost_model import (
     shape_of,
 )
 from skymemory.errors import InvalidInput
-from skymemory.reproduce.mooncake.base import COST, FAST_CONTEXTS
 from skymemory.router.settings import read_cost
+from skymemory_lab.reproduce.mooncake.base import COST, FAST_CONTEXTS
 
 SPLITWISE_CELLS = (
     (1, 128),

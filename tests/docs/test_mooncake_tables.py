@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.reproduce.mooncake.experiments import EXPERIMENTS
-from skymemory.reproduce.mooncake.run import _cell
+from skymemory_lab.reproduce.mooncake.experiments import EXPERIMENTS
+from skymemory_lab.reproduce.mooncake.run import _cell
 
 ROOT = Path(__file__).parents[2]
 TABLES = (ROOT / "docs/reproduce/mooncake.md").read_text("utf-8")

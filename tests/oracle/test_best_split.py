@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import PromptChunk
-from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
+from skymemory_lab.sim.loading import LinkTrace, best_split_s, simulate_load
 
 COSTS = st.lists(st.floats(0.1, 5), min_size=1, max_size=7).map(sorted)
 """Seconds to compute each chunk; none is cheaper than one before it."""

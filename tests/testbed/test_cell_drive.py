@@ -9,8 +9,8 @@ import pytest
 
 from skymemory.cli.main import main
 from skymemory.constellation.ground_track import CellGrid, parse_grid
-from skymemory.demo.cells import Town, run_drive
 from skymemory.errors import InvalidInput
+from skymemory_lab.demo.cells import Town, run_drive
 
 SMALL = Town(CellGrid(14, 14), servers=9, value_bytes=60_000)
 

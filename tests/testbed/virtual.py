@@ -1,3 +1,3 @@
 """A plan's constellation simulated in virtual time, in one process: the one that ``skymemory simulate`` runs."""
 
-from skymemory.sim.sky.run import VirtualConstellation as VirtualConstellation
+from skymemory_lab.sim.sky.run import VirtualConstellation as VirtualConstellation

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skymemory.cli import layout
 from skymemory.cli._options import add_json, add_run_dir, add_satellite_kind, argument, duration, fraction, size
 from skymemory.errors import InvalidInput, SkyMemoryError, cannot_read
 from skymemory.eviction import DEFAULT_REPLACEMENT, REPLACEMENTS
@@ -99,7 +98,6 @@ def add_parser(subparsers: Subparsers) -> None:
     add_run_dir(attach)
 
     _add_failures(verbs)
-    layout.add_parser(verbs)
     _add_satellite(subparsers)
 
 
@@ -295,7 +293,6 @@ def run(args: argparse.Namespace) -> int:
         "rotate": _rotate,
         "plan": _write_plan,
         "attach": _attach,
-        "layout": layout.run,
         "disable": _disable,
         "enable": _enable,
         "revive": _revive,
@@ -632,8 +629,8 @@ def _run_satellite(args: argparse.Namespace) -> int:
 
 def _preset_of(args: argparse.Namespace) -> Preset:
     """Return the preset of the options, or the shell of real satellites; a file is read only once."""
-    from skymemory.cli.passes import flown_shell
     from skymemory.constellation.presets import DEFAULT_PRESET, preset_named
+    from skymemory.testbed.element_files import flown_shell
 
     if args.tle is None:
         if args.shell is not None or args.skip_bad:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skymemory.cache.cake.pace import Pace
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk, cut_prompt
 from skymemory.errors import InvalidInput
-from skymemory.sim.loading import LinkTrace, best_split_s, simulate_load
+from skymemory_lab.sim.loading import LinkTrace, best_split_s, simulate_load
 
 TOKEN_BYTES = 1000
 ROOM = 10**9

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.serving.resp.daemons import daemon, serving
 from tests.store.redis_server import RedisServer
+from tests.store.redis_server.daemons import daemon, serving
 
 from skymemory.cache.tiers.store import TieredStore
 from skymemory.cache.tiers.tier import TierSettings

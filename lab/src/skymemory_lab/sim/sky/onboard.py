@@ -1,0 +1,115 @@
+"""Comparison of a model on board a satellite with a model on the ground: time and energy to a prompt's first token.
+
+SkyMemory paper §3.7 and §6. On the ground a prompt's KV is computed, or comes down over the beam. On board the prompt
+goes up and the token comes down, a few bytes each; its KV is computed by a slower machine, or comes over
+inter-satellite links alone. Both load as in ``breakeven``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from skymemory.errors import InvalidInput
+from skymemory_lab.sim.sky.breakeven import BreakEven
+from skymemory_lab.sim.sky.physical import LinkRates
+
+TOKEN_BYTES = 4
+"""Bytes of a token number on the way up or down. Its text is as long."""
+GROUND_W = 700.0
+"""Largest power of the NVIDIA H100 SXM by its data sheet, while it computes on the ground."""
+BOARD_W = 60.0
+"""Largest power of the NVIDIA Jetson AGX Orin 64GB by its data sheet, while it computes on board."""
+READ_J_PER_BYTE = 8 * 30e-12
+"""Energy of a read and a write of DRAM: 1.3 to 2.6 nJ for 64 bits.
+
+Source: Horowitz, "Computing's energy problem", ISSCC 2014.
+"""
+LINK_J_PER_BYTE = 8 * 80e-9
+"""Energy per link and per beam, of a laser terminal of 8 W at 100 Mbit/s (Tesat's CubeLCT).
+
+It is an upper bound, because larger terminals carry more per watt.
+"""
+
+TERMINAL_W = 100.0
+"""Power of a user terminal with router and power supply.
+
+SpaceX's specification of Starlink's Standard kit says 75 to 100 W on average. It counts while KV comes down, and for an
+answer from on board until the answer has arrived.
+"""
+STANDBY_W_PER_BYTE = 74e-3 * 1.2 / 2**31
+"""Power of DRAM that holds data without reads: 74 mA at 1.2 V for 16 Gbit.
+
+Source: Micron, 16Gb TwinDie DDR4 data sheet, IDD2N of x16.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine that computes prompts: prefilled tokens per second, and watts meanwhile."""
+
+    tokens_per_s: float
+    watts: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens a second", self.tokens_per_s), ("watts", self.watts)):
+            if not 0 < value < math.inf:
+                raise InvalidInput(f"{value:g} {name}: expected more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of a prompt. ``way`` is compute, load or both; ``ttft_s`` the time to the first token.
+
+    ``joules`` covers computing, memory, links and the user's terminal, but not the power to hold the KV (``held_w``).
+    """
+
+    way: str
+    ttft_s: float
+    joules: float
+
+
+def held_w(tokens: int, kv_bytes_per_token: int) -> float:
+    """Return the power that satellite memory takes to hold the KV of a prompt."""
+    return tokens * kv_bytes_per_token * STANDBY_W_PER_BYTE
+
+
+@dataclass(frozen=True)
+class Places:
+    """Hosts to compare. ``ground`` and ``board`` are the loads of a host on the ground and of a host on board.
+
+    ``beam_s`` is the light time between the host on the ground and its satellite. ``ground_hops`` and ``board_hops``
+    are the mean numbers of inter-satellite links from each host to a server.
+    """
+
+    ground: BreakEven
+    board: BreakEven
+    rates: LinkRates
+    beam_s: float
+    ground_hops: float
+    board_hops: float
+
+    def on_ground(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
+        moved = self.ground_hops + 1.0
+        answer = self._answer(self.ground, self.rates.down_bit_s, tokens, machine, kv_bytes_per_token, moved)
+        terminal_s = 0.0 if answer.way == "compute" else answer.ttft_s
+        return replace(answer, joules=answer.joules + terminal_s * TERMINAL_W)
+
+    def on_board(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
+        answer = self._answer(self.board, self.rates.isl_bit_s, tokens, machine, kv_bytes_per_token, self.board_hops)
+        up_s = 8 * TOKEN_BYTES * tokens / (self.rates.up_bit_s or math.inf)
+        down_s = 8 * TOKEN_BYTES / (self.rates.down_bit_s or math.inf)
+        beam_j = TOKEN_BYTES * (tokens + 1) * LINK_J_PER_BYTE
+        ttft_s = 2 * self.beam_s + up_s + answer.ttft_s + down_s
+        return Answer(answer.way, ttft_s, answer.joules + beam_j + ttft_s * TERMINAL_W)
+
+    def _answer(
+        self, even: BreakEven, rate: float | None, tokens: int, machine: Machine, kv_bytes: int, links: float
+    ) -> Answer:
+        cell = even.cell(tokens, machine.tokens_per_s, rate or 1e15, kv_bytes)
+        seconds = {"compute": cell.compute_s, "load": cell.load_s, "both": cell.both_s}[cell.best]
+        # With both at once, computing lasts as long as the whole.
+        computed_s = {"compute": seconds, "load": 0.0, "both": seconds}[cell.best]
+        loaded = 1.0 - computed_s / cell.compute_s
+        moved_j = loaded * tokens * kv_bytes * (2 * READ_J_PER_BYTE + links * LINK_J_PER_BYTE)
+        return Answer(cell.best, seconds, computed_s * machine.watts + moved_j)
