@@ -27,6 +27,9 @@ from skymemory.store import disk_files
 from skymemory.testbed.key_file import read_keys
 from skymemory.testbed.open_store import open_store
 from skymemory.testbed.plan_file import load_plan
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
 from skymemory_lab.sim.sky.breakeven import read_measured
 from skymemory_lab.sim.trace import read_trace
 

@@ -135,8 +135,8 @@ def _is_limited(call: ast.Call) -> bool:
 
 def test_every_wait_on_another_process_has_a_deadline_or_a_reason() -> None:
     found: dict[str, str] = {}
-    for package, path in ((package, path) for package in SOURCES for path in sorted(package.rglob("*.py"))):
-        file = path.relative_to(package).as_posix()
+    files = [(path, path.relative_to(source).as_posix()) for source in SOURCES for path in sorted(source.rglob("*.py"))]
+    for path, file in files:
         for where, line in find_waits(path.read_text("utf-8")):
             found[f"{file} {where}"] = f"{file}:{line}"
     new = {wait: at for wait, at in found.items() if wait not in WAITS}

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_BASE = {"skymemory", "numpy", "rich", "markdown_it", "mdurl", "pygments"}
+_BASE = {"skymemory", "skymemory_lab", "numpy", "rich", "markdown_it", "mdurl", "pygments"}
 _LIMIT_S = 240.0
 
 

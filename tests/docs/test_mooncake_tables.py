@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
 from skymemory_lab.reproduce.mooncake.experiments import EXPERIMENTS
 from skymemory_lab.reproduce.mooncake.run import _cell
 

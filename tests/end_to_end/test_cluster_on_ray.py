@@ -27,6 +27,8 @@ from tests.end_to_end.test_cluster import PATIENCE_S, Run, run, until
 from tests.end_to_end.test_handover import ask, ids_of, prompts, text
 from tests.end_to_end.test_serve import serving
 
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
 from skymemory_lab.sim.cluster.cells import ClusterCell, run_cell
 from skymemory_lab.sim.cluster.setup import ClusterSetup
 from skymemory_lab.sim.sweeps import sweep

@@ -25,6 +25,9 @@ pytest.importorskip("aiohttp", reason="serving needs skymemory[router]")
 
 from skymemory.cli.main import main
 from skymemory.errors import InvalidInput
+
+pytest.importorskip("skymemory_lab", reason="the laboratory is not installed")
+
 from skymemory_lab.engine.run import EngineSettings, run_engine, run_engines
 
 pytestmark = pytest.mark.engine

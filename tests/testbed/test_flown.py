@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tests.constellation import synthetic
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.clustering import cluster
 from skymemory.constellation.presets import FlownShell
@@ -23,6 +22,7 @@ from skymemory.testbed.element_files import flown_shell
 from skymemory.testbed.plan import ConstellationPlan, Ground, local_hosts, make_plan
 from skymemory.testbed.plan_file import from_json, to_json
 from skymemory.testbed.run_directory import RunDirectory
+from skymemory.testbed.virtual import VirtualConstellation
 
 STARLINK = Path(__file__).parents[3] / "shared/data/tle/starlink-2025-09-22.tle"
 GAPS = tuple(SatelliteId(*gap) for gap in ((0, 5), (1, 2), (1, 3), (3, 0)))

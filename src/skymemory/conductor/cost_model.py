@@ -266,7 +266,7 @@ def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
 
 # Machines with published prefills and decoding steps. Decoding constants are fitted to the published steps
 # (``cost_fit.fit_decode``), prefills if at least three lengths were published (``cost_fit.fit_prefill``). The points,
-# errors and held-out points are in ``tests/conductor/test_cost_presets.py`` and docs/guide/fitting.md.
+# errors and held-out points are in ``tests/lab/test_cost_presets.py`` and docs/guide/fitting.md.
 
 LLAMA_70B_8xA100 = CostModel(
     replace(LLAMA_70B, attention_flops=24.3),

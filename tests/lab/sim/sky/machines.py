@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from tests.testbed.virtual import VirtualConstellation
 
 from skymemory.constellation.links import Links
 from skymemory.constellation.presets import preset_named
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.connect import clock_of
 from skymemory.testbed.plan import ConstellationPlan
+from skymemory.testbed.virtual import VirtualConstellation
 from skymemory_lab.sim.sky.bound import lower_bound_s
 from skymemory_lab.sim.sky.physical import OPERATIONS, LinkRates, Operation, Order, Setting, Ways, latency_s, ways_of
 
