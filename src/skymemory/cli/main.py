@@ -148,15 +148,16 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Return the parser of the complete command, or only of ``verbs``."""
+    verbs = verb_names() if verbs is None else verbs
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",
-        epilog="Start with:  skymemory demo --quick" if "demo" in (verbs or verb_names()) else None,
+        epilog="Start with:  skymemory demo --quick" if "demo" in verbs else None,
     )
     parser.add_argument("--version", action="version", version=f"skymemory {skymemory.__version__}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for module in dict.fromkeys(_load(verb) for verb in (verb_names() if verbs is None else verbs)):
-        module.add_parser(subparsers)
+    for verb in {_module_of(verb): verb for verb in verbs}.values():
+        _load(verb).add_parser(subparsers)
     return parser
 
 

@@ -582,7 +582,6 @@ SECTIONS: Mapping[str, type[Any]] = {
     "cors": CorsSettings,
     "picker": PickerSettings,
 }
-_REMOVED = {"replicas": ("listen", "peers")}
 
 
 def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> Settings:
@@ -600,13 +599,6 @@ def read_settings(file: Path | None, flags: Mapping[str, Any] | None = None) -> 
 
 
 def settings_from(table: Mapping[str, Any]) -> Settings:
-    for name, keys in _REMOVED.items():
-        for key in keys:
-            if key in _table(table.get(name, {}), name):
-                raise InvalidInput(
-                    f"{name}: {key}: this setting was removed; routers share through Redis now: "
-                    "redis = 'redis://HOST:6379/0'"
-                )
     # Each section is a table of its own; the other top-level keys are the router's own settings.
     sections = {name: filled(kind, _table(table.get(name, {}), name), name) for name, kind in SECTIONS.items()}
     options = _table(table.get("options", {}), "options")
