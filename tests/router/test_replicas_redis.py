@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.router.replica_tools import KIND, an_index, chain, until
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.prefix_index.replicated import SharedPrefixIndex
 from skymemory.errors import InvalidInput

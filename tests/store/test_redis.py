@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.contract.store_contract import Clock, StoreContract, Tier, key, value
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.errors import InvalidInput, MissingExtra, ValueTooLarge
 from skymemory.kv.block import OpaqueLayout

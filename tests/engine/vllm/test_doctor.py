@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 from tests.store.redis_server.daemons import daemon, serving
 
 from skymemory.cache.tiers.store import TieredStore

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from skymemory.cli import layout, reproduce
 from skymemory.cli.main import build_parser
 from skymemory.errors import InvalidInput, UnknownPreset
+from skymemory_lab.cli import layout, reproduce
 
 
 def call(*words: str) -> int:

@@ -16,7 +16,7 @@ from aiohttp import web
 from tests.router.engines.test_events import BLOCK_TOKENS, a_publisher
 from tests.router.envoy.exchanges import a_completion, a_service
 from tests.router.envoy.test_ext_proc_server import LOOP
-from tests.store.redis_server import RedisServer
+from tests.store.real_redis import RedisServer
 
 from skymemory.conductor.picker import Fleet, LoadReport, Picker
 from skymemory.conductor.request import Decision
