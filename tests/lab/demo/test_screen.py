@@ -31,7 +31,7 @@ def frame_of(text: str) -> int:
 
 
 def drawing(columns: int = 80, rows: int = 24, **variables: str) -> Terminal:
-    return Terminal(DRAWING, columns, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'src'}", **variables)
+    return Terminal(DRAWING, columns, rows, PYTHONPATH=f"{ROOT}:{ROOT / 'src'}:{ROOT / 'lab/src'}", **variables)
 
 
 @pytest.mark.brief("60-20")
