@@ -37,7 +37,7 @@ OpenedRun = tuple[list[int], list[Chunk], int]
 
 PlainRequests = tuple[bytes, MutableMapping[bytes, Share], Set[bytes], int, native.AnswerTerms, native.Guard | None]
 """Arguments of ``native.serve``: addresses of plain requests, chunks, placement tags whose chunks may be stored, bytes
-of free memory, terms of answers, and the guard that checks MACs if there are keys.
+of free memory, terms of answers, and the guard that checks MACs.
 """
 
 _CARRIERS = (Op.SET, Op.MIGRATE)
@@ -46,12 +46,12 @@ _DESTINATION = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 8)
 _ADDRESSES = slice(COMMAND_BYTES + 4, COMMAND_BYTES + 12)
 _GROUND = slice(COMMAND_BYTES + 12, COMMAND_BYTES + 16)
 _JOURNEY_BYTES = 20
-"""Length of the SKY header's first fields: version, operation, flags, status, addresses, ground host, request id."""
+"""Length of the SKY header's fields up to the request id."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """Chunks of one key and request, acknowledged together when the transport next sends."""
+    """Chunks of one key and request, acknowledged together."""
 
     header: SkyHeader
     key: bytes
@@ -60,11 +60,10 @@ class _Request:
 
 
 class ChunkService:
-    """Service that stores chunks in the satellite's memory and answers requests for them.
+    """Service that stores chunks and answers requests for them.
 
-    Nearly all packets are *plain*, with a fast path: a GET by the own beam of chunks that are all here
-    (``answer_get``), or a run of sound SETs or MIGRATEs of one request (``store_runs``). A fast path that does not
-    apply changes nothing; the packet then takes the general path.
+    Fast paths serve *plain* packets: GETs by the own beam of chunks that are all here (``answer_get``), and runs of
+    sound SETs or MIGRATEs of one request (``store_runs``). A fast path that does not apply changes nothing.
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -88,7 +87,7 @@ class ChunkService:
     # --- Fast paths ---
 
     def answer_get(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float, busy: bool) -> bool:
-        """Answer a plain GET. Return False if it is not plain. ``busy``: nothing more may be queued."""
+        """Answer a plain GET; otherwise, or if ``busy``, return False."""
         if (
             not len(view) == segment_bytes > COMMAND_PREFIX_BYTES
             or view[_OP_AT] != Op.GET
@@ -126,7 +125,7 @@ class ChunkService:
         return opened[3]
 
     def plain_requests(self, settled: Set[bytes], now_s: float) -> PlainRequests | None:
-        """Return what a transport needs to serve plain requests until the next call; None if answers need MACs."""
+        """Return what serves plain requests until the next call; None if answers need MACs."""
         guard = None
         if self._gate is not None:
             if self._gate.every_packet:
@@ -137,7 +136,7 @@ class ChunkService:
         return self._by_our_beam, self._store.shares, settled, room_bytes, self._outbox.terms(now_s), guard
 
     def count_served(self, served: Sequence[native.Served]) -> int:
-        """Account for requests served by ``plain_requests``. Return the number of their packets."""
+        """Account for requests served by ``plain_requests``. Return their packets."""
         packets = 0
         for op, key, ground, source, _, chunks, replaced, replaced_bytes, added_bytes, _ in served:
             if not isinstance(source, SatelliteId):
@@ -155,7 +154,7 @@ class ChunkService:
         return packets
 
     def _count_read(self, key: bytes, chunks: int, ground: int) -> None:
-        """Account for chunks sent to a ground host, whose lease then ends."""
+        """Account for chunks sent to a ground host, whose lease ends."""
         if self._store.leases:
             self._store.release(key, ground)
         self._store.touch(key)
@@ -164,7 +163,7 @@ class ChunkService:
     # --- SET and MIGRATE ---
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """Store chunks of one request, as parsed by ``native.open_runs``; the SKY header begins at ``start``."""
+        """Store chunks of one request, as parsed by ``native.open_runs``."""
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
@@ -233,8 +232,8 @@ class ChunkService:
     def _is_outdated(self, index: int, chunk: Chunk) -> bool:
         """Return True if a handed-over chunk was set before the chunk in its place.
 
-        A later value has more moves. At equal moves, and if the box goes back and forth, the place decides: a writer
-        brings chunks to where they belong at the time, and no older chunk can follow them there.
+        A later value has more moves. At equal moves, or if the box goes back and forth, the chunk that its writer
+        brought here is later: no older chunk can follow it.
         """
         ref = chunk[0]
         stored = self._store.peek((ref[:KEY_BYTES], index))
@@ -265,7 +264,7 @@ class ChunkService:
             self._counters.add("chunks_replaced", outcome.replaced)
 
     def acknowledge(self, now_s: float) -> None:
-        """Send ACKs for what was stored or refused since the last call, usually one per request."""
+        """Send ACKs for what was stored or refused, usually one per request."""
         if not self._unanswered:
             return
         for request in self._unanswered.values():
@@ -277,7 +276,7 @@ class ChunkService:
     # --- All other requests ---
 
     def get(self, packet: Packet, now_s: float) -> None:
-        """Answer with DATA for the requested chunks that are here, and a MISS for the others."""
+        """Answer with DATA and, for missing chunks, a MISS."""
         selection = Selection.unpack(packet.body)
         indices = selection.indices()
         chunks, missing = self._store.get_run(selection.key, indices)
@@ -305,7 +304,7 @@ class ChunkService:
         self._outbox.reply(packet.header, Op.EVICTED, messages.pack_count(freed), now_s)
 
     def forget(self, packet: Packet, now_s: float) -> None:
-        """Delete settings that a client found dead, except keys stored since it looked."""
+        """Delete settings that a client found dead, except keys stored since."""
         dead, since_s = messages.unpack_forget(packet.body)
         dead = [value for value in dead if not self._history.was_written_since(value[0], now_s - since_s)]
         self._history.deleted(dead, now_s)
