@@ -1,7 +1,6 @@
 """Link delays in user space: packets wait as long as their signal would travel.
 
-One heap and one absolute timer serve all links of a process. No packet is released early; the lateness of each release
-is recorded.
+One heap and timer serve a process. No packet is released early; the lateness of each release is recorded.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from skymemory.protocol.wire import Op, SegmentBatch, header_start
 Item = TypeVar("Item")
 
 GRAIN_S = 0.010
-"""Seconds within which packets of a run are delivered together, at the time of the last."""
+"""Seconds within which packets of a run are delivered together, with the last."""
 _HANDOVER_BYTES = 32 * 64 * 8192
 _ERRORS_KEPT = 8_192
 RECENT_S = 60.0
-"""Age of releases that percentiles cover."""
 
 
 class DelayLine(Generic[Item]):
-    """Delay of items of many links, with a timer only if ``clock_s`` is ``time.monotonic``."""
+    """Delay of items, with a timer only for ``time.monotonic``."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -56,7 +54,7 @@ class DelayLine(Generic[Item]):
         return self._timer.fileno()
 
     def push(self, delay_s: float, item: Item) -> float:
-        """Hold ``item`` from now on. Return when it is due."""
+        """Hold ``item``. Return when it is due."""
         due_s = self._clock_s() + delay_s
         heapq.heappush(self._heap, (due_s, next(self._order), item))
         if due_s < self._armed_s and not self._releasing:
@@ -90,7 +88,7 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """Return the lateness of releases in seconds: number and maximum of all, percentiles of the last minute."""
+        """Return the lateness of releases in seconds; percentiles cover the last minute."""
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
         return {
@@ -126,7 +124,7 @@ class _Interval(ctypes.Structure):
 
 
 class TimerFd:
-    """Absolute timer on the clock of ``time.monotonic``; ``fileno`` is readable once it has fired.
+    """Absolute timer on the clock of ``time.monotonic``, readable once it has fired.
 
     Raises:
         OSError: the system has no timerfd, or no descriptor is left.
@@ -152,7 +150,7 @@ class TimerFd:
         return self._fd
 
     def arm(self, at_ns: int) -> None:
-        """Fire at ``at_ns`` (at once if that is past), instead of any earlier setting; 0 disarms."""
+        """Fire at ``at_ns``, instead of any earlier setting; 0 disarms."""
         if sys.version_info >= (3, 13):
             os.timerfd_settime_ns(self._fd, flags=os.TFD_TIMER_ABSTIME, initial=at_ns)
             return
@@ -166,9 +164,7 @@ class TimerFd:
 
 
 def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
-    """Return True for LINKS between satellites: they precede all that waits, or a full queue would make a neighbour
-    look dead.
-    """
+    """Return True for LINKS between satellites: queued, they would make a neighbour look dead."""
     if not (isinstance(sender, SatelliteId) and isinstance(receiver, SatelliteId)):
         return False
     op_at = header_start(memoryview(batch.headers)) + 1
@@ -176,16 +172,14 @@ def is_urgent(batch: SegmentBatch, sender: object, receiver: object) -> bool:
 
 
 def handover_timeout_s(timeout_s: float, links: Links) -> float:
-    """Return a handover's timeout, including what may wait before it."""
+    """Return a timeout that includes the wait on a link."""
     return timeout_s + min(links.buffer_bytes, _HANDOVER_BYTES) / links.bytes_per_s("isl")
 
 
 def groups(
     queue: LinkQueue, datagrams: list[bytes], now_s: float, urgent: bool = False
 ) -> Iterator[tuple[float, SegmentBatch]]:
-    """Yield groups of datagrams that leave together, each with the seconds until its last bit; lost datagrams are left
-    out.
-    """
+    """Yield groups that leave together, with the seconds until the last bit; lost datagrams are left out."""
     group: list[bytes] = []
     first_s = last_s = 0.0
     for data in datagrams:

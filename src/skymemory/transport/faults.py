@@ -1,5 +1,5 @@
-"""Fault injection from a seed, without I/O: per datagram (loss, duplication, reordering, damage), and over time
-(satellites, planes and links that fail and come back).
+"""Fault injection from a seed, without I/O: per datagram, and over time (satellites, planes and links fail and come
+back).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput
 
 DEFAULT_REORDER_DELAY_S = 0.002
-"""Longest extra delay of a reordered datagram."""
+"""Longest extra delay."""
 
 _MOST_BITS = 8
 
 
 class FaultInjector:
-    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged, with counts.
+    """Fractions (0 to 1) of datagrams that are lost, duplicated, reordered (delayed), or damaged.
 
     Damage is 1 to 8 flipped bits or, in a quarter of the cases, a truncation.
     """
@@ -84,7 +84,7 @@ class FaultInjector:
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """Fault at ``time_s``: satellites die, or a link is cut; with ``over``, they come back, empty."""
+    """Fault: satellites die, or a link is cut; with ``over``, they come back, empty."""
 
     time_s: float
     satellites: tuple[SatelliteId, ...] = ()
@@ -94,7 +94,7 @@ class FaultEvent:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Mean time between faults of each kind (0: never), and their duration, 0.5 to 1.5 ``lasts_s``."""
+    """Mean time between faults of each kind (0: never), and duration, 0.5 to 1.5 ``lasts_s``."""
 
     satellite_every_s: float = 0.0
     plane_every_s: float = 0.0
@@ -108,10 +108,7 @@ class FaultRates:
 
 
 def seeded_faults(torus: Torus, rates: FaultRates, until_s: float, seed: int, begin_s: float = 0.0) -> list[FaultEvent]:
-    """Return faults in the order of time, the same for the same seed.
-
-    What has failed does not fail again before it is back, maybe after ``until_s``.
-    """
+    """Return faults in the order of time, the same for the same seed; their ends may follow ``until_s``."""
     random = Random(seed)
     events: list[FaultEvent] = []
     busy_until_s: dict[object, float] = {}

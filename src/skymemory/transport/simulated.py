@@ -1,12 +1,10 @@
 """Simulated constellation over virtual time: exact to the event, and reproducible from a seed.
 
-Satellites and clients are the state machines that the UDP transport drives. Every link has its one-way delay; faults
-are drawn per datagram. Work takes no time, unless hosts have limits (``simulated_host``). Packets to a neighbour hidden
-by the Earth are lost (``packets_blocked``).
+It drives the same state machines as the UDP transport. Work takes no time, unless hosts have limits
+(``simulated_host``). Packets to a neighbour hidden by the Earth are lost (``packets_blocked``).
 
-If links have rates (``constellation.links``), a forwarding satellite sees a run of packets once, when the first
-arrives; each follows at its own time, when its last bit has arrived. Packets of a run that arrive within ``GRAIN_S``
-are delivered together, at the time of the last, as by receive offload.
+If links have rates, a forwarding satellite sees a run of packets once, when the first arrives; each follows when its
+last bit has arrived. Packets of a run that arrive within ``GRAIN_S`` are delivered together, at the time of the last.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ from skymemory.transport.udp_host import PATIENCE_S
 GroundToken = tuple[str, int]
 Node = SatelliteId | GroundToken
 LinkDelay = Callable[[Node, Node], float]
-"""One-way delay of a link, in seconds."""
+"""One-way delay in seconds."""
 Machine = Callable[[SatelliteConfig, SkyMap, MoveClock, float, Lateness | None], SatelliteMachine]
 """Factory of a satellite, or of the satellite in C."""
 _MAX_RUN_SEGMENTS = 64
 _NO_SOCKETS: dict[object, tuple[str, int]] = {}
 AMPLE_BYTES = MOST_CREDIT * CREDIT_UNIT_BYTES
-"""Maximum of a header's credit: then only links bound what is in flight."""
+"""Maximum of a header's credit: only links bound what is in flight."""
 
 
 def no_delay(sender: Node, receiver: Node) -> float:
@@ -68,9 +66,9 @@ class _Arrival(NamedTuple):
 
 
 class _Train:
-    """Packets of one batch on one link with a rate: ``size`` bytes each, the last maybe fewer.
+    """Packets of one batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
 
-    ``due_s`` are arrival times: ``LOST``, or infinite before departure.
+    ``due_s`` are arrivals: ``LOST``, or infinite before departure.
     """
 
     __slots__ = (
@@ -105,15 +103,13 @@ class _Train:
         self.urgent = urgent
         self.due_s = [math.inf] * self.count
         self.ends = self.count == 1 or not isinstance(receiver, SatelliteId) or is_for(receiver, data)
-        """True if they are delivered there."""
         self.onward: _Train | None = None
         self.machine: object = None
-        """Machine that forwarded them; it may have been replaced since."""
+        """Machine that forwarded them; it may be replaced since."""
         self.first = -1
-        """First packet arrived but not delivered, if the train ends."""
+        """First packet arrived but not delivered."""
         self.orders: list[int] = [0] * self.count if self.ends else []
         self.left = -1
-        """Last packet that has left, if the train ends."""
         self.scheduled = False
 
 
@@ -186,12 +182,11 @@ class SimulatedConstellation:
         self._events: deque[FaultEvent] = deque()
         self._clients: dict[GroundToken, ClientMachine] = {}
         self._asked: dict[Node, int] = {}
-        """Revision of each client when last asked for packets."""
         self._touched: dict[Node, None] = dict.fromkeys(self.satellites)
-        """Nodes with events, in an order that the seed alone determines."""
+        """Nodes with events; the order depends on the seed alone."""
         self._timers: dict[Node, float] = {}
         self._alarms: list[tuple[float, int, Node]] = []
-        """Heap of ``_timers``; an entry is valid if ``_timers`` still has it."""
+        """Heap of ``_timers``; outdated entries are skipped."""
         self.hosts: list[SimulatedHost] = []
         self._host_of: dict[SatelliteId, SimulatedHost] = {}
         for names in limits.hosts if limits is not None else ():
@@ -230,7 +225,7 @@ class SimulatedConstellation:
             self._host_of[satellite].forget(satellite)
 
     def revive(self, satellite: SatelliteId) -> None:
-        """Restart a satellite, empty; its ledger counts the former content as lost."""
+        """Restart a satellite, empty; its ledger counts a loss."""
         self._dead.discard(satellite)
         self._revived_s[satellite] = self.now_s
         before = self.satellites[satellite].store
@@ -263,7 +258,7 @@ class SimulatedConstellation:
         self._cut.discard(frozenset((one, other)))
 
     def spoil(self, one: Node, other: Node, faults: FaultInjector | None) -> None:
-        """Inject faults on this link in addition to those of all links."""
+        """Inject faults on this link, too."""
         link = frozenset((one, other))
         if faults is None:
             self._link_faults.pop(link, None)
@@ -271,7 +266,7 @@ class SimulatedConstellation:
             self._link_faults[link] = faults
 
     def follow(self, events: Iterable[FaultEvent]) -> None:
-        """Schedule these faults instead of those still scheduled."""
+        """Schedule only these faults."""
         self._events = deque(sorted(events, key=lambda event: event.time_s))
 
     def _apply(self, event: FaultEvent) -> None:
@@ -281,7 +276,6 @@ class SimulatedConstellation:
             (self.mend if event.over else self.cut)(*event.link)
 
     def connect(self, config: ClientConfig, sky: SkyMap | None = None) -> SimulatedClient:
-        """Add a ground host. ``sky`` is as seen from another place."""
         if self._limits is None:
             config = config.taking(self._buffer_bytes, self._buffer_bytes)
         machine = ClientMachine(config, sky or self.sky, self.clock)
@@ -305,7 +299,6 @@ class SimulatedConstellation:
         return self.step_flushed(limit_s)
 
     def step_flushed(self, limit_s: float) -> bool:
-        """Do ``step`` right after ``flush``."""
         # Earliest event: hosts' work, a fault, a packet's arrival, or a timer.
         timer_s = self._next_alarm_s()
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
@@ -365,7 +358,7 @@ class SimulatedConstellation:
         return self.satellites[node] if isinstance(node, SatelliteId) else self._clients[node]
 
     def flush(self) -> None:
-        """Send the packets of machines with events, and record their timers."""
+        """Send packets of machines with events, and record timers."""
         for token, client in self._clients.items():
             # A client whose windows are full need not be asked again before it has received something.
             if client.wants_to_send and self._asked.get(token) != client.revision:
@@ -394,7 +387,7 @@ class SimulatedConstellation:
             self._send(batch, sender, cast(Node, receiver))
 
     def _send(self, batch: SegmentBatch, sender: Node, receiver: Node) -> None:
-        """Send a batch. Datagrams without faults arrive together, as by receive offload."""
+        """Send a batch, joined as by receive offload."""
         if self._any_blocked and self._blocked(sender, receiver):
             self.satellites[cast(SatelliteId, sender)].counters.add("packets_blocked", batch.count)
             return
@@ -491,9 +484,7 @@ class SimulatedConstellation:
             self._schedule(train, at)
 
     def _schedule(self, train: _Train, at: int) -> None:
-        """Schedule the next delivery of packets, from ``at`` on: a single event, when the last packet arrives that is
-        delivered with the first.
-        """
+        """Schedule the next delivery from ``at`` on, when the last packet arrives that is delivered with the first."""
         due_s, last_left = train.due_s, train.left
         while at <= last_left and not 0.0 <= due_s[at] < math.inf:
             at += 1
@@ -505,7 +496,6 @@ class SimulatedConstellation:
             heapq.heappush(self._arrivals, (due_s[at], train.orders[at], train, at))
 
     def _last_together(self, train: _Train, first: int, last: int) -> int:
-        """Return the last packet that is delivered with ``first``."""
         if not self._offload:
             return last
         due_s, first_s = train.due_s, train.due_s[first]
@@ -515,7 +505,7 @@ class SimulatedConstellation:
         return last
 
     def _process_arrivals(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Process packets at the ends of their links, until a machine has received something or ``until_s``."""
+        """Process packets at the ends of their links until a machine has received something, or ``until_s``."""
         # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
         # these need no check of timers and machines.
         arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
@@ -538,7 +528,7 @@ class SimulatedConstellation:
                 self.now_s = arrival[0]
 
     def _passes(self, train: _Train, at: int) -> bool:
-        """Process a packet to be forwarded. Return True if a machine has received something."""
+        """Process a packet to be forwarded. Return True if a machine received something."""
         if train.receiver in self._dead:
             return False
         if train.machine is None:
@@ -557,7 +547,7 @@ class SimulatedConstellation:
         return True
 
     def _hand_over(self, train: _Train, at: int) -> bool:
-        """Deliver packets. Return True if a machine has received something."""
+        """Deliver packets. Return True if a machine received something."""
         first = train.first
         last = at if at == train.left else self._last_together(train, first, at)
         if last > at:  # more have left meanwhile, to be delivered with them
@@ -594,9 +584,9 @@ class SimulatedConstellation:
     def _serve(
         self, here: SatelliteId, data: bytearray, run: native.Slot, source: Node
     ) -> tuple[bool, list[tuple[SegmentBatch, Node]]]:
-        """Let a satellite serve plain requests and packets in transit, as a host process does.
+        """Let a satellite serve plain requests and transit, counting hops in ``data``.
 
-        Return True if the machine must see the run, and the packets that leave now. Hops are counted in ``data``.
+        Return True if the machine must see the run, and the packets that leave now.
         """
         machine, now_s = self.satellites[here], self.now_s
         requests = None if self._authority is not None else machine.plain_requests(now_s)
@@ -623,7 +613,7 @@ class SimulatedConstellation:
         return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
-        """Forward a run when its first packet arrives, by one route."""
+        """Forward a run by one route when its first packet arrives."""
         forwarder = train.receiver
         assert isinstance(forwarder, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[forwarder]
@@ -663,7 +653,6 @@ _wake_s = attrgetter("wake_s")
 
 
 def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjector | None) -> list[tuple[bytes, float]]:
-    """Return a datagram's copies after both faults, with extra delays."""
     if own_faults is None:
         return [(data, 0.0)] if faults is None else faults.apply(data)
     flights = own_faults.apply(data)
@@ -673,7 +662,7 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
 
 
 def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
-    """Return packets concatenated, in runs of one size (the last maybe shorter)."""
+    """Return packets in runs of one size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]
@@ -688,7 +677,6 @@ def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
 
 
 def _joins(run: list[bytes], data: bytes) -> bool:
-    """Return True if receive offload would join ``data`` to the run."""
     segment_bytes = len(run[0])
     if len(run[-1]) != segment_bytes or not 0 < len(data) <= segment_bytes:
         return False

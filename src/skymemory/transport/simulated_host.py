@@ -1,8 +1,7 @@
 """Host process over virtual time: several satellites, one event loop, one processor whose work takes time.
 
-In each turn, the loop does as in ``udp_host``: due timers, a slice of background work, delayed packets, and some runs
-of each socket. Each step costs processor seconds (``WorkCosts``), and its packets leave at its end. Datagrams wait in
-their socket's buffer, and are lost if it is full. Costs are constants: a seed gives the same run on every computer.
+The loop does in each turn as ``udp_host``. Each step costs processor seconds (``WorkCosts``), and its packets leave at
+its end. Datagrams wait in their socket's buffer, and are lost if it is full.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from skymemory.transport.udp_host import BACKGROUND_SHARE, BEAT_S, MAX_SLICE_S, 
 from skymemory.transport.udp_socket import DEFAULT_BUFFER_BYTES, DEFAULT_SLOTS
 
 Depart = Callable[[SegmentBatch, SatelliteId, LinkEnd], None]
-"""Callback that puts a satellite's batch on the wire."""
+"""Callback that puts a batch on the wire."""
 
 _KERNEL_BYTES = 768
 """Bytes that Linux charges to a socket's buffer per run of datagrams."""
@@ -34,28 +33,23 @@ _LINKS_HEAD_BYTES = 20
 _DECLARATION_BYTES = 16
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _STEP_S = 1.0
-"""Lag in seconds above which a clock is corrected, as in ``UnixClock``."""
+"""Lag at which a clock is corrected, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCosts:
-    """Processor seconds of the satellites' code, by kind of work.
-
-    Measured by ``benchmarks/satellite_work.py`` with the compiled helper on a core of a Xeon of 2021; declarations and
-    searches have become cheaper since.
+    """Processor seconds by kind of work, measured by ``benchmarks/satellite_work.py`` with the compiled helper on a
+    core of a Xeon of 2021; declarations and searches have become cheaper since.
     """
 
     wake_s: float = 12e-6
-    """Event loop's handling of a socket or delayed batch: half of a busy host's remaining cost of a question and its
-    answer.
-    """
+    """Handling of a socket or delayed batch: half of a busy host's remaining cost of a question and its answer."""
     run_s: float = 2.2e-6
     """Receipt of a run of datagrams."""
     faulty_s: float = 0.7e-6
-    """Drawing of faults for a datagram."""
     control_s: float = 16e-6
     links_s: float = 14e-6
-    """Processing of LINKS, without declarations."""
+    """LINKS without declarations."""
     declaration_s: float = 2.2e-6
     """Receipt or transmission of a declaration."""
     chunk_s: float = 26e-6
@@ -67,16 +61,16 @@ class WorkCosts:
     alarm_s: float = 6e-6
     """Expiry and setting of a timer."""
     searched_s: float = 2.5e-6
-    """Visit of a satellite in a search for routes."""
+    """Visit in a search for routes."""
     planned_s: float = 0.9e-6
     """Check of a chunk for migration."""
     postponed_s: float = 3e-6
     packed_s: float = 17e-6
     """Packing of an own batch."""
     batch_s: float = 2e-6
-    """Transfer of a batch to the kernel."""
+    """Transfer to the kernel."""
     packet_s: float = 0.6e-6
-    """Each packet of a forwarded or sent batch."""
+    """Each packet of a batch."""
 
     def times(self, factor: float) -> WorkCosts:
         return WorkCosts(*(getattr(self, field.name) * factor for field in fields(self)))
@@ -84,13 +78,12 @@ class WorkCosts:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Satellites and limits of the hosts. ``share`` is of a core."""
+    """Limits of the hosts. ``share`` is of a core."""
 
     hosts: tuple[tuple[SatelliteId, ...], ...]
     share: float = 1.0
     costs: WorkCosts = WorkCosts()
     buffer_bytes: int = 2 * DEFAULT_BUFFER_BYTES
-    """Buffer of each socket, twice the request as Linux grants it."""
 
 
 class _Held(NamedTuple):
@@ -122,9 +115,7 @@ class SimulatedHost:
         depart: Depart,
         faults: FaultInjector | None,
     ) -> None:
-        """Create the host. ``lateness`` is shared with the machines; ``hold_s`` returns a link's one-way time;
-        ``faults`` apply to received datagrams.
-        """
+        """Create the host. ``hold_s`` returns a link's one-way time; ``faults`` apply to received datagrams."""
         self.machines = machines
         self.lateness = lateness
         self.work: Counter[str] = Counter()
@@ -138,12 +129,11 @@ class SimulatedHost:
         self._share = limits.share
         self._now_s = 0.0
         self._behind_s = 0.0
-        """Lag of its clock."""
         self._beat_s = BEAT_S
         self._waiting: dict[SatelliteId, None] = {}
         self._rested_s = 0.0
         self.wake_s = 0.0
-        """Time of its next work; infinite: after an event from outside."""
+        """Time of its next work."""
         self._left_s = 0.0
         self._working = False
         self._inboxes = {name: _Inbox() for name in machines}
@@ -151,7 +141,6 @@ class SimulatedHost:
         self._order = count()
         self._alarms: list[tuple[float, int, SatelliteId]] = []
         self._alarm_s: dict[SatelliteId, tuple[float, float]] = {}
-        """Timer that a machine asked for, and when it is due."""
         self._line: list[_Held] = []
         self._late: list[_Held] = []
         self._nudged: dict[SatelliteId, None] = {}
@@ -162,7 +151,7 @@ class SimulatedHost:
     # --- events from outside ---
 
     def arrive(self, satellite: SatelliteId, data: bytes, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Put a run into a satellite's socket; a full buffer drops it."""
+        """Put a run into a socket; a full buffer drops it."""
         inbox = self._inboxes.get(satellite)
         if inbox is None:
             return
@@ -176,13 +165,11 @@ class SimulatedHost:
         self._wake(now_s)
 
     def nudge(self, satellite: SatelliteId, now_s: float) -> None:
-        """Record a call of the machine from outside."""
         if satellite in self.machines:
             self._nudged[satellite] = None
             self._wake(now_s)
 
     def forget(self, satellite: SatelliteId) -> None:
-        """Remove a dead satellite with its packets."""
         tables: tuple[dict[SatelliteId, Any], ...] = (
             self.machines,
             self._inboxes,
@@ -207,7 +194,7 @@ class SimulatedHost:
         self.nudge(satellite, now_s)
 
     def set_share(self, share: float, now_s: float) -> None:
-        """Set its share of a core; 0 pauses it in its current step."""
+        """Set its share of a core; 0 pauses it."""
         if not 0.0 <= share <= 1.0:
             raise InvalidInput(f"share {share} of a core: expected 0 (paused) to 1")
         if self._working:
@@ -216,7 +203,7 @@ class SimulatedHost:
         self.wake_s = self._next_s(now_s)
 
     def fall_behind(self, seconds: float) -> None:
-        """Stop its clock for ``seconds``, unnoticed at first (a paused virtual machine)."""
+        """Stop its clock for ``seconds``, as for a paused virtual machine."""
         self._behind_s += seconds
         self.wake_s = self._next_s(self._now_s)
 
@@ -251,7 +238,7 @@ class SimulatedHost:
         return max(now_s, next_due_s + self._behind_s)
 
     def step(self, now_s: float) -> None:
-        """End the current step, and begin the next."""
+        """End a step, and begin the next."""
         if self._working:
             self._working = False
             self._now_s = now_s
@@ -281,7 +268,7 @@ class SimulatedHost:
     # --- a turn of its loop ---
 
     def _next_turn(self) -> None:
-        """Queue the steps of a turn: due timers first, then the sockets."""
+        """Queue a turn's steps."""
         turn = self._turn
         turn.extend(partial(self._after, satellite) for satellite in self._nudged)
         self._nudged.clear()
@@ -303,7 +290,6 @@ class SimulatedHost:
         self._turn.extend(partial(self._readable, satellite) for satellite in self._filled)
 
     def _measure_lateness(self) -> None:
-        """Measure lateness, and notice a clock that stood still."""
         self._spend("wake_s")
         if self._behind_s > _STEP_S:
             self._behind_s = 0.0
@@ -312,7 +298,6 @@ class SimulatedHost:
         self._beat_s = now_s + BEAT_S
 
     def _late_by(self, late_s: float) -> None:
-        """Report lateness only: the regular measurement reports the rest."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, self._its_now_s)
 
@@ -335,7 +320,7 @@ class SimulatedHost:
         self._turn.appendleft(partial(self._work, now_s + min(max(owed_s, MIN_SLICE_S), MAX_SLICE_S)))
 
     def _work(self, end_s: float) -> None:
-        """Do a piece of background work; then the next, if time is left."""
+        """Do a piece of background work, then the next if time is left."""
         self._rested_s = self._now_s
         if not self._waiting or self._now_s >= end_s:
             return
@@ -476,7 +461,7 @@ class SimulatedHost:
 
 
 def split_evenly(satellites: Iterable[SatelliteId], hosts: int) -> tuple[tuple[SatelliteId, ...], ...]:
-    """Assign whole planes to hosts, as local plans do."""
+    """Assign whole planes, as local plans do."""
     planes: dict[int, list[SatelliteId]] = {}
     for satellite in satellites:
         planes.setdefault(satellite.plane, []).append(satellite)
@@ -492,7 +477,7 @@ def _packed(satellite: SatelliteId) -> bytes:
 
 
 def is_for(satellite: SatelliteId, packet: bytes | bytearray) -> bool:
-    """Return True if a packet ends at this satellite, or is too short to decide."""
+    """Return True if a packet ends at this satellite, or is too short."""
     at = _op_at(packet)
     return len(packet) < at - 1 + SKY_BYTES or packet[at + 3 : at + 7] == _packed(satellite)
 

@@ -1,7 +1,7 @@
 """Ground host over one UDP socket: drives the client's state machine in the callers' own threads.
 
-A read is a function call that returns when its bytes have arrived; there is no event loop. If several threads wait, one
-of them serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers between calls.
+One of the waiting threads serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers
+between calls.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from skymemory.transport.unix_clock import UnixClock
 
 Endpoint = tuple[str, int]
 _SPIN_US = 40
-"""Time to poll an empty socket before sleeping: shorter than a thread's wake-up."""
+"""Time to poll an empty socket: a thread wakes later."""
 _PLAIN_SPIN_US = 300
 """Same for an answer whose process must first be woken."""
 _MAX_RECEIVES = 64
-"""Receive calls before the machine processes what arrived."""
 _ANNOUNCE_EVERY_S = 1.0
 """Interval of place announcements: a restarted host has forgotten it."""
 DRAIN_BYTES_PER_S = 400e6
-"""Rate that this side can certainly receive: long beams may hold this much in addition to the receive buffer."""
+"""Rate that this side can certainly receive, beyond its buffer."""
 
 
 class FairLock:
-    """``OwnLock`` that threads get in turn: a thread that retakes it would otherwise keep all others out."""
+    """``OwnLock`` in turn: a thread that retakes it would keep all others out."""
 
     __slots__ = ("_gate", "_lock")
 
@@ -95,10 +94,7 @@ class _Call:
 
 
 class UdpClient:
-    """Driver of a ``ClientMachine`` over UDP, thread-safe.
-
-    The receive buffer and the round trip determine ``window_bytes``.
-    """
+    """Driver of a ``ClientMachine`` over UDP, thread-safe. It sets ``window_bytes``."""
 
     def __init__(
         self,
@@ -115,9 +111,9 @@ class UdpClient:
         """Open the socket.
 
         Args:
-            refresh: may replace the authority's keys; returns the time (``time.monotonic``) of its next call.
-            place: location of this host, if not the plan's; announced to ``hosts``, which delay beams.
-            unix_at_boot_s: time from which the clock counts (``UnixClock.count_from``).
+            refresh: may replace the authority's keys; returns when (``time.monotonic``) to call it again.
+            place: location of this host, if not the plan's; announced to ``hosts``.
+            unix_at_boot_s: see ``UnixClock.count_from``.
         """
         self._place = b"" if place is None else PLACE.pack(PLACE_MARK, place.latitude_deg, place.longitude_deg)
         self._hosts = tuple(hosts)
@@ -146,7 +142,6 @@ class UdpClient:
         self._calls: dict[_Call, None] = {}
         self._waiting: dict[int, _Call] = {}
         self._unclaimed: dict[int, Finished] = {}
-        """Operations that ended before a call waited."""
         self._leader: _Call | None = None
         self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
@@ -157,8 +152,8 @@ class UdpClient:
 
     @property
     def lock(self) -> FairLock:
-        """Return the lock, held while operations are begun, not while they run. In a forked child it raises
-        WrongProcess: two processes would take each other's answers.
+        """Return the lock, held only while operations are begun. In a forked child it raises WrongProcess: two
+        processes would take each other's answers.
         """
         return self._lock
 
@@ -167,18 +162,17 @@ class UdpClient:
         return self._sock.address
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
-        """Send and receive until all these operations have ended. An interruption (Ctrl-C) cancels them."""
+        """Send and receive until these operations have ended. An interruption (Ctrl-C) cancels them."""
         return self._run(_Call(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
-        """Send and receive until any of these operations has ended, at most until ``until_s`` (of ``now_s``).
-
-        The caller runs or cancels the others. An interruption cancels all.
+        """Send and receive until any operation has ended, or ``until_s`` (of ``now_s``). An interruption cancels
+        all.
         """
         return self._run(_Call(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
-        """Do a ``get``; a small value on a near satellite takes two or three calls and no operation."""
+        """Do a ``get``; a small, near value needs no operation."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -208,7 +202,7 @@ class UdpClient:
         replicas: int = 1,
         meanwhile: Callable[[ValueInfo], object] = lambda info: None,
     ) -> Finished:
-        """Do a ``put``; a small value as in ``read``. ``meanwhile`` runs while its first packets are under way."""
+        """Do a ``put``; ``meanwhile`` runs while a small value's packets are under way."""
         machine = self.machine
         with self._lock:
             self._look_at_wall_clock()
@@ -239,9 +233,7 @@ class UdpClient:
         return self._sock.receive_awaited(awaited, _MAX_RECEIVES, _PLAIN_SPIN_US)
 
     def _look_at_wall_clock(self) -> None:
-        """Read the wall clock, with the lock held. The clock is not set during operations: their deadlines would
-        pass.
-        """
+        """Read the wall clock, with the lock held; follow it between operations only: deadlines would pass."""
         if self._authority is not None:
             self._authority.wall_shift_s = self._clock.wall_shift_s()
         elif self.machine.idle:
@@ -325,7 +317,6 @@ class UdpClient:
                 self._process(*self._sock.receive_awaited(self.machine.awaited, _MAX_RECEIVES, 0))
 
     def _send_and_deliver(self) -> None:
-        """Send what is queued, and give ended operations to their calls."""
         machine = self.machine
         if machine.wants_to_send or self._backlog:
             self._send()
@@ -353,7 +344,7 @@ class UdpClient:
         return True
 
     def _serve_timers(self) -> float | None:
-        """Do a step of the probe thread. Return the seconds until the next, or None when all satellites answer."""
+        """Do a step of the probe thread. Return the seconds until the next; None ends it."""
         with self._lock:
             if self._closed:
                 return None
@@ -369,7 +360,7 @@ class UdpClient:
             return max(due_s - self.now_s(), 0.001)
 
     def close(self) -> None:
-        """Close the client. Other threads' calls end normally; the last closes the socket."""
+        """Close the client. Calls under way end normally; the last closes the socket."""
         if self._own.owner.elsewhere:
             return
         with self._lock:
@@ -385,7 +376,6 @@ class UdpClient:
             end.close()
 
     def _close_in_child(self) -> None:
-        """Close the sockets in a forked child: the probe thread is the parent's."""
         self._probe_thread, self._closed = None, True
         self._close_sockets()
 
@@ -425,7 +415,6 @@ class UdpClient:
         return max(0.0, min(wait_s, until_s - now_s))
 
     def _sleep(self, wait_s: float, events: int) -> None:
-        """Sleep until data arrives or can be sent, another thread calls, or ``wait_s`` has passed."""
         self._poll.modify(self._sock.fileno(), events)
         if any(fd == self._woken.fileno() for fd, _ in self._poll.poll(wait_s * 1e3)):
             with suppress(BlockingIOError):
@@ -437,9 +426,8 @@ class UdpClient:
 
 
 class ProbeThread:
-    """Thread that serves a client's timers between calls until all satellites answer again.
-
-    It calls ``step`` when ``readable`` is, or after the seconds that the last step returned; None ends it.
+    """Thread that serves a client's timers between calls until all satellites answer again: ``step`` returns the
+    seconds until the next call, or None.
     """
 
     def __init__(self, step: Callable[[], float | None], readable: int) -> None:

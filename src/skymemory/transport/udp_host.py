@@ -1,10 +1,8 @@
 """Satellites of one host over UDP: a socket each, one event loop.
 
-The state machines decide everything (``protocol.satellite.machine``). This module moves datagrams between them and the
-sockets, delays them by their link, and injects faults; beams in both directions, so that clients need no geometry.
-
-Timers, and sockets that are never found empty, measure the loop's lateness (``Lateness``). Postponed work runs when the
-loop is idle, and for at least a fifth of the time.
+This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
+both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets that are
+never found empty. Postponed work runs when the loop is idle, and for at least a fifth of the time.
 """
 
 from __future__ import annotations
@@ -48,24 +46,23 @@ Endpoint = tuple[str, int]
 _BACKLOGS = 4
 """Factor of ``max_backlog_bytes`` beyond which nothing is forwarded."""
 _FIGURES_KEPT_S = 0.5
-"""Seconds for which the satellites share percentiles."""
 PATIENCE_S = 0.05
 """Seconds beyond the round trip that a neighbour may be busy."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from a socket before the others; one if the loop is late."""
+"""Batches taken from a socket in turn; one if the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
 BACKGROUND_SHARE = 0.2
 MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
-"""Length of a slice of background work, for which requests wait."""
+"""Slice of background work, for which requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
     """Configuration of one host process.
 
-    ``mine`` are its own satellites, ``everyone`` all. ``delay_scale`` 0 means no delay, 1 that of light. ``onboard``
-    carries the client's host: its beam has no length.
+    ``mine`` are its own satellites. ``delay_scale`` 1 is the delay of light. The beam of ``onboard``, which carries the
+    client's host, has no length.
     """
 
     mine: Mapping[SatelliteId, Endpoint]
@@ -85,11 +82,11 @@ class HostSpec:
     sight_at: Callable[[GroundHost], Sight] | None = None
     """Sight of a client with its own place; None: all are at the plan's place."""
     unix_at_boot_s: float | None = None
-    """Time from which this computer's processes count (``UnixClock.count_from``)."""
+    """Time from which this computer's processes count."""
 
 
 class UdpSatellite:
-    """Machine, its socket, and the packets that the kernel has not yet taken."""
+    """Machine, its socket, and unsent packets."""
 
     def __init__(self, machine: SatelliteMachine, sock: BatchSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.machine = machine
@@ -112,7 +109,7 @@ class UdpSatellite:
             self.wait_to_send(unsent, endpoint)
 
     def wait_to_send(self, rest: SegmentBatch, endpoint: Endpoint) -> None:
-        """Queue what the kernel did not take; drop it beyond a bound."""
+        """Queue what the kernel did not take, within a bound."""
         if self.machine.backlog_bytes > _BACKLOGS * self.machine.config.max_backlog_bytes:
             self.machine.counters.add("packets_dropped", rest.count)
             return
@@ -155,7 +152,6 @@ class UdpHost:
         self._clock.count_from(spec.unix_at_boot_s)
         self.lateness = Lateness()
         self._waiting: deque[UdpSatellite] = deque()
-        """Satellites with background work, each once."""
         self._slice: asyncio.Handle | None = None
         self._rested_s = time.monotonic()
         self._beat_s = self.now_s() + BEAT_S
@@ -169,7 +165,7 @@ class UdpHost:
         sight = spec.sky.sight
         self._blocks = sight if sight is not None and sight.any_blocked else None
         self._direct = self._delays is None and spec.faults is None and self._blocks is None
-        """True if no datagram is delayed or damaged: the native helper may answer at once."""
+        """True if the native helper may answer at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
         self._places: dict[object, tuple[str, Sight]] = {}
@@ -183,7 +179,7 @@ class UdpHost:
         self._satellites: dict[SatelliteId, UdpSatellite] = {}
         self._ledgers: dict[SatelliteId, Ledger] = {}
         self._pushed = 0, spec.clock.pushed
-        """Unix ms and moves of the operators' last push, from satellites that died here."""
+        """Unix ms and moves of the last push known to satellites that died here."""
         try:
             for name, endpoint in spec.mine.items():
                 self._satellites[name] = self._launch(name, endpoint)
@@ -224,11 +220,10 @@ class UdpHost:
         return satellite
 
     def now_s(self) -> float:
-        """Return Unix time."""
         return self._clock.now_s()
 
     def set_dead(self, dead: Collection[SatelliteId]) -> None:
-        """Make exactly these of the host's satellites dead. Others come back, empty; their ledgers count it as lost.
+        """Make exactly these satellites dead. Others come back, empty.
 
         Raises:
             OSError: the port of a satellite that should come back is in use.
@@ -277,7 +272,6 @@ class UdpHost:
             self._after(satellite)
 
     def _receive(self, satellite: UdpSatellite) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """Return what has arrived, and what the native helper has served and sent on."""
         # Plain GETs and SETs, and packets in transit, never reach Python, unless links are delayed or faulty.
         now_s = self.now_s()
         terms = self._terms(satellite, now_s) if self._direct else None
@@ -288,7 +282,7 @@ class UdpHost:
         return arrivals, served, forwarded
 
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
-        """Return what the native helper needs; None if the machine must see every packet."""
+        """Return what the native helper needs, if it may act now."""
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None
@@ -326,7 +320,7 @@ class UdpHost:
     # socket take half the time. Whatever is not plain still goes through the socket, or through the machine.
 
     def _relay(self, satellite: UdpSatellite, batch: SegmentBatch, link: LinkEnd, now_s: float) -> None:
-        """Pass answers within this host without copying their payloads."""
+        """Pass answers within this host without copying payloads."""
         while link in self._satellites:
             onward = self._satellites[link].machine.relay(batch, satellite.machine.config.address, now_s)
             if onward is None:
@@ -384,8 +378,6 @@ class UdpHost:
     def _arrive_later(
         self, satellite: UdpSatellite, data: bytes, segment_bytes: int, source: SatelliteId | Endpoint, extra_s: float
     ) -> None:
-        """Deliver after the delays of the beam and of the fault."""
-
         def arrive() -> None:
             if satellite.closed:
                 return
@@ -439,7 +431,7 @@ class UdpHost:
         return self._plane_links_s[first]
 
     def _down(self, satellite: UdpSatellite, batch: SegmentBatch, endpoint: Endpoint) -> None:
-        """Send to a ground host, with faults: those of both directions of a beam are injected here."""
+        """Send to a ground host; faults of both directions are injected here."""
         hold_s = self._beam_one_way_s(satellite, endpoint) if self._delays is not None else 0.0
         if self.spec.faults is None:
             self._depart(satellite, batch, endpoint, hold_s)
@@ -473,7 +465,7 @@ class UdpHost:
     # --- time ---
 
     def _hear_places(self, runs: list[native.Run], endpoint: Endpoint) -> list[native.Run]:
-        """Record a client's announced place. Return the packets before it."""
+        """Record a client's announced place. Return packets before it."""
         packets = []
         for view, size in runs:
             at = (len(view) - 1) // size * size if size > 0 else 0
@@ -503,7 +495,7 @@ class UdpHost:
         return self._places[host][1] if host in self._places else self._sight
 
     def _beam_one_way_s(self, satellite: UdpSatellite, host: object) -> float:
-        """Return light's travel time to a ground host, to within a second's flight."""
+        """Return light's travel time, to within a second's flight."""
         address, moves = satellite.machine.config.address, satellite.machine.moves
         if address == self.spec.onboard:
             return 0.0
@@ -528,7 +520,6 @@ class UdpHost:
                 release()
 
     def _late_by(self, late_s: float, now_s: float) -> None:
-        """Report lateness only: the regular measurement reports the rest."""
         if late_s > LATE_S:
             self.lateness.measured(late_s, now_s)
 
@@ -551,7 +542,7 @@ class UdpHost:
         self._after(satellite)
 
     def _measure_lateness(self) -> None:
-        """Measure lateness at a regular interval; after a sleep, set all timers again."""
+        """Measure lateness; after a sleep, set all timers again."""
         self._look_at_wall_clock()
         now_s = self.now_s()
         self.lateness.measured(now_s - self._beat_s, now_s)
@@ -622,7 +613,7 @@ async def serve_host(
 ) -> None:
     """Run one host's satellites until ``stop`` is set.
 
-    ``on_host`` gets the host; ``on_ready`` its ``shortfall``, once all sockets are bound.
+    ``on_ready`` gets the host's ``shortfall`` once all sockets are bound.
 
     Raises:
         OSError: a port is in use; no socket stays bound.

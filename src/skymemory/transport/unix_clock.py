@@ -3,9 +3,8 @@
 ``now_s`` never runs backwards and counts suspends, unlike ``CLOCK_MONOTONIC``. ``CLOCK_BOOTTIME`` may miss the pause of
 a virtual machine; the wall clock is then set forward.
 
-A computer cannot know if a wall clock that was set is right, and the whole constellation uses the time from its start.
-So ``now_s`` continues unchanged, and ``wall_shift_s`` returns the difference; a process may follow, but only forward.
-Processes of one computer agree if they count from the same ``unix_at_boot_s``.
+No computer knows if a wall clock was set rightly, and the constellation uses the time from its start. So ``now_s``
+continues unchanged; a process may follow ``wall_shift_s``, but only forward.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 _RUNNING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 STEP_S = 1.0
-"""Difference from which a wall clock was set; less is drift."""
+"""Difference of a wall clock that was set; less is drift."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -26,11 +25,10 @@ def wall_s() -> float:
 
 
 running_s: Callable[[], float] = partial(time.clock_gettime, _RUNNING)
-"""Seconds since some past time, including suspends."""
 
 
 def boot_id() -> str:
-    """Return the name of this computer's run, during which ``running_s`` continues; empty if unknown."""
+    """Return the name of the run during which ``running_s`` continues, if known."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -57,7 +55,7 @@ class UnixClock:
         return shift_s if abs(shift_s) >= STEP_S else 0.0
 
     def follow_wall(self) -> float:
-        """Set this clock forward to the wall clock. Return by how many seconds."""
+        """Set this clock forward to the wall clock, if behind. Return the seconds."""
         offset_s = self._wall() - self._running()  # absolute: two threads that see the same step follow it once
         ahead_s = offset_s - self._offset_s
         if ahead_s < STEP_S:

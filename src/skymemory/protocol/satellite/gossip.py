@@ -1,12 +1,11 @@
 """Handler of NOTICE, eviction gossip: a satellite that evicts part of a block notifies the satellites of its box.
 
-A NOTICE is flooded within a rectangle of satellites, each of which forwards it once; outside, it is forwarded towards
-the centre. Several satellites evict a block at the same time, so notices wait a moment, and a satellite that hears of a
-key does not announce it. The first satellite notifies its ground hosts by GONE.
+A NOTICE is flooded within a rectangle of satellites; outside, it is forwarded towards the centre. Several satellites
+evict a block at once, so notices wait a moment, and a heard key is not announced again. Ground hosts get GONE.
 
 1. ``gather`` records evictions; the notice is due ``notice_hold_s`` later.
-2. ``handle_timer`` decides which values are dead. A chunk evicted where it belongs is lost; elsewhere it may have been
-   handed over, so a proof is needed (``LossProofs``). With copies, all places are asked first if theirs is whole.
+2. ``handle_timer`` decides which values are dead. A chunk evicted where it belongs is lost; elsewhere, or with copies,
+   it may exist, so ``LossProofs`` decide.
 3. ``_announce`` drops the remaining chunks here and floods the notice.
 """
 
@@ -29,7 +28,7 @@ from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, P
 _NOTICE = struct.Struct(">IIIHHHHBBH")
 _GROUND_NOTIFIED = 0x01
 _OLDEST_NOTICE_S = 1.0
-"""Greatest age of a notice. Writers repeat RETAIN each half second, so what is being written is younger."""
+"""Greatest age of a notice; what is being written is younger."""
 _REMEMBERED_NOTICES = 4096
 _MOST_GROUND_HOSTS = 8
 """Ground hosts, those heard last, that get GONE."""
@@ -37,7 +36,7 @@ _MOST_GROUND_HOSTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rectangle of satellites: rows and columns to each side of ``centre``."""
+    """Rectangle of satellites around ``centre``."""
 
     centre: SatelliteId
     north: int
@@ -53,7 +52,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Body of NOTICE, identified by ``origin`` and ``number``, to cross at most ``hops`` more links."""
+    """Body of NOTICE, which may cross ``hops`` more links."""
 
     origin: Address
     number: int
@@ -105,7 +104,7 @@ class Gossip:
     # --- Evictions of this satellite ---
 
     def gather(self, now_s: float) -> None:
-        """Check for evictions. Call this when chunks may have been evicted."""
+        """Call this when chunks may have been evicted."""
         if self._evicted and self._due_s == math.inf:
             self._due_s = now_s + self._config.notice_hold_s
 
@@ -113,7 +112,7 @@ class Gossip:
         return self._due_s
 
     def handle_timer(self, now_s: float) -> None:
-        """Announce, or request a proof of, the loss of what was evicted."""
+        """Announce, or request a proof of, evictions as losses."""
         if now_s < self._due_s:
             return
         self._due_s = math.inf
@@ -132,8 +131,8 @@ class Gossip:
             self._announce([ref], now_s)
 
     def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
-        """Request proofs of loss for values with a share that is whole in no copy. A silent satellite counts as having
-        its copy.
+        """Request proofs for values with a share that is whole in no copy; a silent satellite counts as having its
+        copy.
         """
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
@@ -171,7 +170,6 @@ class Gossip:
             doubtful.clear()
 
     def _announce(self, refs: Sequence[bytes], now_s: float) -> None:
-        """Drop these dead values, and notify ground hosts and satellites."""
         by_region: dict[Region, list[Dead]] = {}
         for ref in refs:
             by_region.setdefault(self._region(ref), []).append((ref[:KEY_BYTES], setting_of(ref)))
@@ -205,13 +203,13 @@ class Gossip:
         return Region(centre, north + margin, south + margin, box.west + margin, box.width - 1 - box.west + margin)
 
     def _margin(self) -> int:
-        """Return how far chunks may be off their box: one row or column during a handover."""
+        """Return how far chunks may be off their box: during a handover, one."""
         return 0 if self._handover.at_rest else 1
 
     # --- Notices of others ---
 
     def receive(self, packet: Packet, now_s: float) -> None:
-        """Drop what is dead, notify ground hosts unless that was done, and forward the notice, once."""
+        """Drop what is dead, notify ground hosts, and forward the notice, once."""
         notice = Notice.unpack(packet.body)
         if packet.header.ground or packet.header.source.shell:
             raise MalformedPacket("NOTICE of a ground host: only satellites know what they evict")
@@ -251,9 +249,7 @@ class Gossip:
     # --- Dropping dead values: also for ``Sweep`` ---
 
     def purge(self, dead: Sequence[Dead], now_s: float) -> list[Dead]:
-        """Drop the chunks of dead values, except keys that may have been stored again since. Return the dropped
-        values.
-        """
+        """Drop dead values, except keys that may have been stored again since. Return the dropped values."""
         since_s = now_s - _OLDEST_NOTICE_S
         dead = [value for value in dead if not self._history.was_written_since(value[0], since_s)]
         self._counters.add("chunks_purged", self._store.remove_settings(dead))

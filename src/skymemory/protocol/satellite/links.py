@@ -1,11 +1,11 @@
 """Handler of LINKS: which links are alive; declared to all satellites, and learned from them.
 
-A neighbour is probed only when a packet is sent to it after a silence. After ``_TRIES`` unanswered probes, it is
-declared down, the declaration is flooded, and probes continue at intervals. A starting satellite greets its neighbours,
-which answer with all they know: dead links, and how far operators have moved the box.
+A neighbour is probed only when a packet is sent to it after a silence. After ``_TRIES`` unanswered probes, the link is
+declared down, and probed at intervals. A starting satellite greets its neighbours, which answer with all they know:
+dead links, and operators' moves.
 
-A silence counts only while the own host was on time (``Lateness``), and a neighbour gets as much longer as it reports
-its host's lateness. A new declaration is flooded at once; if more keep coming, they leave together each second.
+A silence counts only while the own host is on time, and longer for a neighbour that reports lateness. A new declaration
+is flooded at once; further declarations leave together.
 """
 
 from __future__ import annotations
@@ -24,18 +24,14 @@ from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import Address, Packet, microseconds
 
 _FRESH_S = 0.2
-"""Seconds for which a heard neighbour is not probed."""
 _TRIES = 4
-"""Unanswered probes after which the link counts as down."""
 _MOST_AHEAD_S = 60.0
-"""Limit for pushes and declarations from the future."""
+"""Limit for times ahead."""
 _REPORTED_LATE_S = 2.0
-"""Seconds for which a report of lateness counts."""
 _MOST_LATE_S = 1.0
 """Greatest prolongation of a timeout by lateness."""
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 8.0
-"""Greatest interval of probes of a dead link, after 1, 2, 4 s."""
 
 
 class _Neighbour:
@@ -48,11 +44,10 @@ class _Neighbour:
         self.late_until_s = -math.inf
         """Reported lateness of its host, and its end."""
         self.our_late_s = 0.0
-        """Lateness of the own host at the last probe."""
         self.bits = 0
         self.heard_s = -math.inf
         self.deadline_s = math.inf
-        """Time at which the answer is overdue or, if it is down, of the next probe."""
+        """Time at which the answer is overdue, or the next probe due."""
         self.tries = 0
         self.down = False
         self.retry_s = _FIRST_RETRY_S
@@ -73,7 +68,7 @@ class Neighbours:
         self._lateness = state.lateness
         self._flooding = Throttle()
         self._news: dict[SatelliteId, SatelliteId | None] = {}
-        """Satellites whose declarations are to be flooded, with the neighbour that has them already."""
+        """Origins to flood, with the neighbour that has them already."""
         self._neighbours: dict[SatelliteId, _Neighbour] = {}
         for bit, neighbour in enumerate(self._torus.neighbours(self._here)):
             if neighbour != self._here:
@@ -87,7 +82,6 @@ class Neighbours:
     # --- Traffic on the links ---
 
     def on_packet_received(self, neighbour: SatelliteId, now_s: float) -> None:
-        """Record a packet from a satellite: its link is up."""
         peer = self._neighbours.get(neighbour)
         if peer is None:
             return
@@ -99,7 +93,7 @@ class Neighbours:
             self._send_all_known(neighbour, now_s)
 
     def on_packet_sent(self, link: object, now_s: float) -> None:
-        """Probe the neighbour by whose link a packet leaves, unless recently heard."""
+        """Probe the neighbour on this link, unless recently heard."""
         neighbour = self._neighbours.get(link)  # type: ignore[call-overload]
         if neighbour is not None and neighbour.deadline_s == math.inf and neighbour.heard_s + _FRESH_S <= now_s:
             neighbour.tries = 0
@@ -111,9 +105,8 @@ class Neighbours:
             self._outbox.send_links(neighbour, self._body(now_s, answer_me=True), now_s)
 
     def receive(self, packets: Sequence[Packet], source: object, now_s: float) -> tuple[int, bool]:
-        """Process LINKS. Return the number of invalid packets, and True if an operator has pushed the box.
-
-        Only the link's neighbour is believed.
+        """Process LINKS of the link's neighbour. Return the number of invalid packets, and True if an operator has
+        pushed the box.
         """
         bad, before = 0, self._locator.pushed
         for packet in packets:
@@ -154,7 +147,7 @@ class Neighbours:
             self._send_all_known(source, now_s)
 
     def _contradict(self, declaration: Declaration, now_s: float) -> None:
-        """Replace a declaration in this satellite's name, outdated or forged."""
+        """Replace an outdated or forged declaration in this satellite's name."""
         known_ms, latest_ms = self.links.made_ms(self._here), (now_s + _MOST_AHEAD_S) * 1e3
         if declaration.down != self._bits() and known_ms < declaration.made_ms < latest_ms:
             self._declare(now_s, outdo_ms=declaration.made_ms)
@@ -204,7 +197,6 @@ class Neighbours:
         self._send_news(now_s)
 
     def probe_down(self, now_s: float) -> None:
-        """Probe dead neighbours: the own host is on time again."""
         for neighbour in self._neighbours.values():
             if neighbour.down:
                 neighbour.retry_s = _FIRST_RETRY_S / 2

@@ -1,12 +1,12 @@
 """State machine of one satellite: packets and timers in, datagrams out; no I/O.
 
-- *packets*: ``receive_runs`` and ``receive_batch`` take what arrived on one link. Packets in transit are forwarded;
-  others go to their operation's handler (``_handlers``), SET and MIGRATE to ``ChunkService``, LINKS to ``Neighbours``;
-- *timers*: ``handle_timer`` is called when ``next_timer_s`` has passed and runs ``_timers`` and ``_background_timers``;
+- *packets*: ``receive_runs`` takes what arrived on one link. Packets in transit are forwarded; others go to their
+  handler (``_handlers``), SET and MIGRATE to ``ChunkService``, LINKS to ``Neighbours``;
+- *timers*: ``handle_timer`` runs ``_timers`` and ``_background_timers``;
 - *operators*: ADVANCE, a packet too, moves the box.
 
-After each event, the transport sends what ``datagrams_to_send`` returns. While its host is overloaded (``Lateness``), a
-satellite only answers, forwards and maintains its links; background work waits for ``work``.
+After each event, the transport sends what ``datagrams_to_send`` returns. While its host is overloaded, a satellite only
+answers, forwards and maintains its links; background work waits for ``work``.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ __all__ = ["SatelliteConfig", "SatelliteMachine"]
 _CARRIERS = (Op.SET, Op.MIGRATE)
 _NOTHING_SETTLED: set[bytes] = set()
 _OVERLOAD_CHECK_S = 0.25
-"""Seconds between checks if overload has ended."""
 
 Timer = tuple[Callable[[], float], Callable[[float], None]]
-"""Time at which it is next due (infinity: never), and its action, which checks what is due."""
+"""Time at which it is next due (infinity: never), and its action."""
 
 
 class SatelliteMachine:
@@ -85,12 +84,9 @@ class SatelliteMachine:
         self._outbox, self._postponed = state.outbox, state.postponed
         self._transport_figures = transport_figures
         self._packets_next = False
-        """True if ``work`` processes packets next, in turn with timers."""
         self._was_late = False
-        """True if the host was overloaded at the last check."""
         self._check_s = now_s
         self._healed = 0
-        """``LinkState.healed`` at the last check: a change means that a link came up."""
 
         # Handlers, each constructed with the handlers that it calls.
         self._gate: SatelliteGate | None = None
@@ -159,9 +155,7 @@ class SatelliteMachine:
 
     @property
     def hidden_work(self) -> tuple[int, int, int]:
-        """Return totals of work that no packet shows: satellites searched for routes, chunks examined, packets
-        postponed.
-        """
+        """Return work that no packet shows: satellites searched, chunks planned, packets postponed."""
         return self._state.links.satellites_searched, self.handover.chunks_planned, self._postponed.kept
 
     # --- Packets ---
@@ -218,7 +212,6 @@ class SatelliteMachine:
                 self._receive(view[at : at + segment_bytes], segment_bytes, source, now_s)
 
     def _receive(self, view: memoryview, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Forward or deliver packets of one destination and operation."""
         start = header_start(view)
         if len(view) < start + SKY_BYTES:
             self.counters.add("packets_malformed")
@@ -299,10 +292,8 @@ class SatelliteMachine:
     # --- Plain requests that the transport serves by itself, without a call per packet ---
 
     def plain_requests(self, now_s: float) -> PlainRequests | None:
-        """Return what ``native.serve`` needs to serve plain GETs and SETs until this machine's next call; None: not
-        now.
-
-        Report its work with ``record_served`` and, for ``routes``, ``record_passed``.
+        """Return what serves plain GETs and SETs until the next call, if possible. Report its work with
+        ``record_served`` and, for ``routes``, ``record_passed``.
         """
         settled = self._locator.settled if self.handover.at_rest else _NOTHING_SETTLED
         return None if self.backlog_bytes else self._chunks.plain_requests(settled, now_s)
@@ -315,7 +306,7 @@ class SatelliteMachine:
             self.neighbours.on_packet_sent(link, now_s)
 
     def routes(self, now_s: float) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]] | None:
-        """Return next hops and beams for packets in transit until this machine's next call, if nothing is postponed."""
+        """Return next hops and beams until the next call, if nothing is postponed."""
         return None if self._postponed or self.lateness.is_late(now_s) else self._router.known()
 
     def record_passed(self, passed: Sequence[native.Passed], now_s: float) -> None:
@@ -331,9 +322,8 @@ class SatelliteMachine:
         self.counters.add("packets_forwarded", packets)
 
     def relay(self, batch: SegmentBatch, source: SatelliteId, now_s: float) -> tuple[SegmentBatch, LinkEnd] | None:
-        """Return answers from a satellite of the same host, with hops counted, and their next link.
-
-        None, without effect, if they must come as packets.
+        """Return a local satellite's answers with hops counted, and their next link. None: they must come as
+        packets.
         """
         destination = destination_of(batch.headers)
         if destination == self._address or self.routes(now_s) is None:
@@ -383,7 +373,6 @@ class SatelliteMachine:
         return self._check_s if self._was_late else math.inf
 
     def _check_overload(self, now_s: float) -> None:
-        """Retry, when an overload ends, what did not answer."""
         late, was_late = self.lateness.is_late(now_s), self._was_late
         self._was_late, self._check_s = late, now_s + _OVERLOAD_CHECK_S
         if was_late and not late:
@@ -413,7 +402,6 @@ class SatelliteMachine:
         return None
 
     def _hand_over(self, now_s: float) -> None:
-        """Send chunks that may leave: now, or later if the host is late."""
         if self.lateness.is_late(now_s):
             self._state.timers_wait = True
         else:
@@ -424,7 +412,6 @@ class SatelliteMachine:
             self._follow_moves(now_s)
 
     def _follow_moves(self, now_s: float, pushed: bool = False) -> None:
-        """Plan a handover if the clock or an operator (``pushed``) has moved the box."""
         if self._locator.follow(now_s):
             if not self.lateness.is_late(now_s):
                 self._sweep.before_handover(now_s)

@@ -1,7 +1,7 @@
 """Handler of handovers: turns the plan of ``Handover`` into MIGRATE packets, and the ACKs into deletions.
 
 Two copies of a chunk may meet if the box has moved far at once. The satellite keeps the copy that belongs here and
-sends the other on from the same bytes, under its own replica number.
+sends the other on, from the same bytes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Migration:
     # --- Chunks arrive ---
 
     def stored(self, key: bytes, indices: list[int], ref: bytes, header: SkyHeader, now_s: float) -> None:
-        """Record stored chunks of one placement, which leave again if the box has moved.
-
-        If their sender may know of a later move, they stay for a while.
+        """Record stored chunks; if the box has moved, they leave again, perhaps later: their sender may know of a later
+        move.
         """
         sent_behind = self._locator.is_past((header.slot_moves, header.plane_moves))
         due_s = now_s if header.op is not Op.MIGRATE or sent_behind else now_s + self._handover.grace_s
@@ -52,7 +51,7 @@ class Migration:
                 self._handover.stray((key, index), due_s)
 
     def _resolve_conflicts(self, due_s: float) -> None:
-        """Settle chunks stored in place of other copies: copies that belong elsewhere leave at ``due_s``."""
+        """Settle chunks stored in place of other copies."""
         conflicts, self._store.conflicts = self._store.conflicts, []
         for name, before in conflicts:
             chunk = self._store.peek(name)
@@ -67,7 +66,7 @@ class Migration:
     # --- The box moves: plan, send, delete ---
 
     def box_moved(self, urgent: bool = False) -> None:
-        """Let ``send_due`` plan once for all moves until then. ``urgent``: an operator moved the box."""
+        """Let ``send_due`` plan the handover, once for several moves. ``urgent``: an operator moved the box."""
         self._handover.moved = True
         self._urgent |= urgent
 
@@ -82,7 +81,6 @@ class Migration:
         return min(soonest_s, self._plan_s) if self._handover.moved else soonest_s
 
     def send_due(self, now_s: float) -> None:
-        """Send due strays, bursts and retransmissions."""
         if self._handover.moved and now_s >= self._plan_s:
             self._plan(now_s)
         elsewhere: dict[SatelliteId, list[Leaving]] = {}
@@ -109,7 +107,6 @@ class Migration:
         self._handover.spread(now_s, self._locator.interval_s(now_s), urgent)
 
     def _send_as(self, name: ChunkName, replica: int) -> None:
-        """Send the chunk to where its copy ``replica`` belongs."""
         chunk = self._store.peek(name)
         if chunk is None or chunk.ref[REPLICA_OFFSET] == replica:
             return
@@ -139,7 +136,7 @@ class Migration:
         return as_copy(chunk.ref, name[2]), chunk.payload
 
     def delete_copied(self, now_s: float) -> None:
-        """Delete acknowledged chunks after their grace period, unless they belong here again."""
+        """Delete copied chunks, unless they belong here again."""
         for name in self._handover.to_delete(now_s):
             chunk = self._store.peek(name)
             if chunk is not None and self._locator.home(chunk.ref) != self._here:
@@ -148,7 +145,7 @@ class Migration:
     # --- Answers ---
 
     def acknowledged(self, packet: Packet, now_s: float) -> None:
-        """Handle ACK: another satellite took or refused chunks; pins and expiries follow."""
+        """Handle ACK: chunks were taken or refused."""
         satellite = SatelliteId(packet.header.source.plane, packet.header.source.slot)
         if not self._handover.awaits(packet.header.request_id, satellite):
             return

@@ -78,7 +78,6 @@ class Outbox:
         return links
 
     def send_by(self, batch: SegmentBatch, link: LinkEnd) -> None:
-        """Queue complete packets."""
         self._outgoing.append((batch, link))
 
     # --- Answers ---
@@ -144,7 +143,6 @@ class Outbox:
         self._send(self._bulk(header, chunks, now_s), header.destination, now_s)
 
     def send_links(self, neighbour: SatelliteId, body: bytes, now_s: float) -> None:
-        """Send LINKS to a neighbour, regardless of the routes."""
         packet = build_packet(self._header(Op.LINKS, Address(*neighbour)), body, self._take_sequence(1), now_s)
         self._links.append((self._signed(single(packet), now_s), neighbour))
 

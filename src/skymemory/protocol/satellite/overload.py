@@ -1,6 +1,6 @@
-"""Overload of a host: its measurement, and the queue of background packets meanwhile.
+"""Overload of a host, and the background packets that wait meanwhile.
 
-A late host also reads answers late. So its satellites give neighbours longer timeouts, and postpone background work.
+A late host also reads answers late, so its satellites give neighbours longer timeouts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ LATE_S = 0.05
 _PERSISTS_S = 0.25
 """Seconds without an event on time after which background work yields."""
 _FADES_S = 0.5
-"""Time constant with which the worst wait decays."""
 MOST_BYTES = 1 << 20
 MOST_AGE_S = 2.0
-"""Age at which waiting packets are dropped: their sender repeats them."""
+"""Age at which packets are dropped: their sender repeats them."""
 _BACKGROUND = (Op.MIGRATE, Op.CHECK, Op.NOTICE)
 _BETWEEN_SATELLITES = (Op.HAS, Op.RETAIN)
-"""Background between satellites: a ground host waits for the answer."""
+"""Background only between satellites: a ground host waits."""
 
 
 class Lateness:
     """Delay of a host's events, shared by its machines.
 
-    A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289): queues exist to absorb
-    bursts.
+    A host is overloaded if even the *shortest* wait has been long for a while (CoDel, RFC 8289).
     """
 
     def __init__(self) -> None:
@@ -40,7 +38,7 @@ class Lateness:
         """Last time that an event was on time; infinity: none has been late."""
 
     def measured(self, late_s: float, now_s: float) -> None:
-        """Record an event handled ``late_s`` after it was due, also if on time."""
+        """Record an event handled ``late_s`` after it was due, or on time."""
         if late_s <= LATE_S:
             self._on_time_s = now_s
         elif self._on_time_s == math.inf:
@@ -62,9 +60,8 @@ class Lateness:
 class Postponed:
     """Bounded queue of background packets that arrive while the host is late; the oldest are dropped first.
 
-    Background packets are requests between satellites, also in transit, for which no read waits and which are repeated:
-    handovers, checks, gossip. Late LINKS would make live satellites look dead. Packets are copied: a transport's buffer
-    is valid only during the call.
+    No read waits for them, and their sender repeats them: handovers, checks, gossip, also in transit. Late LINKS would
+    make live satellites look dead.
     """
 
     def __init__(self) -> None:
@@ -76,7 +73,6 @@ class Postponed:
         return bool(self._queue)
 
     def sift(self, runs: list[Run], source: LinkEnd, now_s: float) -> list[Run]:
-        """Queue the background packets. Return the others, in order."""
         foreground = []
         for view, size in runs:
             for part, part_size in _journeys(view, size):
@@ -99,7 +95,7 @@ class Postponed:
         self.dropped += -(-len(view) // size)
 
     def take(self, now_s: float) -> tuple[memoryview, int, LinkEnd, float] | None:
-        """Return the oldest packets that are not too old, and their arrival."""
+        """Return the oldest packets still valid, and their arrival."""
         while self._queue and self._queue[0][0] + MOST_AGE_S < now_s:
             self._drop()
         if not self._queue:

@@ -1,7 +1,6 @@
 """Handler of RETAIN: keys touched, pinned, leased, or to be deleted at a time.
 
-Times are absolute (Unix milliseconds), so a repetition changes nothing. Pins, leases and expiries follow the chunks in
-a handover.
+Times are absolute (Unix ms), so a repetition changes nothing. Pins, leases and expiries follow handed-over chunks.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _MOST_EXPIRIES = 1 << 16
 _REPEAT_S = 0.25
 _MOST_ATTEMPTS = 8
 _LEASE_SHARE = 0.25
-"""Share of the memory that may be leased, beside pins."""
+"""Share of the memory that may be leased."""
 _LONGEST_LEASE_S = 60.0
 _MOST_HOLDERS = 64
-"""Leases per key: while one lasts, no other host needs its own."""
+"""Leases per key: no further host needs its own."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """RETAIN to the satellite that now has the chunks, repeated until acknowledged."""
+    """RETAIN that follows chunks, repeated until acknowledged."""
 
     there: SatelliteId
     body: bytes
@@ -146,7 +145,6 @@ class Retention:
     # --- Pins, leases and expiries follow the chunks ---
 
     def handed_over(self, there: SatelliteId, key: bytes, now_s: float) -> None:
-        """Send a key's pin, expiry and leases after its chunks."""
         for what, promises in ((Retain.PIN, self._store.pins), (Retain.EXPIRE, self._store.expiries)):
             until_s = promises.get(key)
             if until_s is not None:
@@ -179,7 +177,6 @@ class Retention:
         self._end_transfer(packet.header.request_id)
 
     def unsupported(self, packet: Packet, now_s: float) -> None:
-        """Handle UNSUPPORTED: the other satellite does not know RETAIN."""
         Capabilities.unpack_unsupported(packet.body)
         self._end_transfer(packet.header.request_id)
 

@@ -31,7 +31,7 @@ _CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": 
 
 
 class Router:
-    """Routing at one satellite. A ground host is reached by the link on which its last packet arrived."""
+    """Routing at one satellite. A ground host is reached by its last packet's link."""
 
     def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
         self._links = links or LinkState(torus)
@@ -40,7 +40,6 @@ class Router:
         self._mode = mode
         self._grounds: OrderedDict[int, LinkEnd] = OrderedDict()
         self._next_hops: dict[int, SatelliteId] = {}
-        """Next hops since the links' last ``_changes``; keys as in ``native.Transit``."""
         self._changes = self._links.changes
 
     def remember(self, ground: int, link: LinkEnd) -> None:
@@ -50,7 +49,7 @@ class Router:
             self._grounds.popitem(last=False)
 
     def known(self) -> tuple[dict[int, SatelliteId], dict[int, LinkEnd]]:
-        """Return the valid next hops, and the beams of ground hosts."""
+        """Return valid next hops, and beams of ground hosts."""
         if self._changes != self._links.changes:
             self._changes = self._links.changes
             self._next_hops.clear()
@@ -60,7 +59,6 @@ class Router:
         return list(islice(reversed(self._grounds), most))
 
     def exit_for(self, destination: Address, packet: Buffer) -> LinkEnd | None:
-        """Return the link for an own packet; None without a route."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             return self._beam(destination, packet)
@@ -71,7 +69,7 @@ class Router:
     def forward(
         self, view: memoryview, segment_bytes: int, destination: Address, source: LinkEnd
     ) -> tuple[SegmentBatch, LinkEnd] | Status:
-        """Return packets in transit with hops counted, and their next link; or why there is none."""
+        """Return packets in transit, hops counted, and their next link; or why there is none."""
         target = SatelliteId(destination.plane, destination.slot)
         if target == self._here:
             beam = self._beam(destination, view)
@@ -112,11 +110,10 @@ class Router:
 LIFETIME_S = 200.0
 """Lifetime of a declaration that is not repeated."""
 REFRESH_S = 60.0
-"""Interval at which a dead link is declared again."""
 MAX_DECLARATIONS = 360
-"""Limit per packet: no larger than a chunk's packet."""
+"""Limit that keeps a packet no larger than a chunk's."""
 _MOST_AHEAD_MS = 60_000
-"""Limit for declarations from the future: no later declaration would ever be newer."""
+"""Limit for times ahead: no later declaration would ever be newer."""
 
 _LINKS = struct.Struct(">HBBiiQ")
 _DECLARATION = struct.Struct(">IBBHQ")
@@ -126,7 +123,7 @@ _Four = tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]
 
 
 class Declaration(NamedTuple):
-    """Dead links of ``origin``, as bits in the order of ``Torus.neighbours``. ``made_ms`` is Unix time."""
+    """Dead links of ``origin``, as bits in the order of ``Torus.neighbours``, at Unix time."""
 
     origin: SatelliteId
     down: int
@@ -137,8 +134,8 @@ class Declaration(NamedTuple):
 
 
 class LinksBody(NamedTuple):
-    """Body of LINKS between neighbours. ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start);
-    ``late_s`` is the host's lateness.
+    """Body of LINKS. ``pushed`` are the operators' moves, at ``pushed_at_ms`` (0: before the start); ``late_s`` is the
+    host's lateness.
     """
 
     answer_me: bool
@@ -158,7 +155,7 @@ class LinksBody(NamedTuple):
 
     @classmethod
     def unpack(cls, body: Buffer, known: Container[bytes] = ()) -> LinksBody:
-        """Parse a body, without declarations whose packed form is ``known``.
+        """Parse a body, without ``known`` packed declarations.
 
         Raises:
             MalformedPacket: the body contradicts itself.
@@ -194,10 +191,10 @@ _grid_of = lru_cache(maxsize=16)(_Grid)
 
 
 class LinkState:
-    """Known state of a torus's links: at most one declaration per satellite.
+    """Known state of a torus's links.
 
-    Routes are a shortest-path tree, grown once per change, as a ``Throttle`` allows; until then the old tree serves,
-    but never over a link that is down here.
+    Routes are a shortest-path tree, regrown as a ``Throttle`` allows; until then the old tree serves, but never over a
+    link that is down here.
     """
 
     def __init__(self, torus: Torus) -> None:
@@ -213,9 +210,7 @@ class LinkState:
         self._stale = False
         self.trees_grown = 0
         self.satellites_searched = 0
-        """Satellites visited by searches."""
         self.changes = 0
-        """Count of changes after which routes may differ."""
         self.healed = 0
         self._next_expiry_s: float | None = math.inf
 
@@ -227,7 +222,6 @@ class LinkState:
         return list(self._declared.values())
 
     def pages(self) -> list[list[bytes]]:
-        """Return the packed declarations by packet: at least one page."""
         known = list(self._packed.values())
         return [known[at : at + MAX_DECLARATIONS] for at in range(0, max(1, len(known)), MAX_DECLARATIONS)]
 
@@ -280,9 +274,8 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """Return the next hop: ``greedy`` if it is on a shortest path.
-
-        Without a known path, the link state may be outdated: ``greedy`` if its link is up.
+        """Return the next hop: ``greedy`` if it is on a shortest path or, the link state being outdated, none is
+        known.
         """
         nearer = self._nearer(here, there)
         if nearer:
@@ -304,7 +297,7 @@ class LinkState:
         return [four[bit] for bit in range(4) if links >> bit & 1 and (here, four[bit]) not in self._down]
 
     def _grow(self, here: SatelliteId) -> dict[SatelliteId, int]:
-        """Search breadth-first: a satellite is reached by every link that reaches a nearer neighbour."""
+        """Search breadth-first: every link to a nearer neighbour counts."""
         self.trees_grown += 1
         tree, edge = {here: 0}, [here]
         down, neighbours = self._down, self._neighbours

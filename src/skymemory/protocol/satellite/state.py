@@ -22,18 +22,16 @@ EVICTION_POLICIES = ("lazy", "gossip", "gossip-plane", "periodic", "migration")
 """Ways to evict the rest of a dead block, which has a missing chunk (SkyMemory paper §3.9):
 
 - ``lazy``: the client that finds the hole evicts the rest;
-- ``gossip``: the satellite that evicts notifies the box (``gossip-plane``: the plane that lookups use);
+- ``gossip``: the evicting satellite notifies the box (``gossip-plane``: the plane that lookups use);
 - ``periodic``: satellites ask each other at intervals;
-- ``migration``: they ask before they hand chunks over.
+- ``migration``: they ask before a handover.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionConfig:
-    """Treatment of dead blocks, pins and copies. Times are in seconds.
-
-    ``pin_share`` of the memory may be pinned; ``notice_hold_s`` collects evictions; ``confirm_s`` from a suspicion to
-    its proof must exceed a handover.
+    """Treatment of dead blocks, pins and copies. ``confirm_s``, from a suspicion to its proof, must exceed a
+    handover.
     """
 
     gossip: bool = False
@@ -45,11 +43,9 @@ class EvictionConfig:
     confirm_s: float = 2.0
     pin_share: float = 0.5
     replicas: int = 1
-    """Copies of each chunk: a block dies with the last copy of a chunk."""
 
     @classmethod
     def of(cls, policies: Sequence[str], sweep_s: float = 30.0, replicas: int = 1) -> EvictionConfig:
-        """Return the configuration for these policies (``lazy`` is the clients')."""
         plane_only = "gossip-plane" in policies
         return cls(
             plane_only or "gossip" in policies,
@@ -93,20 +89,19 @@ class SatelliteConfig:
     handover_timeout_s: float = 0.1
     handover_grace_s: float = 1.0
     handover_gap_s: float = 0.002
-    """Shortest time between bursts, unless they could not all be sent (0: no pacing)."""
+    """Shortest time between bursts, if all can be sent (0: no pacing)."""
     replacement: str = DEFAULT_REPLACEMENT
-    """Name in ``eviction.REPLACEMENTS``."""
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     neighbour_timeout_s: float = 0.05
-    """Time for a neighbour's answer; depends on the links' length."""
+    """Time for an answer; depends on the links' length."""
     authority: Authority | None = field(default=None, repr=False)
     """Keys whose commands it obeys; None: any command."""
     first_request_id: int = 0
-    """Start of the request ids; random, to be neither guessed nor repeated."""
+    """Start of the request ids; random, so never guessed or repeated."""
 
 
 class SatelliteState:
-    """State of every handler. A handler acts on it, sends through ``outbox``, and calls only handlers given to it."""
+    """State of every handler. A handler sends through ``outbox``, and calls only handlers given to it."""
 
     def __init__(
         self, config: SatelliteConfig, sky: SkyMap, clock: MoveClock, now_s: float, lateness: Lateness | None = None
@@ -116,7 +111,6 @@ class SatelliteState:
         self.here = config.address
         self.address = Address(config.address.plane, config.address.slot)
         self.lateness = lateness or Lateness()
-        """Lateness of the host, which may run several satellites."""
         self.counters = Counters()
         self.store = ChunkStore(
             config.memory_bytes,
@@ -142,10 +136,9 @@ class SatelliteState:
         )
         self.postponed = Postponed()
         self.timers_wait = False
-        """True if background timers wait for ``SatelliteMachine.work``."""
 
     def is_settled(self, key: bytes, indices: Iterable[int], now_s: float) -> bool:
-        """Return True if these chunks are neither being handed over nor written: their absence then helps to prove a
+        """Return True if these chunks are neither being handed over nor written: only then does their absence prove a
         loss.
         """
         next_move_s = self.locator.next_move_s
