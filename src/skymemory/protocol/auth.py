@@ -2,9 +2,8 @@
 
 An authenticated packet has flag 0x01 and a key id in its SKY header, and 16 bytes of truncated HMAC-SHA-256 at the end
 of its body. The MAC covers the high half of the sender's time in microseconds (4 bytes, not sent) and the packet up to
-the MAC, with its CRC and the fields that forwarders change as zero. It covers the payload only by CRC-32; if answers
-are signed, the MACs of SET and MIGRATE also cover its hash (``native.twin.nh``). End-to-end protection is the tenant's
-(``store.sealed``).
+the MAC, with its CRC and the fields that forwarders change as zero; the payload only by CRC-32. If answers are signed,
+the MACs of SET and MIGRATE also cover the payload's hash (``native.twin.nh``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ _ANSWER_AT, _STATUS_AT = TELEMETRY_BYTES + 1, TELEMETRY_BYTES + 3
 _PURPOSE = b"skymemory packets 1"
 _PAYLOADS_PURPOSE = b"skymemory payloads 1"
 _CHANGE_CLOCK_S = 0.5
-"""Seconds within which only the first refusal counts."""
 
 
 @dataclass(slots=True)
@@ -71,14 +69,12 @@ class Authority:
     heard_s: float = -math.inf
     """Time of the last authentic command by the machines' time."""
     heard_by_wall: bool = False
-    """True if the wall clock, which is ahead, is believed: for ``ALONE_S``, authentic commands carried only its
-    time.
-    """
+    """True if the wall clock, which is ahead, is believed: for ``ALONE_S``, commands carried only its time."""
     _keys: tuple[KeyRing, dict[int, bytes]] | None = None
     _changed_s: float = -math.inf
 
     def on_refused(self, now_s: float) -> None:
-        """Sign by the other clock, if the wall clock was set. Both are this computer's, so a forged refusal gains
+        """Sign by the other clock, if the wall clock was set. Both are this computer's: a forged refusal gains
         nothing.
         """
         if (self.wall_shift_s or self.signs_by_wall) and now_s >= self._changed_s + _CHANGE_CLOCK_S:
@@ -114,7 +110,7 @@ class Authority:
         return self.signed_answers and to_ground and head[_ANSWER_AT] != Op.DATA
 
     def sign(self, batch: SegmentBatch, now_s: float) -> SegmentBatch:
-        """Return the batch (plain, sealed, one packet per row), with MACs if needed.
+        """Return the batch (plain, sealed, a packet per row), with MACs if needed.
 
         Raises:
             ValueTooLarge: a chunk's packet has no room for a MAC.
@@ -150,7 +146,7 @@ def claims_mac(packet: memoryview, sky: int) -> bool:
 # A retransmission is packed again, so it has a new number and passes; the same bytes do not pass twice.
 
 MAX_SKEW_S = 30.0
-"""Limit of a command's difference from the receiver's time; older numbers need not be remembered."""
+"""Limit of a command's difference from the receiver's time."""
 REMEMBERED = 2048
 """Numbers remembered per sender, in each of two generations; older numbers are refused."""
 MAX_SENDERS = 256
@@ -161,7 +157,7 @@ START_GRACE_S = 1.0
 """Seconds before its start from which commands are accepted: neighbours start with it."""
 _SEQUENCE_BITS = 14
 _PASSED_US = int(2 * MAX_SKEW_S * 1e6)
-"""Distance below an accepted number, itself at most 30 s ahead, that any receiver's clock refuses."""
+"""Distance below an accepted number that any receiver's clock refuses."""
 
 Sender = tuple[int, int, int]
 """Key id, ground host and, if that is 0, a satellite's packed address."""
@@ -206,20 +202,19 @@ class _Seen:
 
 
 class ReplayWindow:
-    """Numbers of commands that one receiver has seen, bounded per sender, from ``start_us`` on."""
+    """Numbers of commands that a receiver has seen, bounded per sender."""
 
     def __init__(self, start_us: int) -> None:
         self._floor = stamp(start_us, 0) - 1
         self._senders: OrderedDict[Sender, _Seen] = OrderedDict()
         self._forgotten: OrderedDict[Sender, int] = OrderedDict()
-        """Newest number per earlier sender, oldest first."""
 
     def first(self, sender: Sender, number: int) -> bool:
-        """Return True, and remember it, if an authentic, recent command is new."""
+        """Return True, and remember it, if an authentic command is new."""
         return self._get_record(sender).first(number)
 
     def all_first(self, sender: Sender, numbers: list[int]) -> bool:
-        """Remember all and return True, or remember none, if any is not new."""
+        """Remember all and return True, or remember none if any is not new."""
         return self._get_record(sender).all_first(numbers)
 
     def _get_record(self, sender: Sender) -> _Seen:
@@ -246,13 +241,13 @@ Refuse = Callable[[memoryview, LinkEnd, float], None]
 REFUSALS_PER_S = 100
 """Refusals answered per second, and at once after a pause."""
 ALONE_S = 5.0
-"""Seconds without commands by the old time after which a wall clock set forward is followed."""
+"""Seconds without commands by the old time before a wall clock is followed."""
 _MAX_SKEW_US = int(MAX_SKEW_S * 1e6)
 _SOURCE = slice(COMMAND_BYTES + 8, COMMAND_BYTES + 12)
 
 
 class SatelliteGate:
-    """Gate of one satellite: admits only authentic and new commands."""
+    """Gate of a satellite: admits only authentic and new commands."""
 
     def __init__(self, authority: Authority, here: Address, counters: Counters, refuse: Refuse, now_s: float) -> None:
         self._authority = authority
@@ -265,16 +260,13 @@ class SatelliteGate:
         self._commanded = False
         self._guarded_s = now_s
         self._answered_to_us = microseconds(now_s)
-        """Time by which all refusals answered so far fit ``REFUSALS_PER_S``."""
 
     @property
     def every_packet(self) -> bool:
         return self._authority.every_packet
 
     def guard(self, now_s: float) -> native.Guard:
-        """Return what ``native.serve`` needs to check GETs and SETs and to sign ACKs; valid until the machine's next
-        call.
-        """
+        """Return what ``native.serve`` needs to check GETs and SETs and to sign ACKs, until the machine's next call."""
         self._guarded_s = now_s
         authority = self._authority
         signer = authority.signing_key_id(now_s) if authority.signed_answers else 0
@@ -285,8 +277,8 @@ class SatelliteGate:
         return self._window.all_first(_sender(head), [stamp(sent_us, sequence) for sequence in sequences])
 
     def admit(self, runs: list[Run], source: LinkEnd, now_s: float) -> tuple[list[Run], bool]:
-        """Return the admitted runs from one link, in order, and True if an authentic command for this satellite was
-        among them: that alone proves the link's other end.
+        """Return the admitted runs, in order, and True if an authentic command for this satellite was among them: that
+        alone proves the link's other end.
         """
         admitted: list[Run] = []
         self._commanded = False
@@ -326,7 +318,7 @@ class SatelliteGate:
         admitted += plain_run(view, size, sky, keep) if to_me else kept_runs(view, size, keep)
 
     def _from_ground(self, view: memoryview, size: int, source: LinkEnd, now_s: float) -> bytes:
-        """Refuse commands overheard in another beam: their answers would go to the host that repeats them here."""
+        """Refuse commands overheard in another beam: a repeater would get their answers."""
         starts = range(0, len(view), size)
         ours = bytes(view[at:][_SOURCE] == self._our_beam for at in starts)
         if all(ours):
@@ -370,9 +362,7 @@ class SatelliteGate:
         return bytes(keep)
 
     def _may_be_exchanged(self, packet: memoryview, now_s: float) -> bool:
-        """Return True if only a refused SET's payload may be wrong. An answer would end an operation that needs a
-        repetition.
-        """
+        """Return True if only a refused SET's payload may be wrong: a refusal would end an operation to be repeated."""
         sky = packet[COMMAND_BYTES:]
         if not self._authority.covers_payloads or sky[1] != Op.SET or not claims_mac(packet, COMMAND_BYTES):
             return False
@@ -384,7 +374,7 @@ class SatelliteGate:
         return is_current and _sender(packet)[0] in self._authority.mac_keys
 
     def _turn_away(self, view: memoryview, size: int, keep: bytes, source: LinkEnd, now_s: float) -> None:
-        """Count packets not admitted; answer the first sound command of a ground host."""
+        """Count packets not admitted; answer a ground host's first sound command."""
         packets = [view[number * size : (number + 1) * size] for number, is_kept in enumerate(keep) if not is_kept]
         self._counters.add("packets_received", len(packets))
         valid = [packet for packet in count_wrong(self._counters, packets) if not self._may_be_exchanged(packet, now_s)]
@@ -441,7 +431,7 @@ def kept_runs(view: memoryview, size: int, keep: bytes) -> list[Run]:
 
 
 def answer_number(answer: Buffer) -> int:
-    """Return a number that ascends over one satellite's answers."""
+    """Return a number that ascends over a satellite's answers."""
     head = memoryview(answer)
     return stamp(int.from_bytes(head[6:12], "big"), int.from_bytes(head[2:4], "big") & 0x3FFF)
 
@@ -449,7 +439,7 @@ def answer_number(answer: Buffer) -> int:
 class ClientGate:
     """Gate of a ground host: admits only authentic answers, if satellites sign them, and DATA if it carries no MACs.
 
-    ``refusals_unproved`` counts UNREACHABLE with REFUSED from other keys or strangers.
+    ``refusals_unproved`` counts refusals by strangers or other keys.
     """
 
     def __init__(self, authority: Authority, counters: Counters) -> None:

@@ -26,16 +26,14 @@ STRATEGY_CODES: dict[Strategy, int] = {"rotation": 1, "hop": 2, "rotation_hop": 
 """Numbers on the wire; frozen."""
 STRATEGY_NAMES = {code: name for name, code in STRATEGY_CODES.items()}
 DISPLACEMENTS = (0, 1, -1, 2, -2, 3, -3, 5, -5, 8, -8, 12, -12, 18, -18)
-"""Planes by which a box avoids dead satellites, to the south of the overhead point, by the upper four bits of its
+"""Planes by which a box is displaced to the south, around dead satellites; indexed by the upper four bits of its
 strategy on the wire. Frozen.
 """
 _DISPLACEMENT_BITS = 4
 PROOF_S = 0.8
-"""Seconds within which a loss must be proved: copies outlive their handover by 1 s, so no chunk moves unseen."""
+"""Seconds within which a loss must be proved: copies outlive their handover by 1 s."""
 HANDED_OVER_S = 0.3
-"""Seconds after a move during which readers look first in the old places, which keep copies for 1 s: the new copies
-take ``handover.SPREAD_S`` plus transit.
-"""
+"""Seconds after a move during which readers look first in the old places, which keep copies for 1 s."""
 MOST_PUSHED_AT_ONCE = 10_000
 MOST_PUSHED = 1_000_000
 LISTENERS = 5
@@ -50,7 +48,7 @@ _MOST_EARLIER = 256
 """Moves that ``moves_since`` lists: half a day at ``time_scale`` 1."""
 _FIRST_SPAN_S, _LONGEST_SPAN_S = 600.0, 1e8
 _PUSHES_AT_ONCE = 16
-"""Pushes accepted at once, then one per second: each may cause a handover of all chunks."""
+"""Pushes accepted before a rate of 1 per second: each may cause a handover of all chunks."""
 _REMEMBERED_TAGS = 65_536
 _REMEMBERED_MOVES = 4
 _LEAST_AGREEING = 2
@@ -177,10 +175,7 @@ def _displacement_of(code: int) -> int:
 
 
 class SkyMap:
-    """Cached mapping of placements to satellites.
-
-    ``centre`` is the box's centre at zero moves; the one-way link delays are for ``cost``.
-    """
+    """Cached mapping of placements to satellites; the link delays are for ``cost``."""
 
     def __init__(
         self,
@@ -245,7 +240,7 @@ class SkyMap:
         return strategy
 
     def displaced_boxes(self, strategy: int, servers: int, moves: Moves) -> list[SatelliteId]:
-        """Return the box and boxes displaced by at most its height."""
+        """Return the satellites of the box and of boxes displaced by at most its height."""
         height = self.placement(strategy, servers).box.height
         codes = [displaced(strategy, at) for at, planes in enumerate(DISPLACEMENTS) if abs(planes) <= height]
         boxes = (self.placement(code, servers).box_satellites(moves) for code in codes)
@@ -260,7 +255,7 @@ class SkyMap:
 
 
 class Locator:
-    """One satellite's count of moves, and the cached satellite of each placement tag."""
+    """Count of moves at a satellite, and the satellite of each placement tag."""
 
     def __init__(self, here: SatelliteId, sky: SkyMap, clock: MoveClock, now_s: float) -> None:
         self._here = here
@@ -304,7 +299,7 @@ class Locator:
         return math.inf if self.next_move_s is None else self.next_move_s
 
     def interval_s(self, now_s: float) -> float:
-        """Return the time until the box moves again, averaged over two moves: slot and plane moves may coincide."""
+        """Return the time until the next move, averaged over two: slot and plane moves may coincide."""
         if self.next_move_s is None:
             return math.inf
         following_s = self._clock.next_move_s(self.next_move_s)
@@ -348,9 +343,9 @@ class Locator:
 class FollowedClock:
     """A ground host's count of moves: its own clock, corrected by a majority of the satellites heard last.
 
-    An operator's push makes the own clock wrong. A single satellite's report only adds a place to look, since its own
-    clock may be wrong. A clock off by less than a move is off by one step, where readers look anyway; a satellite
-    further off counts as ``clocks_beyond_bound``.
+    An operator's push makes the own clock wrong. A single satellite may be wrong, too: its report only adds a place to
+    look. A clock off by less than a move is off by a single step, where readers look anyway; further satellites count
+    as ``clocks_beyond_bound``.
     """
 
     def __init__(self, clock: MoveClock, counters: Counters | None = None) -> None:
@@ -359,7 +354,6 @@ class FollowedClock:
         self._counters = counters if counters is not None else Counters()
         self._latest: Moves | None = None
         self._same_from_s = self._same_until_s = math.inf
-        """Interval during which the latest moves hold."""
         self._since: dict[tuple[Moves, str, int], list[Moves]] = {}
         self._since_at: tuple[MoveClock, Moves] | None = None
         self._before: deque[Moves] = deque(maxlen=_REMEMBERED_MOVES)
@@ -408,7 +402,7 @@ class FollowedClock:
         return self._clock.sky_s(now_s)
 
     def report(self, satellite: SatelliteId, moves: Moves, round_trip_s: float, now_s: float) -> None:
-        """Record a count in an answer; a count that was right a round trip ago is right."""
+        """Record a count in an answer: right if it was right a round trip ago."""
         ours = self.moves(now_s)
         if moves == ours or moves == self._clock.moves(now_s - round_trip_s):
             added = self._added

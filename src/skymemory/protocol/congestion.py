@@ -19,7 +19,7 @@ _AT_ONCE = 64
 
 
 class RoundTrip:
-    """Smoothed round trip to one satellite (RFC 6298), ``expected_s`` by geometry until measured."""
+    """Smoothed round trip (RFC 6298), ``expected_s`` by geometry until measured."""
 
     def __init__(self, expected_s: float = 0.0) -> None:
         self._expected_s = expected_s
@@ -47,7 +47,7 @@ class RoundTrip:
         self.smoothed_s += (round_trip_s - self.smoothed_s) / 8
 
     def timeout_s(self) -> float:
-        """Return ``SRTT + 4·VAR``, at least 20 ms above SRTT; generous before the first measurement."""
+        """Return ``SRTT + 4·VAR``, at least 20 ms above SRTT."""
         if not self._measured:
             return 2 * self.smoothed_s + 2.5 * RTO_FLOOR_S
         return min(max(self.smoothed_s + 4 * self._deviation_s, self.smoothed_s + RTO_FLOOR_S), RTO_CEILING_S)
@@ -113,7 +113,7 @@ class Window:
 
 
 QUEUE_S = 0.02
-"""Queueing time at a path's slowest link beyond two round trips: it keeps the link busy."""
+"""Queueing time at a path's slowest link beyond two round trips."""
 
 
 _LEAST_QUEUE_BYTES = 24 * 1024
@@ -121,7 +121,6 @@ _LEAST_QUEUE_BYTES = 24 * 1024
 
 
 def link_window_bytes(bytes_per_s: float, round_trip_s: float, buffer_bytes: int) -> int:
-    """Return the most bytes in flight that fill the links and overflow no buffer."""
     return int(min(bytes_per_s * (2 * round_trip_s + QUEUE_S) + _LEAST_QUEUE_BYTES, buffer_bytes))
 
 
@@ -150,7 +149,7 @@ class Throttle:
     """Limit on how often others may trigger an action: prompt while rare, once per second under load.
 
     Runs are at least ``short_hold_s`` apart, at most ``t / LONG_HOLD_S + at_once`` in any ``t`` seconds (as SPF
-    throttling, RFC 8405): the first failures are acted on at once, even in pieces.
+    throttling, RFC 8405).
     """
 
     def __init__(self, at_once: int = _AT_ONCE, short_hold_s: float = SHORT_HOLD_S) -> None:

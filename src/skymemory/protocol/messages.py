@@ -81,7 +81,7 @@ HOUSEKEEPING_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Chunks of one key on a satellite: their number, and the lowest."""
+    """Chunks of a key on a satellite: their number, and the lowest."""
 
     index: int
     chunks: int
@@ -230,7 +230,7 @@ def pack_steps(indices: range) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Some chunks of one key: the indices ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte
+    """Some chunks of a key: the indices ``first, first + stride, …`` whose bit is set (bit 0 is the lowest of byte
     0).
     """
 
@@ -245,7 +245,7 @@ class Selection:
         """Select exactly ``indices`` (0-based, ascending, congruent modulo ``stride``).
 
         Raises:
-            InvalidInput: no indices, not on one grid, or too far apart.
+            InvalidInput: no indices, not on a grid, or too far apart.
         """
         if not indices:
             raise InvalidInput("empty selection: expected at least one chunk")
@@ -265,7 +265,7 @@ class Selection:
 
     @classmethod
     def cover(cls, key: bytes, indices: Iterable[int]) -> list[Selection]:
-        """Select exactly ``indices``, in any order: one selection unless they are very far apart."""
+        """Select exactly ``indices``, in any order: several selections only if very far apart."""
         ordered = list(indices)
         if 1 < len(ordered) <= MAX_SELECTION_BITS and ordered[0] < ordered[1]:
             step = ordered[1] - ordered[0]
@@ -326,7 +326,7 @@ def pack_verdicts(verdicts: Sequence[IntEnum]) -> bytes:
 
 
 def unpack_verdicts(body: Buffer, op: Op, kind: type[Verdict]) -> list[Verdict]:
-    """Read one ``kind`` per question.
+    """Read a ``kind`` per question.
 
     Raises:
         MalformedPacket: the body is not that of an ``op``.

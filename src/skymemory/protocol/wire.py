@@ -2,8 +2,7 @@
 
 Integers are big-endian. Ids are 1-based on the wire, 0-based elsewhere. A packet is ``Space Packet header (8 command |
 16 telemetry) | SKY header 44 | body | payload``. The SKY header's CRC-32 ends with the body and counts itself and the
-four bytes that forwarders change as zero: no forwarder recomputes it. The payload has its own CRC-32, in the body: no
-sender rereads a stored payload.
+four bytes that forwarders change as zero. The payload has its own CRC-32, in the body: no sender rereads it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SKY_APID = 0x0C0
 SEQUENCE_COUNT_MODULUS = 1 << 14
 UNSEGMENTED = 3
 MAX_PACKET_BYTES = 65_507
-"""Limit of a packet: one UDP datagram."""
+"""Limit of a packet, which is a UDP datagram."""
 
 _PRIMARY = struct.Struct(">HHH")
 COMMAND_FORMAT = ">HHHBB"
@@ -162,7 +161,7 @@ REPLICA_OFFSET = 61
 COMMAND_PREFIX_BYTES = COMMAND_BYTES + SKY_BYTES
 TELEMETRY_PREFIX_BYTES = TELEMETRY_BYTES + SKY_BYTES
 MAX_CHUNK_BYTES = MAX_PACKET_BYTES - TELEMETRY_PREFIX_BYTES - CHUNK_REF_BYTES
-"""Largest chunk (65,375 bytes): a datagram carries one."""
+"""Largest chunk: 65,375 bytes fill a datagram."""
 
 _SANE_RTT_US = 60_000_000
 MAX_MOVES = 1 << 30
@@ -223,8 +222,8 @@ _OPS: dict[int, Op] = {op.value: op for op in Op}
 _STATUSES: dict[int, Status] = {status.value: status for status in Status}
 
 FLAG_SETTLED = 0x02
-"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the header's count of moves is
-up to date. Without it, a chunk may be under way.
+"""Flag of MISS and CHECKED: nothing of the key is being handed over or written here, and the header's moves are up to
+date. Otherwise, a chunk may be under way.
 """
 
 GROUND_SHELL = 0xFF
@@ -250,7 +249,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementTag:
-    """Server of a chunk, and the moves when it was set: they determine its place at any time."""
+    """Server of a chunk, and the moves when it was set, which determine its place."""
 
     strategy: int
     servers: int
@@ -262,9 +261,7 @@ class PlacementTag:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """Identity of one chunk of one value: values of two writers under one key never mix. ``value_crc`` is the CRC-32 of
-    the whole value.
-    """
+    """Identity of a chunk; ``value_crc`` separates values of two writers under the same key."""
 
     key: bytes
     index: int
@@ -310,10 +307,7 @@ class ChunkRef:
 
 
 class SkyHeader(NamedTuple):
-    """Mission header. ``credit`` counts ``CREDIT_UNIT_BYTES``; an answer echoes ``timestamp_us``.
-
-    A tuple takes a third of a dataclass's time.
-    """
+    """Mission header. ``credit`` counts ``CREDIT_UNIT_BYTES``. A tuple takes a third of a dataclass's time."""
 
     op: Op
     destination: Address
@@ -410,7 +404,7 @@ class SkyHeader(NamedTuple):
 
 
 def since_s(echo_us: int, now_s: float) -> float | None:
-    """Return the time since the echoed timestamp; None if implausible."""
+    """Return the time since the echoed timestamp, if plausible."""
     elapsed_us = (microseconds(now_s) - echo_us) & 0xFFFFFFFF
     return elapsed_us * 1e-6 if elapsed_us < _SANE_RTT_US else None
 
@@ -485,8 +479,6 @@ def destination_of(packet: Buffer) -> Address:
 
 
 class Slices(Sequence[memoryview]):
-    """Chunks of a value, sliced only when accessed."""
-
     __slots__ = ("chunk_bytes", "indices", "value")
 
     def __init__(self, value: memoryview, chunk_bytes: int, indices: range) -> None:
@@ -512,7 +504,7 @@ class Slices(Sequence[memoryview]):
 class SegmentBatch:
     """Batch of packets ``headers[i·header_bytes : (i+1)·header_bytes] + payloads[i]``.
 
-    With ``payloads`` None, ``headers`` is a run of whole packets; the last may be shorter.
+    With ``payloads`` None, ``headers`` is a run of whole packets.
     """
 
     headers: bytes | bytearray
@@ -546,12 +538,12 @@ def single(packet: bytes) -> SegmentBatch:
 def bulk_batch(
     header: SkyHeader, refs: bytes | np.ndarray, payloads: Sequence[Buffer], sequence_count: int, now_s: float
 ) -> SegmentBatch:
-    """Return a sealed packet for each packed reference and its payload."""
+    """Return a sealed packet for each packed reference and payload."""
     bodies = refs if isinstance(refs, bytes) else refs.tobytes()
     return prefixed_batch(bulk_prefix(header, now_s), bodies, payloads, sequence_count)
 
 
 def prefixed_batch(prefix: bytes, refs: Buffer, payloads: Sequence[Buffer], sequence_count: int) -> SegmentBatch:
-    """Build ``bulk_batch`` from headers packed up to the end of the SKY header."""
+    """Build ``bulk_batch`` from packed headers."""
     headers = native.bulk_headers(prefix, refs, sequence_count, len(prefix) - SKY_BYTES)
     return SegmentBatch(headers, len(prefix) + CHUNK_REF_BYTES, payloads)

@@ -1,7 +1,4 @@
-"""Link delays in user space: packets wait as long as their signal would travel.
-
-One heap and timer serve a process. No packet is released early; the lateness of each release is recorded.
-"""
+"""Link delays in user space: packets wait as long as their signal would travel, never less; lateness is recorded."""
 
 from __future__ import annotations
 
@@ -62,11 +59,10 @@ class DelayLine(Generic[Item]):
         return due_s
 
     def late_s(self) -> float:
-        """Return how long the first item has been due; negative if it is not."""
         return self._clock_s() - self._heap[0][0] if self._heap else -math.inf
 
     def pop_due(self) -> Iterator[Item]:
-        """Yield due items, earliest first, including those that become due meanwhile."""
+        """Yield due items, including those that become due meanwhile."""
         self._releasing = True
         try:
             while self._heap:
@@ -88,7 +84,7 @@ class DelayLine(Generic[Item]):
             self._timer.arm(max(1, math.ceil(self._armed_s * 1e9)) if self._heap else 0)
 
     def report(self) -> dict[str, float]:
-        """Return the lateness of releases in seconds; percentiles cover the last minute."""
+        """Return the lateness of releases; percentiles cover the last minute."""
         since_s = self._clock_s() - RECENT_S
         errors_s = [error_s for released_s, error_s in self._errors_s if released_s >= since_s]
         return {

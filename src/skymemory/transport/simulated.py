@@ -1,7 +1,7 @@
 """Simulated constellation over virtual time: exact to the event, and reproducible from a seed.
 
-It drives the same state machines as the UDP transport. Work takes no time, unless hosts have limits
-(``simulated_host``). Packets to a neighbour hidden by the Earth are lost (``packets_blocked``).
+It drives the UDP transport's state machines. Work takes no time, unless hosts have limits (``simulated_host``). Packets
+to a neighbour hidden by the Earth are lost.
 
 If links have rates, a forwarding satellite sees a run of packets once, when the first arrives; each follows when its
 last bit has arrived. Packets of a run that arrive within ``GRAIN_S`` are delivered together, at the time of the last.
@@ -66,7 +66,7 @@ class _Arrival(NamedTuple):
 
 
 class _Train:
-    """Packets of one batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
+    """Packets of a batch on a link with a rate: ``size`` bytes each, the last maybe fewer.
 
     ``due_s`` are arrivals: ``LOST``, or infinite before departure.
     """
@@ -139,7 +139,6 @@ class SimulatedConstellation:
         Args:
             offload: False delivers every datagram individually.
             clocks: the wrong clocks of some satellites.
-            authority: the satellites'; a client's is in its config.
             limits: None: work takes no time, and no buffer overflows.
             queues: link rates; None: unlimited.
             buffer_bytes: each receiver's credit, without ``limits``.
@@ -484,7 +483,7 @@ class SimulatedConstellation:
             self._schedule(train, at)
 
     def _schedule(self, train: _Train, at: int) -> None:
-        """Schedule the next delivery from ``at`` on, when the last packet arrives that is delivered with the first."""
+        """Schedule the next delivery from ``at`` on, at the time of its last packet."""
         due_s, last_left = train.due_s, train.left
         while at <= last_left and not 0.0 <= due_s[at] < math.inf:
             at += 1
@@ -505,7 +504,7 @@ class SimulatedConstellation:
         return last
 
     def _process_arrivals(self, arrival: tuple[float, int, _Train, int], until_s: float) -> None:
-        """Process packets at the ends of their links until a machine has received something, or ``until_s``."""
+        """Process packets at the ends of their links until a machine received something, or ``until_s``."""
         # Most packets of a run pass a satellite that has forwarded the run, or are delivered with the next packet:
         # these need no check of timers and machines.
         arrivals, satellites, dead = self._arrivals, self.satellites, self._dead
@@ -613,7 +612,7 @@ class SimulatedConstellation:
         return bool(unserved), outgoing
 
     def _forward(self, train: _Train, at: int) -> None:
-        """Forward a run by one route when its first packet arrives."""
+        """Forward a run when its first packet arrives."""
         forwarder = train.receiver
         assert isinstance(forwarder, SatelliteId) and self.queues is not None
         machine = train.machine = self.satellites[forwarder]
@@ -662,7 +661,7 @@ def _flights(data: bytes, own_faults: FaultInjector | None, faults: FaultInjecto
 
 
 def _runs_of(batch: SegmentBatch) -> list[tuple[bytearray, int]]:
-    """Return packets in runs of one size (the last maybe shorter)."""
+    """Return packets in runs of equal size (the last maybe shorter)."""
     headers, step, payloads = batch.headers, batch.header_bytes, batch.payloads
     if payloads is None:
         return [(headers if isinstance(headers, bytearray) else bytearray(headers), step)]

@@ -1,4 +1,4 @@
-"""Host process over virtual time: several satellites, one event loop, one processor whose work takes time.
+"""Host process over virtual time: several satellites, an event loop, a processor whose work takes time.
 
 The loop does in each turn as ``udp_host``. Each step costs processor seconds (``WorkCosts``), and its packets leave at
 its end. Datagrams wait in their socket's buffer, and are lost if it is full.

@@ -1,7 +1,7 @@
-"""Ground host over one UDP socket: drives the client's state machine in the callers' own threads.
+"""Ground host over a UDP socket: drives the client's state machine in the callers' own threads.
 
-One of the waiting threads serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers
-between calls.
+A waiting thread serves the socket for all. While satellites are silent, a ``ProbeThread`` serves the timers between
+calls.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Call:
 
 
 class UdpClient:
-    """Driver of a ``ClientMachine`` over UDP, thread-safe. It sets ``window_bytes``."""
+    """Driver of a ``ClientMachine`` over UDP, thread-safe. It replaces the config's ``window_bytes``."""
 
     def __init__(
         self,

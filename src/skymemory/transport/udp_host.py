@@ -1,4 +1,4 @@
-"""Satellites of one host over UDP: a socket each, one event loop.
+"""Satellites of a host over UDP: a socket each, and an event loop.
 
 This module moves datagrams between state machines and sockets, delays them by their link, and injects faults; beams in
 both directions, so that clients need no geometry. It measures the loop's lateness by timers, and by sockets that are
@@ -49,7 +49,7 @@ _FIGURES_KEPT_S = 0.5
 PATIENCE_S = 0.05
 """Seconds beyond the round trip that a neighbour may be busy."""
 RECEIVE_ROUNDS = 4
-"""Batches taken from a socket in turn; one if the loop is late."""
+"""Batches taken from a socket in turn, unless the loop is late."""
 _MOST_PLACES = 4096
 BEAT_S = 0.1
 BACKGROUND_SHARE = 0.2
@@ -59,7 +59,7 @@ MIN_SLICE_S, MAX_SLICE_S = 0.001, 0.02
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """Configuration of one host process.
+    """Configuration of a host process.
 
     ``mine`` are its own satellites. ``delay_scale`` 1 is the delay of light. The beam of ``onboard``, which carries the
     client's host, has no length.
@@ -82,7 +82,6 @@ class HostSpec:
     sight_at: Callable[[GroundHost], Sight] | None = None
     """Sight of a client with its own place; None: all are at the plan's place."""
     unix_at_boot_s: float | None = None
-    """Time from which this computer's processes count."""
 
 
 class UdpSatellite:
@@ -93,9 +92,8 @@ class UdpSatellite:
         self.sock = sock
         self.timer: asyncio.TimerHandle | None = None
         self.timer_s = self.alarm_s = 0.0
-        """Timer that the machine asked for, and when it is due."""
         self.full_since_s = math.inf
-        """Time since which its socket always had more than one batch."""
+        """Time since which its socket always had more than a batch."""
         self.waits = False
         self.closed = False
         self._loop = loop
@@ -141,7 +139,7 @@ class UdpSatellite:
 
 
 class UdpHost:
-    """Runner of one host's satellites. Construct it inside a running event loop."""
+    """Runner of a host's satellites. Construct it inside a running event loop."""
 
     def __init__(self, spec: HostSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
@@ -165,7 +163,6 @@ class UdpHost:
         sight = spec.sky.sight
         self._blocks = sight if sight is not None and sight.any_blocked else None
         self._direct = self._delays is None and spec.faults is None and self._blocks is None
-        """True if the native helper may answer at once."""
         self._sight: Sight = spec.sky.sight or BoxSight(spec.shell, spec.sky.torus)
         self._beams_s: dict[tuple[SatelliteId, str], tuple[tuple[Moves, int], float]] = {}
         self._places: dict[object, tuple[str, Sight]] = {}
@@ -282,7 +279,6 @@ class UdpHost:
         return arrivals, served, forwarded
 
     def _terms(self, satellite: UdpSatellite, now_s: float) -> tuple[PlainRequests, native.Transit | None] | None:
-        """Return what the native helper needs, if it may act now."""
         requests = satellite.machine.plain_requests(now_s)
         if requests is None:
             return None
@@ -611,7 +607,7 @@ async def serve_host(
     on_ready: Callable[[str], None],
     on_host: Callable[[UdpHost], None] | None = None,
 ) -> None:
-    """Run one host's satellites until ``stop`` is set.
+    """Run a host's satellites until ``stop`` is set.
 
     ``on_ready`` gets the host's ``shortfall`` once all sockets are bound.
 

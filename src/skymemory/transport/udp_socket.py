@@ -25,16 +25,15 @@ from skymemory.units import format_size
 
 Endpoint = tuple[str, int]
 Run = tuple[memoryview, int, Endpoint]
-"""Datagrams of one sender; the bytes of each (the last maybe shorter); the sender."""
+"""Datagrams of a sender; the bytes of each (the last maybe shorter); the sender."""
 
 DEFAULT_BUFFER_BYTES = 4 * 2**20
 DEFAULT_SLOTS = 16
-"""Runs received in one call: 1 MiB, which stays in the processor's cache."""
+"""Runs received in a call: 1 MiB, which stays in the processor's cache."""
 
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_MEMINFO = 32, 33, 55
 _MEMINFO = struct.Struct("=9I")
 _BOOKKEEPING = 2
-"""Factor of Linux's grant over the request."""
 
 PLACE = struct.Struct(">8sdd")
 """Announcement of a client's place: mark, degrees north and east."""
@@ -68,7 +67,7 @@ def udp_socket(ip: str) -> socket.socket:
 class BatchSocket:
     """Non-blocking socket bound to ``ip`` and ``port`` (0: any).
 
-    The buffer sizes are the kernel's; ``shortfall`` is a message. ``offload``: runs can arrive in one piece.
+    The buffer sizes are the kernel's. ``offload``: runs can arrive joined.
 
     Raises:
         OSError: the address cannot be bound.
@@ -153,7 +152,7 @@ class BatchSocket:
     def serve(
         self, neighbours: Mapping[Endpoint, native.Link], requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[Run], list[native.Served], list[native.Passed]]:
-        """Receive, answer plain requests and send on packets in transit: see ``native.serve``."""
+        """Receive, and serve plain requests and packets in transit: see ``native.serve``."""
         view = _scratch(self._slots)
         try:
             arrivals, served, errors, forwarded = native.serve(
@@ -171,7 +170,7 @@ class BatchSocket:
     def serve_runs(
         self, runs: list[native.Slot], source: SatelliteId, requests: PlainRequests, transit: native.Transit | None
     ) -> tuple[list[native.Slot], list[native.Served], list[native.Passed]]:
-        """Serve runs in this thread's buffer from another of its sockets."""
+        """Serve runs from another socket of this thread."""
         view = _scratch(self._slots)
         kept, served, errors, passed = native.serve_runs(self._socket.fileno(), view, runs, source, *requests, transit)
         self.send_errors += errors
@@ -253,10 +252,7 @@ def source_towards(ip: str) -> str | None:
 
 
 def source_address(ips: Iterable[str]) -> str | None:
-    """Return the address to bind so that all of ``ips`` reach a client, and no others; None without a route.
-
-    ``ANY`` or ``ANY_IPV6`` if the routes differ in their local address.
-    """
+    """Return the narrowest address by which all of ``ips`` can reach a client; None without a route."""
     sources = {source for ip in ips if (source := source_towards(ip)) is not None}
     outward = sorted(source for source in sources if not ipaddress.ip_address(source).is_loopback)
     if len(outward) > 1:

@@ -34,8 +34,6 @@ _CLOCK_GRAIN_S = 2e-6
 
 
 class Peer:
-    """State of one satellite."""
-
     __slots__ = (
         "_answer_number",
         "_lacks",

@@ -70,7 +70,7 @@ Transfer = ReadTransfer | WriteTransfer
 _SOUND = b"\0"
 _WINDOW_BYTES, _CREDIT_BYTES = 3 << 20, 1 << 20
 _ARRIVES_WITHIN_S = 1.0
-"""Transit time of a packet, during which the box may move."""
+"""Transit time during which the box may move."""
 _MIN_BURST_CHUNKS = 10
 """Smallest burst of a write while others are in flight."""
 _MAX_GONE = 1 << 16
@@ -99,10 +99,10 @@ class ClientConfig:
     credit_bytes: int = 0
     expected_rtt_s: float = 0.0
     give_up_s: float = 0.8
-    """Seconds of silence after which a satellite is considered dead."""
+    """Silence after which a satellite is considered dead."""
     read_burst_chunks: int = 64
     hedge_round_trips: float = 1.5
-    """Round trips after which the next copy is also asked; 0 asks all at once."""
+    """Round trips after which the next copy is also asked; 0: all at once."""
     authority: Authority | None = field(default=None, repr=False)
     links: Links | None = None
 
@@ -144,8 +144,6 @@ _PLAIN_ROUND_TRIP_S = 0.0005
 
 
 class PlainRead(NamedTuple):
-    """Read by a single GET, packed."""
-
     info: ValueInfo
     satellite: SatelliteId
     request_id: int
@@ -156,8 +154,6 @@ class PlainRead(NamedTuple):
 
 
 class PlainWrite(NamedTuple):
-    """Write by a single SET, packed."""
-
     transfer: WriteTransfer
     satellite: SatelliteId
     request_id: int
@@ -192,7 +188,7 @@ def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
 
 
 class ClientMachine:
-    """Communication of one ground host with the constellation."""
+    """Communication of a ground host with the constellation."""
 
     def __init__(self, config: ClientConfig, sky: SkyMap, clock: MoveClock, first_request_id: int = 1) -> None:
         self.config = config = config.taking(_WINDOW_BYTES, _CREDIT_BYTES)
@@ -203,10 +199,9 @@ class ClientMachine:
         ways = config.way("up"), config.way("down")
         self._peers = Peers(config.window_bytes, config.credit_bytes, config.expected_rtt_s, *ways)
         self._down_bytes = ways[1][1]
-        """Bytes that may be in flight down a beam; 0 without rates."""
+        """Bytes in flight down a beam; 0 without rates."""
         self._gap_s = config.links.handover_gap_s if config.links is not None else 0.0
         self._quiet_until_s = -math.inf
-        """Time before which nothing is sent, after a change of gateway."""
         self._detector = FailureDetector(sky, self._peers, self._gateway, self.counters)
         self.breaker = self._detector.breaker
         self._in_flight = InFlight(
@@ -232,7 +227,7 @@ class ClientMachine:
         self._events: deque[Finished] = deque()
         self._next_number = 1
         self.revision = 0
-        """Count of calls after which there may be something to send."""
+        """Count of calls that may cause something to be sent."""
 
     # --- operations ---
 
@@ -269,7 +264,7 @@ class ClientMachine:
     # over.
 
     def plain_get(self, info: ValueInfo, out: memoryview | Rows, now_s: float) -> PlainRead | None:
-        """Pack ``get`` for a value on one near satellite; otherwise return None."""
+        """Pack ``get`` for a value on a single near satellite, if possible."""
         one_packet = (info.servers == 1 or info.chunks == 1) and info.chunks <= _PLAIN_CHUNKS
         if not one_packet or not can_hold(out, info.value_bytes) or not self._is_quiet():
             return None
@@ -301,7 +296,7 @@ class ClientMachine:
     def plain_put(
         self, key: bytes, value: Buffer, chunk_bytes: int, strategy: int, servers: int, now_s: float
     ) -> PlainWrite | None:
-        """Pack ``put`` for a value on one near satellite; otherwise return None."""
+        """Pack ``put`` for a value on a single near satellite, if possible."""
         size_bytes = memoryview(value).nbytes
         chunks = max(1, -(-size_bytes // chunk_bytes)) if chunk_bytes > 0 else 0
         if not (servers == 1 or chunks == 1) or not 0 < chunks <= _PLAIN_CHUNKS or not self._is_quiet():
@@ -390,7 +385,7 @@ class ClientMachine:
 
         Raises:
             ValueTooLarge: a chunk that no datagram carries, or a value beyond the wire's 4 GiB.
-            InvalidInput: a strategy or number of servers that this constellation does not have.
+            InvalidInput: a strategy or number of servers that is not available.
         """
         moves = self.moves(now_s) if set_moves is None else set_moves
         if self._peers.suspects and chunk_bytes > 0:
@@ -411,7 +406,7 @@ class ClientMachine:
         return self._sky.displacement_around(strategy, servers, moves, chunks, replicas, self._peers.suspects)
 
     def boxes_around_suspects(self, strategy: int, servers: int, now_s: float) -> list[SatelliteId]:
-        """Return the displaced boxes' satellites to which values are written now."""
+        """Return the displaced boxes to which values are written now."""
         if not self._peers.suspects:
             return []
         moves = self.moves(now_s)
@@ -422,7 +417,7 @@ class ClientMachine:
         return [satellite for box in boxes for satellite in box]
 
     def ask(self, op: Op, body: bytes, satellite: SatelliteId, now_s: float, *, once: bool = False) -> int:
-        """Begin a question to one satellite, a packet each way; with ``once``, not retransmitted."""
+        """Begin a question to a satellite; with ``once``, not retransmitted."""
         operation = self._register(None, TransferReport(satellites=1), now_s)
         if op not in ALWAYS_SENT and self._detector.refuses(satellite):
             self._finish(operation, "unreachable", now_s)
@@ -557,7 +552,7 @@ class ClientMachine:
         return [batch for burst in self.bursts_to_send(now_s) for batch in burst]
 
     def bursts_to_send(self, now_s: float) -> Iterator[list[tuple[SegmentBatch, SatelliteId]]]:
-        """Yield batches with the satellite whose beam each takes, as far as the windows admit. Exhaust the iterator."""
+        """Yield batches with their beams, as far as the windows admit. Exhaust the iterator."""
         in_flight = self._in_flight
         self._update_gateway(now_s)
         if now_s < self._quiet_until_s:
@@ -599,7 +594,7 @@ class ClientMachine:
             operation.queued = False
 
     def _request_chunks(self, operation: Operation, transfer: ReadTransfer, now_s: float) -> None:
-        """GET a read's pending bursts. Chunks of suspects are requested elsewhere, or the read fails."""
+        """GET pending bursts; chunks of suspects elsewhere, or the read fails."""
         moves, suspects = self.moves(now_s), self._peers.suspects
         # Only when a suspect was added since the last check; a replicated read asks another copy below.
         if transfer.checked_suspects != suspects.added and not isinstance(transfer, ReplicatedRead):
@@ -634,7 +629,7 @@ class ClientMachine:
             self._in_flight.transmit(requests, now_s)
 
     def _send_chunks(self, operation: Operation, transfer: WriteTransfer, now_s: float) -> Iterator[None]:
-        """SET a write's pending bursts, with a stop after each."""
+        """SET pending bursts, with a stop after each."""
         pending, suspects, peers, gateway = transfer.pending, self._peers.suspects, self._peers, self._gateway
         one_beam = gateway is not None and not gateway.direct
         moves = self.moves(now_s)
@@ -694,7 +689,7 @@ class ClientMachine:
 
     @property
     def awaited(self) -> dict[int, Landing]:
-        """Return destinations for a transport to place DATA; none if DATA must be authenticated."""
+        """Return destinations for DATA; none if it must be authenticated."""
         return self._in_flight.awaited if self._gate is None or self._gate.admits_plain_data else {}
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
@@ -739,7 +734,7 @@ class ClientMachine:
             self._finish(operation, failure, now_s)
 
     def _receive_packets(self, view: memoryview, segment_bytes: int, now_s: float) -> None:
-        """Process packets that are not one run of DATA, joined by receive offload."""
+        """Process mixed packets, joined by receive offload."""
         if segment_bytes <= 0 or not len(view):
             self.counters.add("packets_malformed")
             return
@@ -852,7 +847,7 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
 
     def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
-        """Return True if another satellite may answer the request with this status.
+        """Return True if another satellite may answer the request so.
 
         Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
         """
@@ -866,7 +861,7 @@ class ClientMachine:
             self.counters.add("packets_unexpected")
 
     def _is_new(self, request: Request, answer: memoryview) -> bool:
-        """Return True if an answer is later than all others to this request, or without a gate."""
+        """Return True if an answer is this request's latest, or without a gate."""
         if self._gate is None:
             return True
         number = answer_number(answer)
@@ -960,11 +955,10 @@ class ClientMachine:
 
     @property
     def probing(self) -> bool:
-        """Return True if the timer is needed for probes even without an operation."""
+        """Return True if probes need the timer even without an operation."""
         return self._detector.next_s < math.inf
 
     def handle_timer(self, now_s: float) -> None:
-        """Hedge, retransmit or give up; announce writers; probe suspects."""
         self._update_gateway(now_s)
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = -math.inf

@@ -48,9 +48,9 @@ ALWAYS_SENT = (Op.PING, Op.ADVANCE)
 """Operations sent even to suspects, for operators."""
 _MIN_HEDGE_S = 0.002
 _MAX_PARTIAL = 10
-"""Factor of ``give_up_s`` after which a partial answer is given up."""
+"""Factor of ``give_up_s`` that bounds partial answers."""
 _MAX_LATE = 3
-"""Factor of ``give_up_s`` that bounds the wait for late answers."""
+"""Factor of ``give_up_s`` that bounds late answers."""
 _MAX_BACKOFF = 4
 """Largest back-off, in timeouts: windows already slow the sender."""
 _MIN_TRIES = 4
@@ -59,9 +59,7 @@ _STAND_IN_TRIES = 3
 """Tries for a stand-in: a dead plane holds most of them."""
 _NEARLY_SILENT = 0.9
 _UNSUPPORTED_TRIES = 3
-"""PINGs answered before a repeated question counts as unknown: by chance, one question in 390,000 at 2 % loss each
-way.
-"""
+"""PINGs answered before a repeated question counts as unknown: by chance in 1 of 390,000 at 2 % loss each way."""
 _MODEST_BYTES_PER_S = 200e6
 """Rate at which a busy host may process its queue before the delay looks like loss."""
 STALE_S = 10.0
@@ -122,8 +120,6 @@ class Request:
 
 
 class InFlight:
-    """All requests of a client that await answers."""
-
     def __init__(
         self,
         peers: Peers,
@@ -177,7 +173,6 @@ class InFlight:
         now_s: float,
         request_id: int = 0,
     ) -> Request:
-        """Create a request to transmit."""
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         lane = None if op is Op.SET else self.lane(satellite)
         if peer.heard_s + STALE_S < now_s:
@@ -213,7 +208,7 @@ class InFlight:
         return request
 
     def transmit(self, requests: Sequence[Request], now_s: float) -> None:
-        """Pack requests of one operation and kind, for chunks still missing."""
+        """Pack an operation's requests, for chunks still missing."""
         for request in requests:
             request.sent_s = now_s
             link = request.link
@@ -348,8 +343,8 @@ class InFlight:
             request.gap_since_s = now_s
 
     def completed(self, request: Request, now_s: float) -> None:
-        """Record an answer's last part. If it lagged and was not lost (a repetition takes a round trip), the same lag
-        is awaited next time.
+        """Record an answer's last part. If it lagged without a loss (a repetition takes a round trip), the same lag is
+        awaited next time.
         """
         if request.gap_since_s is None:
             return
@@ -366,7 +361,6 @@ class InFlight:
         return self._alarm_s if self.by_id else math.inf
 
     def overdue(self, now_s: float) -> list[Request]:
-        """Return overdue requests; each must be hedged, repeated or given up."""
         if now_s < self._alarm_s:
             return []
         # The alarm may be early, because deadlines are mostly postponed. Then nothing is overdue, and the next alarm is
@@ -477,7 +471,7 @@ class InFlight:
 
 
 def _timeout_s(peer: Peer, link: Window) -> float:
-    """Return the time for an answer: the round trip, plus the bytes in flight at the link's rate."""
+    """Return the round trip, plus the time of the bytes in flight at the link's rate."""
     return peer.round_trip.timeout_s() + link.in_flight_bytes / min(link.rate_bytes_s, _MODEST_BYTES_PER_S)
 
 

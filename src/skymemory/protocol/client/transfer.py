@@ -1,4 +1,4 @@
-"""Transfer of one value: which chunks to request (or send) next, and where.
+"""Transfer of a value: which chunks to request (or send) next, and where.
 
 A read asks the satellite on which the clock places a chunk. After a MISS (``absent``), the likely places are asked in
 turn, because the box may be moving; then all possible places. For a silent satellite (``redirect``, ``avoid``), another
@@ -44,11 +44,9 @@ Where = Callable[[Moves], tuple[SatelliteId, ...]]
 """Satellite of each server at given moves."""
 
 WRITE_BURST_CHUNKS = 64
-"""Chunks of a SET request, unless windows cut it."""
 CHUNK_OVERHEAD_BYTES = TELEMETRY_PREFIX_BYTES + CHUNK_REF_BYTES
 _CRC_BYTES = 4
 _CACHED_PLAN_CHUNKS = 1 << 16
-"""Largest value, in chunks, whose bursts are cached."""
 _MAX_STAND_INS = 8
 _MAX_RENEWALS = 3
 
@@ -62,8 +60,6 @@ class StandIns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Properties of a value that a reader needs."""
-
     key: bytes
     chunks: int
     chunk_bytes: int
@@ -89,7 +85,7 @@ class ValueInfo:
 
 @dataclass(slots=True)
 class TransferReport:
-    """Cost of one transfer. Bytes count payload only. ``clock_ahead_s`` is a pinged satellite's lead, accurate to half
+    """Cost of a transfer. Bytes count payload only. ``clock_ahead_s`` is a pinged satellite's lead, accurate to half
     the round trip.
     """
 
@@ -106,7 +102,7 @@ class TransferReport:
 
 
 class Burst(NamedTuple):
-    """Chunks of one request; ``steps`` may be packed."""
+    """Chunks of a request; ``steps`` may be packed."""
 
     satellite: SatelliteId
     indices: Sequence[int]
@@ -114,8 +110,6 @@ class Burst(NamedTuple):
 
 
 class WaitingBursts:
-    """Bursts of a write still to be sent, in order."""
-
     __slots__ = ("_aside", "_bursts", "_heads")
 
     def __init__(self, bursts: Iterable[Burst] = ()) -> None:
@@ -217,10 +211,10 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """Search for one chunk that was not in its place at moves ``at``.
+    """Search for a chunk that was not in its place at moves ``at``.
 
-    ``left`` are asked one by one, then all at once: ``silent`` have not answered; ``proof`` is True while no place is
-    left for the chunk.
+    ``left`` are asked in turn, then all at once: ``silent`` have not answered; ``proof`` is True while no place is left
+    for the chunk.
     """
 
     at: Moves
@@ -240,7 +234,7 @@ class _Search:
 
 
 class ReadTransfer:
-    """Read of one value into ``out``: writable and at least as long, or rows of exactly the value."""
+    """Read of a value into ``out``: writable and at least as long, or rows of exactly the value."""
 
     def __init__(self, info: ValueInfo, out: memoryview | Rows, where: Where, moves: Moves, burst_chunks: int) -> None:
         """Create the transfer.
@@ -354,7 +348,7 @@ class ReadTransfer:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
         If all places are being asked, nothing is proved any more. Otherwise the stand-ins are asked: the satellite may
-        have died before its handover. If these fail too, the read ends with ``failure``.
+        have died before its handover.
         """
         bursts: dict[SatelliteId, list[int]] = {}
         for index in indices:
@@ -436,7 +430,7 @@ def verified(info: ValueInfo, landing: Landing) -> bool:
 
 @dataclass(slots=True)
 class WriteTransfer:
-    """Write of one value; payloads are views of the caller's buffer."""
+    """Write of a value; payloads are views of the caller's buffer."""
 
     info: ValueInfo
     refs: bytes | bytearray
@@ -546,7 +540,7 @@ class ReplicatedRead(ReadTransfer):
         return True
 
     def ask_next(self, indices: Sequence[int], satellite: SatelliteId) -> bool:
-        """Ask the next copy for these chunks, too. Return True if there is one."""
+        """Ask the next copy for these chunks, too, if possible."""
         bursts = self._elsewhere(indices, satellite)
         self.pending.extend(bursts or ())
         return bool(bursts)
@@ -622,8 +616,7 @@ _MAX_SILENCE_S = WRITING_S - 1.0
 
 
 class WriteKeepalive:
-    """Announcements of writes in progress (RETAIN with WRITING), each half second: a half-written value looks like half
-    a lost value.
+    """Announcements of writes in progress (RETAIN with WRITING): a half-written value looks like half a lost value.
 
     A writer that paused too long cannot know what has become of its first chunks: the write has then failed.
     """

@@ -1,4 +1,4 @@
-"""CHECK and CHECKED: does another satellite hold all chunks of one server of a value? And proofs of loss.
+"""CHECK and CHECKED: does another satellite hold all chunks of a server of a value? And proofs of loss.
 
 HAS cannot answer that if values have copies: a satellite may hold different servers of different copies.
 """
@@ -48,7 +48,7 @@ assert _CHECK.size == KEY_BYTES + SETTING_BYTES + 12
 
 
 class Check(NamedTuple):
-    """Question about all chunks of one server (0-based) of a value."""
+    """Question about all chunks of a server (0-based) of a value."""
 
     key: bytes
     setting: bytes
@@ -140,8 +140,6 @@ class _Asked:
 
 
 class Checks:
-    """Questions of one satellite, and answers to those of others."""
-
     def __init__(self, state: SatelliteState) -> None:
         self._state = state
         self._store = state.store
@@ -298,8 +296,6 @@ OnProof = Callable[[bytes, bool, float], None]
 
 @dataclass(slots=True)
 class _Case:
-    """Value in question: for each chunk, the satellites that may have it."""
-
     packed: bytes
     left: dict[int, set[SatelliteId]]
     asked_s: float

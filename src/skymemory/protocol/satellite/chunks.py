@@ -50,7 +50,7 @@ _JOURNEY_BYTES = 20
 
 @dataclass(slots=True)
 class _Request:
-    """Chunks of one key and request, acknowledged together."""
+    """Chunks of a request, acknowledged together."""
 
     header: SkyHeader
     key: bytes
@@ -61,8 +61,8 @@ class _Request:
 class ChunkService:
     """Service that stores chunks and answers requests for them.
 
-    Fast paths serve *plain* packets: GETs by the own beam of stored chunks (``answer_get``), and runs of SETs or
-    MIGRATEs of one request (``store_runs``). They change nothing if they do not apply.
+    Fast paths serve *plain* packets: GETs by the own beam of stored chunks (``answer_get``), and a request's runs of
+    SETs or MIGRATEs (``store_runs``). They change nothing if they do not apply.
     """
 
     def __init__(self, state: SatelliteState, migration: Migration, gate: SatelliteGate | None) -> None:
@@ -161,7 +161,7 @@ class ChunkService:
     # --- SET and MIGRATE ---
 
     def set_run(self, view: memoryview, start: int, opened: OpenedRun, now_s: float) -> None:
-        """Store chunks of one request, from ``native.open_runs``."""
+        """Store chunks of a request, from ``native.open_runs``."""
         indices, chunks, size_bytes = opened
         ref, self._now_s = chunks[0][0], now_s
         try:
@@ -231,7 +231,7 @@ class ChunkService:
         """Return True if a handed-over chunk was set before the chunk in its place.
 
         More moves mean later. At equal moves, or if the box goes back and forth, a chunk set here by its writer is
-        later: no older chunk can follow it.
+        later.
         """
         ref = chunk[0]
         stored = self._store.peek((ref[:KEY_BYTES], index))

@@ -5,7 +5,7 @@ evict a block at once, so notices wait a moment, and a heard key is not announce
 
 1. ``gather`` records evictions; the notice is due ``notice_hold_s`` later.
 2. ``handle_timer`` decides which values are dead. A chunk evicted where it belongs is lost; elsewhere, or with copies,
-   it may exist, so ``LossProofs`` decide.
+   ``LossProofs`` decide.
 3. ``_announce`` drops the remaining chunks here and floods the notice.
 """
 
@@ -80,8 +80,6 @@ class Notice:
 
 
 class Gossip:
-    """Notices of one satellite."""
-
     def __init__(self, state: SatelliteState, checks: Checks, proofs: LossProofs, now_s: float) -> None:
         self._here = state.here
         self._config = config = state.config.eviction
@@ -131,9 +129,7 @@ class Gossip:
             self._announce([ref], now_s)
 
     def _ask_others(self, replicas: Replicas, refs: Sequence[bytes], now_s: float) -> None:
-        """Request proofs for values with a share that is whole in no copy; a silent satellite counts as having its
-        copy.
-        """
+        """Request proofs for values with a share that is whole in no copy; silent satellites count as having theirs."""
         by_key = {ref[:KEY_BYTES]: ref for ref in refs}
         by_place: dict[SatelliteId, list[Check]] = {}
         places_left: dict[Check, int] = {}
@@ -203,7 +199,7 @@ class Gossip:
         return Region(centre, north + margin, south + margin, box.west + margin, box.width - 1 - box.west + margin)
 
     def _margin(self) -> int:
-        """Return how far chunks may be off their box: during a handover, one."""
+        """Return the tolerated rows and columns off the box: 1 during a handover."""
         return 0 if self._handover.at_rest else 1
 
     # --- Notices of others ---

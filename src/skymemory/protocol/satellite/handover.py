@@ -1,15 +1,15 @@
 """Plan of a satellite's handover: copy, switch, delete.
 
-After a move of the box, chunks that belong elsewhere are sent there, again until acknowledged. The local copy stays for
-a grace period, for readers who still look here. There is no coordinator: all follows from the clock. A leaving chunk is
+After a move of the box, chunks that belong elsewhere are sent there. The local copy stays for a grace period, for
+readers who still look here. There is no coordinator: all follows from the clock. A leaving chunk is
 
-1. *queued*, in bursts of one key and destination (``plan``, ``enqueue``);
+1. *queued*, in bursts of a key and destination (``plan``, ``enqueue``);
 2. *in flight*, retransmitted after a timeout (``bursts_to_send``);
 3. *copied*: acknowledged, to be deleted after the grace period (``acknowledged``, ``to_delete``).
 
 A *stray* belongs elsewhere in none of these states: its writer missed the last move, its sender's clock is ahead, or
-its destination refused it. It is examined again when due, so that satellites that disagree about the moves do not send
-chunks to and fro. A chunk that leaves *as another copy* is only copied.
+its destination refused it. It is examined again only when due, so that satellites that disagree about the moves do not
+send it to and fro. A chunk that leaves *as another copy* is only copied.
 
 A handover is background traffic: late answers reduce the bursts in flight (LEDBAT, RFC 6817), and silence halves them;
 a single lost burst is no sign of congestion.
@@ -34,18 +34,16 @@ Leaving = ChunkName | AsCopy
 BURST_CHUNKS = 10
 """Chunks of a MIGRATE request: as many as a segmentation-offload send carries."""
 SPREAD_S = 0.2
-"""Seconds after a move by which the last burst should leave, to arrive before readers look for it
-(``clock.HANDED_OVER_S``).
-"""
+"""Seconds after a move by which the last burst should leave, to arrive in time (``clock.HANDED_OVER_S``)."""
 SPREAD_SHARE = 0.8
-"""Share of the time between moves for sending; the rest is for transit."""
+"""Share of the time between moves for sending."""
 _MOST_ATTEMPTS = 12
 _MOST_BACKOFF = 4
 _RETRY_S = 10.0
 _MOST_RETRY_S = 160.0
 """First and longest back-off from a full or silent satellite."""
 _DELETED_TOGETHER_S = 0.05
-"""Seconds within which deletions are joined: a timer per burst costs more."""
+"""Seconds within which deletions are joined."""
 _SLOW = 2.0
 _MOST_TIMEOUT_S = 2.0
 _MOST_QUEUED = 1 << 20
@@ -68,20 +66,20 @@ _GOLDEN = 0.6180339887498949
 
 @dataclass(slots=True, eq=False)
 class Burst:
-    """MIGRATE request in flight: chunks of one key for one satellite."""
+    """MIGRATE request in flight: chunks of a key."""
 
     request_id: int
     destination: SatelliteId
     names: list[Leaving]
     plan: int
-    """Number of the plan, one per move of the box."""
+    """Number of the plan, which each move increments."""
     sent_s: float
     deadline_s: float
     last_sent_s: float
     attempts: int = 1
     answered: bool = False
     spared: bool = False
-    """True if its deadline was extended because the own host was late."""
+    """True if its deadline was extended for the own host's lateness."""
 
 
 MOST_REQUEST_ID = 0x3FFFFFFF
@@ -89,8 +87,6 @@ MOST_REQUEST_ID = 0x3FFFFFFF
 
 
 class Handover:
-    """Chunks that leave this satellite; ``Migration`` sends them."""
-
     def __init__(
         self,
         window_bursts: int,
@@ -102,7 +98,7 @@ class Handover:
     ) -> None:
         self.grace_s = grace_s
         self.fresh_from_s = 0.0
-        """Time before which no new burst is sent: ``Sweep`` checks first."""
+        """Time before which ``Sweep`` lets no new burst leave."""
         self.moved = False
         self.retransmitted = 0
         self.chunks_planned = 0
@@ -118,7 +114,6 @@ class Handover:
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        """Queued chunks and the copies as which they leave."""
         self._in_flight: dict[int, Burst] = {}
         self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
@@ -135,7 +130,6 @@ class Handover:
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is planned, queued, in flight or astray."""
         return not (self.moved or self._queue or self._in_flight or self._strays)
 
     @property
@@ -160,7 +154,7 @@ class Handover:
     def plan(self, store: ChunkStore, where: Callable[[bytes], SatelliteId], here: SatelliteId) -> list[AsCopy]:
         """Replace the plan: queue every chunk that ``where`` (packed tag → satellite) puts elsewhere.
 
-        Return chunks that were to leave as another copy: their new destination is not known here.
+        Return chunks that were to leave as another copy, whose new destination is not known here.
         """
         leaving_as_others = sorted(self._leaving_as_others())
         if leaving_as_others:
@@ -194,7 +188,7 @@ class Handover:
         return leaving_as_others
 
     def spread(self, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the queue's pace until the box moves again in ``interval_s``."""
+        """Set the queue's pace until the box moves again."""
         self._pacer.spread(len(self._queue), now_s, interval_s, urgent)
 
     def enqueue(self, destination: SatelliteId, names: Iterable[Leaving]) -> None:
@@ -210,7 +204,7 @@ class Handover:
                 self._queue.append((destination, same_key[at : at + BURST_CHUNKS]))
 
     def keep(self, key: bytes, indices: Iterable[int]) -> None:
-        """Record chunks as stored again: ACKs of earlier chunks must not delete them."""
+        """Record chunks as stored again: earlier ACKs must not delete them."""
         if not (self._copied or self._strays or self._in_flight):
             return
         of_key = [burst for burst in self._in_flight.values() if burst.names and burst.names[0][0] == key]
@@ -314,7 +308,7 @@ class Handover:
         return to_send
 
     def _burst_timeout_s(self) -> float:
-        """Return a burst's timeout, longer if answers were late: retransmitted handovers keep busy hosts busy."""
+        """Return a burst's timeout: longer if answers were late, or retransmissions keep busy hosts busy."""
         return max(self._timeout_s, min(_SLOW * self._round_trip.smoothed_s, _MOST_TIMEOUT_S))
 
     def _fresh_from_s(self) -> float:
@@ -331,7 +325,7 @@ class Handover:
         return burst is not None and burst.destination == satellite
 
     def acknowledged(self, request_id: int, names: Iterable[ChunkName], now_s: float, sent_s: float = 0.0) -> int:
-        """Record an ACK of a transmission (at ``sent_s``, if known). Return how many chunks were awaited."""
+        """Record an ACK of a transmission at ``sent_s``. Return how many chunks were awaited."""
         burst = self._in_flight.get(request_id)
         if burst is None:
             return 0
@@ -360,7 +354,7 @@ class Handover:
         self._window = min(max(_LEAST_BURSTS, self._window + off / self._window), float(self._most_bursts))
 
     def retry_unanswered(self, now_s: float) -> None:
-        """Restart back-offs, throttled: the own host is on time again or a link came up."""
+        """Restart back-offs: the own host is on time again or a link came up."""
         self._retry_waits = bool(self._unanswered) and not self._retry_throttle.is_open(now_s)
         if self._retry_waits or not self._unanswered:
             return
@@ -434,7 +428,7 @@ class Handover:
 
 
 def phase_of(here: SatelliteId) -> float:
-    """Return a satellite's position in its gap, 0 … 1. Multiples of the golden ratio keep a row or column apart."""
+    """Return a satellite's position in its gap, 0 … 1: multiples of the golden ratio keep a row or column apart."""
     return (here.plane * _GOLDEN + here.slot * _GOLDEN * _GOLDEN) % 1.0
 
 
@@ -442,9 +436,8 @@ class Pacer:
     """Departure times of bursts, evenly spread.
 
     All satellites see the box move at once; if they sent at once, a reader would wait for everything. So bursts are
-    spread until readers look in the new place, and until the box moves on. A token bucket admits ``t / step_s + 2``
-    groups in any ``t`` seconds. ``usual_gap_s``, which links and cores can bear, shrinks only if the box would
-    otherwise move on too early; 0: no pacing.
+    spread until readers look in the new place, and until the box moves on: at most ``t / step_s + 2`` groups in any
+    ``t`` seconds. ``usual_gap_s``, which links and cores can bear, shrinks only if time is short; 0: no pacing.
     """
 
     def __init__(self, usual_gap_s: float = 0.0, phase: float = 0.0) -> None:
@@ -459,7 +452,7 @@ class Pacer:
         self._phase = phase
 
     def spread(self, bursts: int, now_s: float, interval_s: float, urgent: bool = False) -> None:
-        """Set the pace for ``bursts`` until the box moves again in ``interval_s``.
+        """Set the pace for ``bursts`` until the box moves again.
 
         ``urgent``: an operator moved it, and readers look in the new place at once.
         """

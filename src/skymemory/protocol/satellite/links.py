@@ -54,8 +54,6 @@ class _Neighbour:
 
 
 class Neighbours:
-    """Links of one satellite."""
-
     def __init__(self, state: SatelliteState) -> None:
         self.links = state.links
         self.pushed_at_ms = 0

@@ -1,7 +1,7 @@
-"""State machine of one satellite: packets and timers in, datagrams out; no I/O.
+"""State machine of a satellite: packets and timers in, datagrams out; no I/O.
 
-- *packets*: ``receive_runs`` takes what arrived on one link. Packets in transit are forwarded; others go to their
-  handler (``_handlers``), SET and MIGRATE to ``ChunkService``, LINKS to ``Neighbours``;
+- *packets*: ``receive_runs`` takes what arrived on a link. Packets in transit are forwarded; others go to their handler
+  (``_handlers``), SET and MIGRATE to ``ChunkService``, LINKS to ``Neighbours``;
 - *timers*: ``handle_timer`` runs ``_timers`` and ``_background_timers``;
 - *operators*: ADVANCE, a packet too, moves the box.
 
@@ -161,11 +161,11 @@ class SatelliteMachine:
     # --- Packets ---
 
     def receive_batch(self, data: Buffer, segment_bytes: int, source: LinkEnd, now_s: float) -> None:
-        """Receive packets of ``segment_bytes`` each (the last may be shorter) from one link."""
+        """Receive packets of ``segment_bytes`` each (the last may be shorter) from a link."""
         self.receive_runs([(memoryview(data), segment_bytes)], source, now_s)
 
     def receive_runs(self, runs: list[native.Run], source: LinkEnd, now_s: float) -> None:
-        """Receive runs from one link. Data are only read during the call; malformed packets are counted, nothing
+        """Receive runs from a link. Data are only read during the call; malformed packets are counted, nothing
         raises.
         """
         # 1. Authentication. An address can be forged: with keys, only an authentic packet is a sign of life.

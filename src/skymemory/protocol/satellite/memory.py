@@ -1,7 +1,7 @@
 """Chunk memory of a satellite: chunks by key under a byte budget, with pins, leases and expiries.
 
-A *share* is one key's chunks on this satellite. They are worth nothing alone, so they age together and are evicted from
-the end. A *pinned* or *leased* key is not evicted. Pins, leases and expiries end with the last chunk.
+A *share* is a key's chunks here. They are worth nothing alone, so they age together and are evicted from the end. A
+*pinned* or *leased* key is not evicted. Pins, leases and expiries end with the last chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ command.
 CAUSES: tuple[Cause, ...] = ("replaced", "evicted", "deleted", "migrated_out", "lost")
 
 _VERSION = slice(48, 56)
-"""Length and CRC of the whole value: they distinguish two values of one key."""
+"""Length and CRC of the whole value, which distinguish a key's values."""
 _TAG = slice(TAG_OFFSET, TAG_OFFSET + TAG_BYTES)
 _SET_MOVES = slice(TAG_OFFSET + 8, TAG_OFFSET + 16)
 _MOVES = struct.Struct(">ii")
@@ -53,7 +53,7 @@ class PutOutcome:
 
 
 class ChunkStore:
-    """Chunks of one satellite. ``used_bytes`` counts payloads and references and never exceeds ``limit_bytes``."""
+    """Chunks of a satellite. ``used_bytes`` counts payloads and references, at most ``limit_bytes``."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class ChunkStore:
         self.pin_limit_bytes = int(limit_bytes * pin_share)
         """Limit of all pins: a key that grows beyond it loses its pin."""
         self.leases: dict[bytes, dict[int, float]] = {}
-        """Ends of the leases by ground host, of unpinned keys."""
+        """Ends of the leases, by ground host."""
         self.leased_bytes = 0
         self.expiries: dict[bytes, float] = {}
         self.evicted: dict[bytes, bytes] | None = {} if record_evicted else None
-        """Keys evicted in part and not stored since, with one packed reference; None: not recorded."""
+        """Keys evicted in part and not stored since, with a packed reference; None: not recorded."""
         self.conflicts: list[tuple[ChunkName, bytes]] = []
         """Chunks replaced by another copy of themselves, with the replaced references."""
         self.ledger = Ledger()
@@ -90,9 +90,8 @@ class ChunkStore:
     def put(self, name: ChunkName, ref: bytes, payload: bytes, migrated: bool = False) -> PutOutcome:
         """Store a chunk; evict others as needed.
 
-        It is refused, and nothing changes, if it and its value's other chunks that belong here do not fit beside what
-        is pinned and leased: half a value is worth nothing. A stored chunk is replaced, so every operation is
-        idempotent. ``migrated`` means handed over.
+        It is refused, and nothing changes, if it and its value's other chunks for here do not fit beside what is pinned
+        and leased: half a value is worth nothing. A stored chunk is replaced, so every operation is idempotent.
         """
         key, index = name
         size = len(payload) + CHUNK_REF_BYTES
@@ -114,7 +113,7 @@ class ChunkStore:
     def put_run(
         self, key: bytes, indices: list[int], chunks: list[Chunk], size_bytes: int, migrated: bool = False
     ) -> PutOutcome | None:
-        """Store chunks of one value with ascending ``indices``, of ``size_bytes`` in memory.
+        """Store chunks of a value with ascending ``indices``, of ``size_bytes`` in memory.
 
         Return None, and change nothing, if each must be put individually.
         """
@@ -151,7 +150,6 @@ class ChunkStore:
         self.ledger.record_removed(replaced_bytes, "replaced")
 
     def count_outdated(self, payload_bytes: int) -> None:
-        """Account for a dropped handover: as stored and replaced."""
         self.ledger.record_added(payload_bytes + CHUNK_REF_BYTES, migrated=True)
         self.ledger.record_removed(payload_bytes + CHUNK_REF_BYTES, "replaced")
 
@@ -159,8 +157,8 @@ class ChunkStore:
         self.shares[name[0]][name[1]] = (ref, self.shares[name[0]][name[1]][1])
 
     def _has_room(self, name: ChunkName, packed: bytes, size_bytes: int) -> bool:
-        """Return True if a chunk fits after all permitted evictions; if any is needed, with all its value's chunks for
-        here.
+        """Return True if a chunk fits after all permitted evictions; if any is needed, with its value's other
+        chunks.
         """
         key, index = name
         share = self.shares.get(key, {})
@@ -214,7 +212,7 @@ class ChunkStore:
             self._replacement.on_use(key)
 
     def refresh(self, key: bytes) -> bool:
-        """Make a key the most recent without a request. Return True if it is here."""
+        """Make a key, if here, the most recent without a request."""
         if key in self.shares:
             self._update_rank(key)
         return key in self.shares
@@ -286,7 +284,6 @@ class ChunkStore:
         return self._count
 
     def order(self) -> list[bytes]:
-        """Return all keys, the next to be evicted first."""
         return [*self._replacement.order(), *sorted(self.pins)]
 
     def items(self) -> Iterator[tuple[ChunkName, StoredChunk]]:
@@ -382,7 +379,7 @@ def _coming_bytes(ref: ChunkRef, here: Collection[int]) -> int:
 
 
 def setting_of(ref: bytes) -> bytes:
-    """Return the CRC of the value and its moves when it was SET. With the key, they identify one write."""
+    """Return the CRC of the value and its moves when it was SET, which identify a write of the key."""
     return ref[52:56] + ref[64:72]
 
 
@@ -392,9 +389,7 @@ def set_moves_of(ref: bytes) -> Moves:
 
 
 def latest_index(share: Share) -> int:
-    """Return the lowest index of the latest placement: a value set again after moves, or prefetched, leaves earlier
-    chunks behind.
-    """
+    """Return the lowest index of the latest placement; earlier placements leave chunks behind."""
     settings = {ref[_SET_MOVES] for ref, _ in share.values()}
     if len(settings) == 1:
         return min(share)
@@ -449,13 +444,12 @@ class KeyHistory:
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        """End of each key's ban from takeover, earliest first, and its setting (empty: all)."""
+        """End of each key's ban from takeover, and its setting (empty: all)."""
         self._written: OrderedDict[bytes, float] = OrderedDict()
-        """Last write of each key, earliest first."""
         self._complete_since_s = -math.inf
         """Time since which ``_written`` is complete."""
         self.dead: OrderedDict[bytes, bytes] = OrderedDict()
-        """Settings last dropped as dead. Copies are refused: another satellite may still offer some."""
+        """Settings last dropped as dead, of which copies are refused."""
 
     def deleted(self, deleted: Iterable[Dead], now_s: float) -> None:
         while self._deleted and next(iter(self._deleted.values()))[0] <= now_s - MOST_AGE_S:
@@ -492,19 +486,16 @@ class KeyHistory:
         return since_s <= self._complete_since_s or self._written.get(key, -math.inf) >= since_s
 
     def is_being_written(self, key: bytes, now_s: float) -> bool:
-        """Return True if a missing chunk of the key may still arrive."""
+        """Return True if a missing chunk may still arrive."""
         return self.was_written_since(key, now_s - WRITING_S)
 
     def is_deleted(self, ref: bytes, came_s: float) -> bool:
-        """Return True if a handed-over chunk's key or setting was just deleted. Drop it: a sender that still has it
-        repeats it.
-        """
+        """Return True if a handed-over chunk's key or setting was just deleted. Drop it: a late sender repeats it."""
         until_s, setting = self._deleted.get(ref[:KEY_BYTES], (came_s, b""))
         return until_s > came_s and setting in (b"", setting_of(ref))
 
 
 _MOST = 512
-"""Keys in a block: an insertion moves half as many pointers."""
 
 
 class OrderedKeys:
@@ -563,8 +554,7 @@ class Ledger:
         set + migrated in = held + replaced + evicted + deleted + migrated out + lost.
 
     Both sides are gross: storing a chunk again adds to set (or migrated in) and to replaced. A handed-over chunk counts
-    at both ends until the old copy is deleted. Lost is what a satellite held when it died and came back with this
-    ledger.
+    at both ends until the old copy is deleted. Lost is what a satellite held when it died and came back.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class Lateness:
         """Last time that an event was on time; infinity: none has been late."""
 
     def measured(self, late_s: float, now_s: float) -> None:
-        """Record an event handled ``late_s`` after it was due, or on time."""
+        """Record an event's delay. Call this for events on time, too."""
         if late_s <= LATE_S:
             self._on_time_s = now_s
         elif self._on_time_s == math.inf:

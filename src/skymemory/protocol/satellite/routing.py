@@ -31,7 +31,7 @@ _CAME: dict[Axis | None, int] = {None: 0, "slot": native.BY_SLOT_LINK, "plane": 
 
 
 class Router:
-    """Routing at one satellite. A ground host is reached by its last packet's link."""
+    """Routing at a satellite. A ground host is reached by its last packet's link."""
 
     def __init__(self, here: SatelliteId, torus: Torus, mode: RoutingMode, links: LinkState | None = None) -> None:
         self._links = links or LinkState(torus)
@@ -274,9 +274,7 @@ class LinkState:
         return (here, neighbour) not in self._down
 
     def onward(self, here: SatelliteId, there: SatelliteId, greedy: SatelliteId) -> SatelliteId | None:
-        """Return the next hop: ``greedy`` if it is on a shortest path or, the link state being outdated, none is
-        known.
-        """
+        """Return the next hop: ``greedy`` if it is on a shortest path, or if no path is known and its link is up."""
         nearer = self._nearer(here, there)
         if nearer:
             return greedy if greedy in nearer else nearer[0]

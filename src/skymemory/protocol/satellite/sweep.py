@@ -1,7 +1,7 @@
 """Periodic checks of the stored keys: incomplete blocks are dropped, lost copies are made again.
 
-``Sweep`` counts the own share of each key and asks one other server (HAS): the next in the ring of the key's servers,
-at later sweeps the second, fourth … So all S servers learn of a hole in about log2 S sweeps. A handover is checked
+``Sweep`` counts the own share of each key and asks another server (HAS): the next in the ring of the key's servers, at
+later sweeps the second, fourth … So all S servers learn of a hole in about log2 S sweeps. A handover is checked
 likewise.
 
 1. A share that is not whole makes its key *suspect*: it may be on its way or being written.
@@ -50,7 +50,6 @@ _MOST_ATTEMPTS = 4
 _MOST_HELD_BACK = 1 << 14
 _DISTANCES = (1, 2, 4, 8)
 _FOUND = 1 << 30
-"""Count of a share found somewhere, never reduced to 0."""
 
 
 @dataclass(slots=True)
@@ -122,7 +121,7 @@ class Sweep:
     def before_handover(self, now_s: float) -> None:
         """Check, after a move, that what leaves is whole; new bursts wait for the answers.
 
-        Only after a single step are the earlier places known to be one step off.
+        Only after a single step are the earlier places known.
         """
         moves, before = self._locator.moves, self._locator.before
         if not self._config.migration or abs(moves[0] - before[0]) + abs(moves[1] - before[1]) != 1:
@@ -158,7 +157,7 @@ class Sweep:
             self._handover.forget(burst, waiting)
 
     def _may_hold_back(self, suspected: Dead) -> bool:
-        """Return True if a setting may be held back: at one count of moves only.
+        """Return True if a setting may be held back, at the same moves only.
 
         It arrives late, so it looks dead at the next move; held back again, it would never follow the box.
         """
@@ -172,7 +171,7 @@ class Sweep:
     def _examine(self, keys: Iterable[bytes], distance: int, now_s: float, before: Moves | None = None) -> list[bytes]:
         """Check that keys are whole: the own share, and the server ``distance`` further in the ring.
 
-        Return keys beyond the limit. With ``before``, the earlier moves, both places are asked, and one suffices.
+        Return keys beyond the limit. With ``before``, the earlier moves, either place suffices.
         """
         if self._replicas is not None:
             return self._examine_copies(self._replicas, keys, distance, now_s, before)
