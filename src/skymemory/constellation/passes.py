@@ -1,8 +1,7 @@
 """Passes of satellites over a place: rise above a mask, culmination and set, and the satellites in sight meanwhile.
 
-Positions are sampled every minute or less; a cubic through two positions and velocities is within a metre of the orbit
-in between. Every culmination is next to a sample that is higher than its neighbours, so no pass is too short to be
-found. Culminations are refined by golden-section search and crossings of the mask by bisection, vectorised.
+Between samples a minute apart, a cubic through positions and velocities is within a metre of the orbit. Every
+culmination is next to a sample higher than its neighbours, so no pass is too short to be found.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     Whole = NDArray[np.int64]
 
 STEP_S = 60.0
-"""Interval of the sampled positions; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
+"""Interval of samples; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
 HIGHEST_EVERY_S = 2.0
-"""Interval of the search for the highest satellite; a satellite that is highest for less may be missed."""
+"""Interval of the search for the highest satellite, which may miss shorter times."""
 MAX_HOURS = 168.0
 _SAMPLES_AT_ONCE = 1_000_000
 _TIMES_AT_ONCE = 64
@@ -57,8 +56,7 @@ class Sky(Protocol):
     def name(self, satellite: int) -> str: ...
 
     def states(self, first: int, last: int, unix_s: Array) -> tuple[Array, Array]:
-        """Return positions (m) and velocities (m/s) of satellites ``first`` to ``last`` − 1, shape ``(satellites,
-        times, 3)``.
+        """Return positions (m) and velocities (m/s), shape ``(last - first, times, 3)``.
 
         Invalid values are NaN. ``unix_s`` must be evenly spaced.
         """
@@ -68,7 +66,7 @@ class Sky(Protocol):
 
 
 class ElementSky:
-    """Satellites by their element sets and SGP4. ``left_out`` has the reason for each that SGP4 cannot propagate."""
+    """Satellites by SGP4; ``left_out`` has the reasons of those that it cannot propagate."""
 
     def __init__(self, elements: Sequence[ElementSet]) -> None:
         self.elements = elements
@@ -97,7 +95,7 @@ class ElementSky:
 
 @dataclass(frozen=True, slots=True)
 class ShellSky:
-    """Satellites of a shell whose slot 0 of plane 0 is at the vernal equinox at the epoch."""
+    """Satellites of a shell; slot 0 of plane 0 is at the vernal equinox at the epoch."""
 
     shell: Shell
     epoch_unix_s: float
@@ -133,14 +131,14 @@ class ShellSky:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Pass of a satellite above the mask: times in Unix seconds, angles at culmination, azimuth from north by east."""
+    """Pass above the mask: angles at culmination, azimuth from north by east."""
 
     satellite: int
     rise_unix_s: float | None
-    """Time of rise; None: it was in sight at the start."""
+    """Time of rise; None: in sight at the start."""
     culmination_unix_s: float
     set_unix_s: float | None
-    """Time of set; None: it is in sight at the end."""
+    """Time of set; None: in sight at the end."""
     elevation_deg: float
     azimuth_deg: float
 
@@ -151,16 +149,16 @@ class InSight:
     mean: float
     most: int
     longest_gap_s: float
-    """Longest time without a satellite above the mask; 0 if a satellite is always in sight."""
+    """Longest time without a satellite above the mask."""
     covered: float
     highest_for_s: float | None
-    """Mean time for which the same satellite is the highest; None if none is ever in sight."""
+    """Mean time for which the same satellite is the highest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     passes: tuple[Pass, ...]
-    """Passes in the order of their rise, those in sight at the start first."""
+    """Passes in the order of their rise."""
     in_sight: InSight
     highest_deg: float
     """Highest elevation at any sample, also below the mask."""
@@ -175,9 +173,9 @@ def find_passes(
     mask_deg: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Passes:
-    """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction) within ``duration_s``.
+    """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction).
 
-    ``progress`` is called with the number of satellites done and their total.
+    ``progress`` gets the number of satellites done and their total.
 
     Raises:
         InvalidInput: mask or duration is out of range.
@@ -209,8 +207,6 @@ def find_passes(
 
 
 class _Piece:
-    """Some satellites over a place: samples, and elevations at any time in between."""
-
     def __init__(self, sky: Sky, place: GroundHost, first: int, last: int, unix_s: Array) -> None:
         import numpy as np
 
@@ -224,7 +220,7 @@ class _Piece:
         angle = sky.angle_rad(unix_s)
         offset = self._position - _turned(self._ground, angle)
         self.sines: Array = np.einsum("ntk,tk->nt", offset, _turned(self._up, angle)) / np.linalg.norm(offset, axis=-1)
-        """Sine of the elevation, by satellite and sample."""
+        """Sines of elevation, by satellite and sample."""
 
     def passes(self, mask_deg: float) -> list[Pass]:
         import numpy as np
@@ -274,9 +270,7 @@ class _Piece:
         ]
 
     def _candidates(self, mask_deg: float) -> tuple[Whole, Whole]:
-        """Return samples that are higher than their neighbours and near enough that the mask may be passed next to
-        them.
-        """
+        """Return samples that are higher than their neighbours and near enough to the mask."""
         import numpy as np
 
         padded = np.pad(self.sines, ((0, 0), (1, 1)), constant_values=-np.inf)
@@ -314,7 +308,7 @@ class _Piece:
         return position - _turned(self._ground, angle), angle
 
     def sine(self, satellite: Whole, unix_s: Array) -> Array:
-        """Return the sine of the elevation of each satellite (numbers within the piece) at its time."""
+        """Return the sine of elevation of each satellite (numbered within the piece) at its time."""
         import numpy as np
 
         offset, angle = self._offsets(satellite, unix_s)
@@ -360,8 +354,6 @@ class _Piece:
 
 
 class _Envelope:
-    """Highest satellite every ``HIGHEST_EVERY_S`` seconds."""
-
     def __init__(self, start_unix_s: float, duration_s: float) -> None:
         import numpy as np
 
@@ -428,7 +420,7 @@ def _in_sight(passes: Sequence[Pass], envelope: _Envelope, start_unix_s: float, 
 
 
 def _turned(vector: Array, angle_rad: Array) -> Array:
-    """Return an Earth-fixed vector in the inertial frame, at each angle of the Earth; shape ``(angles, 3)``."""
+    """Return an Earth-fixed vector in the inertial frame, shape ``(angles, 3)``."""
     import numpy as np
 
     cosine, sine = np.cos(angle_rad), np.sin(angle_rad)

@@ -1,16 +1,12 @@
 """Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
-The satellite nearest to a host changes about every minute, mostly across planes and between the climbing and descending
-branches of orbits. A box that followed it would migrate all the time. So the box is centred on an *anchor*: the grid
-cell of the overhead point on a fixed branch, a pure function of host, epoch and time. It steps a slot west whenever the
-satellites have flown one slot, and a plane south whenever the Earth, relative to the drifting nodes, has turned one
-plane.
+The satellite nearest to a host changes about every minute, between planes and branches of orbits; a box that followed
+it would always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function
+of host, epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns (relative
+to the drifting nodes). The papers step slots only; their box sinks below the horizon within two hours.
 
-The papers step slots only; the plane of the box then sinks below the horizon within two hours.
-
-With model ``j2`` the ground is WGS84 at height 0: latitudes are geodetic, elevations are relative to the plane
-perpendicular to the geodetic normal, and the Earth turns by mean sidereal time, as the frame of SGP4 (TEME) requires.
-With ``paper`` it is a sphere that turns by the Earth rotation angle.
+Model ``j2``: WGS84 at height 0 with geodetic latitudes and normals, turning by mean sidereal time (TEME). Model
+``paper``: a sphere that turns by the Earth rotation angle.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ class GroundHost:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Centre of a host's box, and the moves since the epoch that led to it."""
+    """Centre of a host's box, and the moves since the epoch."""
 
     satellite: SatelliteId
     slot_moves: int
@@ -70,10 +66,9 @@ def earth_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
 
 
 def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Return Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch: the longitude of TEME's x
-    axis.
+    """Return Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch (UT1 taken as UTC).
 
-    UT1 is taken as UTC. Linear in ``now_s``; the error is 1e-9 rad after a year.
+    Linear in ``now_s``; the error is 1e-9 rad after a year.
     """
     days = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch_s = 67310.54841 + 86400.0 * math.fmod(days, 1.0)
@@ -82,7 +77,7 @@ def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
 
 
 _SIDEREAL_PER_CENTURY_S = 8640184.812866
-"""Gain of sidereal over mean solar time per century, in seconds."""
+"""Gain of sidereal over solar time per century."""
 
 
 def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
@@ -95,12 +90,12 @@ _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
 
 
 def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
-    """Return the angle by which the Earth has turned in the frame of the satellites, ``now_s`` after the epoch."""
+    """Return the Earth's rotation in the satellites' frame, ``now_s`` after the epoch."""
     return earth_angle_rad(epoch_unix_s, now_s) if model == "paper" else sidereal_angle_rad(epoch_unix_s, now_s)
 
 
 def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
-    """Return a place's distance from the Earth's axis and, northward, from the plane of the equator."""
+    """Return a place's distance from the Earth's axis and, northward, from the equator's plane."""
     sine, cosine = math.sin(math.radians(latitude_deg)), math.cos(math.radians(latitude_deg))
     if model == "paper":
         return EARTH_RADIUS_M * cosine, EARTH_RADIUS_M * sine
@@ -109,9 +104,7 @@ def ground_m(model: SkyModel, latitude_deg: float) -> tuple[float, float]:
 
 
 def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
-    """Return the argument of latitude at which the climbing branch passes vertically over the host, or nearest
-    to it.
-    """
+    """Return the argument of latitude at which the climbing branch passes over the host, or nearest to it."""
     i_rad = math.radians(shell.inclination_deg)
     if shell.model == "paper":
         sine = math.sin(math.radians(host.latitude_deg)) / math.sin(i_rad)
@@ -130,8 +123,7 @@ def overhead_cell(
 ) -> tuple[float, float]:
     """Return ``(plane, slot)`` of the overhead point on a branch: real numbers that do not wrap.
 
-    Over a Walker star planes from the last plane on do not exist: a host is below the climbing branch for half of each
-    day, and below the descending branch for the other half.
+    A star has no planes from its last on: each branch is overhead for half of the day.
     """
     u_rad = overhead_argument_rad(shell, host)
     if descending:
@@ -155,7 +147,6 @@ def anchor(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) ->
 
 
 def nearest(cell: float) -> int:
-    """Return the cell of a point; a cell extends half a cell to either side."""
     return math.floor(cell + 0.5)
 
 
@@ -164,13 +155,13 @@ def slot_move_period_s(shell: Shell) -> float:
 
 
 def plane_move_period_s(shell: Shell) -> float:
-    """Return the time between two plane moves: the Earth's rotation relative to the drifting nodes."""
+    """Return the time between plane moves."""
     rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
     return shell.span_rad / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
 def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return the position of a place in the Earth-fixed frame turned by ``angle_rad``; shape ``(3,)``."""
+    """Return a place in the Earth-fixed frame turned by ``angle_rad``; shape ``(3,)``."""
     import numpy as np  # local, as below: verbs that need only delays and maps start without numpy
 
     out_m, north_m = ground_m(model, place.latitude_deg)
@@ -179,7 +170,7 @@ def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -
 
 
 def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return the unit vector perpendicular to the horizon of a place, in the frame of ``place_m``; shape ``(3,)``."""
+    """Return the unit vector perpendicular to the horizon, in the frame of ``place_m``."""
     import numpy as np
 
     latitude = math.radians(place.latitude_deg)
@@ -191,7 +182,7 @@ def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
-    """Return the inertial position of the host, shape ``(3,)``."""
+    """Return the host's inertial position, shape ``(3,)``."""
     return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
@@ -201,7 +192,7 @@ def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyMod
 
 
 def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Return straight distances from the host to every satellite, also through the Earth; ``(planes, slots)``."""
+    """Return straight distances to every satellite, also through the Earth; ``(planes, slots)``."""
     import numpy as np
 
     offsets = shell.positions_m(now_s) - host_position_m(host, epoch_unix_s, now_s, shell.model)
@@ -209,14 +200,14 @@ def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) 
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Return the elevation of every satellite above the host's horizon, negative below it; ``(planes, slots)``."""
+    """Return the elevation of every satellite, negative below the horizon; ``(planes, slots)``."""
     return elevations_of(shell.positions_m(now_s), host, epoch_unix_s, now_s, shell.model)
 
 
 def elevations_of(
     positions_m: NDArray[np.float64], host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "j2"
 ) -> NDArray[np.float64]:
-    """Return elevations of satellites at these inertial positions (``j2``: TEME), shape ``(…, 3)``, as from SGP4."""
+    """Return elevations for inertial positions (``j2``: TEME), shape ``(…, 3)``."""
     import numpy as np
 
     offsets = positions_m - host_position_m(host, epoch_unix_s, now_s, model)
@@ -227,7 +218,7 @@ def elevations_of(
 def visible(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> list[SatelliteId]:
-    """Return the satellites at or above the elevation mask, highest first."""
+    """Return the satellites at or above the mask, highest first."""
     elevation = elevations_deg(shell, host, epoch_unix_s, now_s).ravel()
     order = (-elevation).argsort(kind="stable")
     return [shell.torus.satellite(int(index)) for index in order if elevation[index] >= mask_deg]
@@ -236,6 +227,6 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """Return the highest satellite in sight (on a sphere also the nearest); None if there is none."""
+    """Return the highest satellite in sight."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None
