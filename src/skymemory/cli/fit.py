@@ -189,11 +189,10 @@ class _Measured:
 class _Fitted:
     cost: CostModel
     errors: dict[str, Errors]
-    """Errors by name: prefills and decoding steps, each fitted on and held out."""
+    """Errors of prefills and decoding steps, fitted and held out."""
 
 
 def _fit(args: argparse.Namespace, key: str | None) -> int:
-    """Measure, fit and print. Exit code 1 if ``--within`` is missed."""
     import asyncio
 
     from skymemory.conductor.cost_fit import dump

@@ -1,8 +1,7 @@
 """The ``skymemory`` command: loads a verb, runs it, and prints its errors in one line.
 
-A verb is a module of this folder with ``add_parser(subparsers)`` and ``run(args) -> int``; ``_IN_FILE_OF`` lists the
-verbs that share a module. Only the module of the typed verb is imported, and verbs import heavy modules inside ``run``:
-a map is drawn without numpy, a satellite starts without torch.
+A verb is a module of this folder with ``add_parser(subparsers)`` and ``run(args) -> int``. Only its module is imported,
+and heavy modules only inside ``run``.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
-"""Option before a verb, for parent processes: the verb ends when its standard input is closed."""
+"""Option for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
-"""Time from the end of standard input until the process exits, even if its verb still runs."""
 
 _IN_FILE_OF = {
     "epp": "route",
@@ -71,7 +69,7 @@ def _load(verb: str) -> ModuleType:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter for narrow terminals: shortens a long usage line to ``[options]`` and wraps lists of choices."""
+    """Help formatter for narrow terminals."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -96,7 +94,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser whose errors are one line with a suggestion, without a list of all options."""
+    """Parser whose errors are one line with a suggestion."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
@@ -122,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write the message. Unlike argparse's method, it does not hide a failure to write."""
+        """Write the message; unlike argparse, raise if that fails."""
         if message and file is not None:
             file.write(message)
 
@@ -133,7 +131,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the complete command, or only of ``verbs``."""
+    """Return the parser of the command, or only of ``verbs``."""
     parser = Parser(
         prog="skymemory",
         description="A KV-cache memory hierarchy for LLM inference that reaches up to satellites.",

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 UNITS = ("tokens", "characters", "ids")
 _MARGIN = 0.03
-"""Fraction of the context left free if lengths of prompts are approximate."""
 _EVERY_S = 0.5
 _LATEST = 500
 
@@ -132,8 +131,6 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Replay:
-    """State of a replay, enough for a report whenever it ends."""
-
     args: argparse.Namespace
     plan: LoadPlan
     outcomes: list[Outcome]
@@ -161,7 +158,7 @@ class _Replay:
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
-    """Run the replay and print the report. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
+    """Run and print the replay. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
     import asyncio
 
     from skymemory.serving.replay.client import base_url
@@ -224,7 +221,7 @@ async def _interruptible(
     stream: TextIO,
     out: TextIO | None,
 ) -> tuple[_Replay, bool]:
-    """Run the replay; return True with it if SIGINT, SIGTERM or SIGHUP ended it. A second signal has no effect."""
+    """Run the replay; return True with it if a first signal ended it."""
     import asyncio
 
     from skymemory.serving.replay.prompts import LoadPlan
@@ -347,7 +344,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
 
 
 async def _known(client: Client, args: argparse.Namespace) -> int | None:
-    """Return the context length if the endpoint reports it; with ``--model`` it need not list its models."""
+    """Return the context length; with ``--model`` the endpoint need not list its models."""
     from skymemory.serving.replay.play import find_model
 
     try:
@@ -362,7 +359,7 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Return the counters of all ``urls`` together; None without urls.
+    """Return the counters of all ``urls`` together.
 
     Raises:
         SkyMemoryError: an engine does not report them.
@@ -419,8 +416,6 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
 
 
 class Progress:
-    """Progress of a replay in one line that is overwritten; only on a terminal."""
-
     def __init__(
         self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
     ) -> None:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 Why = Literal["stale", "sgp4", "moving", "off shell", "off plane", "no slots", "spare"]
 
 STALE_S = 3 * 86400.0
-"""Maximum distance from the file's median epoch; older elements do not show the slot."""
+"""Maximum distance from the file's median epoch."""
 ECCENTRIC = 0.005
 """Maximum eccentricity, an orbit 70 km wide; stations are kept below 0.001."""
 THRUST_REV_DAY2 = 0.01
-"""Maximum of half the change of the mean motion (3.6° along track per day, half a slot)."""
+"""Maximum of half the change of the mean motion, 3.6° along track per day: half a slot."""
 _INCLINATION_REACH_DEG = 0.03
 # First narrow, to separate shells from parking orbits near them; then wide, for satellites without a shell. OneWeb
 # flies its planes at altitudes 4 km apart so that they pass each other at the poles.
@@ -54,7 +54,7 @@ _EVEN_SCORE = 0.75
 _EVEN_OCCUPIED = 0.6
 _SEAM_DEG = 150.0
 _OFF_ALTITUDE_M = 2_000.0
-"""Maximum distance from the plane's altitude; beyond it satellites drift two to three degrees per day."""
+"""Maximum distance from the plane's altitude; beyond it satellites drift two degrees per day or more."""
 _LEAST_COHERENCE = 0.3
 _LEAST_PHASED = 0.9
 _LEAST_SLOTS = 3
@@ -80,7 +80,6 @@ class ClusteredShell:
     """Nodes in eastward order; a star begins after its seam."""
     offsets_slots: tuple[float, ...]
     placed: tuple[tuple[ElementSet | None, ...], ...]
-    """Element sets by plane and slot; None is a gap."""
 
     @property
     def torus(self) -> Torus:
@@ -108,7 +107,6 @@ class ClusteredShell:
 
     @property
     def star(self) -> bool:
-        """True if nodes cover half a circle."""
         widest = sorted(self.spacings_deg)[-2:]
         return self.planes > 2 and widest[1] >= max(_SEAM_DEG, 1.5 * widest[0])
 
@@ -132,7 +130,7 @@ class ClusteredShell:
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
-        """Return the description from which a plan rebuilds the shell."""
+        """Return the description for a plan."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -173,7 +171,6 @@ class LeftOut:
 @dataclass(frozen=True, slots=True)
 class Clustering:
     shells: tuple[ClusteredShell, ...]
-    """Shells, the largest first."""
     left_out: tuple[LeftOut, ...]
 
 
@@ -184,7 +181,6 @@ class Fit:
     argument_rad_s: float
     node_rad_s: float
     plane_argument_rad_s: tuple[float, ...]
-    """Rate by plane, since altitudes differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +196,6 @@ class Drift:
 
 
 def cluster(elements: Sequence[ElementSet]) -> Clustering:
-    """Return the shells, at the satellites' median epoch."""
     import numpy as np
 
     epochs = np.array([element_set.epoch_unix_s for element_set in elements])
@@ -306,7 +301,6 @@ def _centred(angle: Array, turn: float) -> Array:
 
 
 def _walker_phase(offsets_slots: Mapping[int, float], planes: int) -> int | None:
-    """Return F, if each plane is F/planes of a slot ahead of the plane before it."""
     import numpy as np
 
     phasors = np.exp(2j * np.pi * np.array([*offsets_slots.values()]))
@@ -440,7 +434,7 @@ def _shell_of(
 def _filled(
     satellites: Sequence[ElementSet], argument_rad: Array, slots: int
 ) -> tuple[float, tuple[ElementSet | None, ...], list[tuple[ElementSet, int]]]:
-    """Return a plane's offset, its slots, and the spares with the slots that they share."""
+    """Return a plane's offset, its slots, and its spares with their slots."""
     import numpy as np
 
     row: list[ElementSet | None] = [None] * slots

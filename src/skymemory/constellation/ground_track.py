@@ -1,7 +1,6 @@
 """Ground tracks: the path of the overhead point over the grid, from which the moves of the box follow.
 
-A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit: one endless piece for a
-fixed host, pieces of a quarter degree for a ``Trajectory``, a piece between stops on a ``CellGrid``.
+A ``Track`` is piecewise linear, so satellites and clients compute the same moves to the bit.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ MAX_LATITUDE_DEG = 89.0
 _MAX_LEG_RAD = math.radians(170.0)
 _CHECK_RAD = math.radians(0.5)
 _PIECE_RAD = math.radians(0.25)
-"""Length over which a moving host's overhead point is interpolated."""
+"""Piece of a moving host's path with linear interpolation."""
 
 
 class Knot(NamedTuple):
-    """Overhead point at a time, in cells: real numbers that do not wrap."""
+    """Overhead point in cells: real numbers that do not wrap."""
 
     time_s: float
     plane: float
@@ -61,7 +60,6 @@ class Track:
         object.__setattr__(self, "_origin", self.cell_at(0.0))
 
     def cell(self, time_s: float) -> tuple[float, float]:
-        """Return ``(plane, slot)`` of the overhead point, as real numbers."""
         piece = bisect_right(self._times, time_s)
         at, plane, slot = self.knots[max(piece - 1, 0)]
         plane_rate, slot_rate = self._rates_of(piece)
@@ -86,7 +84,7 @@ class Track:
         return slot0 - slot, plane - plane0
 
     def next_crossing_s(self, time_s: float) -> float:
-        """Return the time at which the overhead point next reaches the edge of its cell; infinity: never."""
+        """Return the time at which the overhead point next reaches the edge of its cell."""
         piece = bisect_right(self._times, time_s)
         while True:
             end_s = self.knots[piece].time_s if piece < len(self.knots) else math.inf
@@ -107,7 +105,7 @@ def _until_edge_s(cell: float, rate: float) -> float:
 
 
 def track_over(shell: Shell, place: Place, epoch_unix_s: float, descending: bool = False) -> Track:
-    """Return the track of the overhead point of ``place`` on a branch (see ``visibility``), from the epoch on."""
+    """Return the track of ``place`` on a branch (see ``visibility``)."""
     rates = (1 / plane_move_period_s(shell), -1 / slot_move_period_s(shell))
     times = _knot_times(place) if isinstance(place, Trajectory) else [0.0]
     knots: list[Knot] = []
@@ -128,10 +126,7 @@ def planes_of_turn(shell: Shell) -> int:
 
 
 def seam_free(track: Track, shell: Shell, north: int, south: int, from_s: float) -> tuple[float, float]:
-    """Return ``(wait_s, for_s)`` until, and of, the next time without a seam in a fixed host's box.
-
-    The box reaches this many planes north and south of its centre.
-    """
+    """Return ``(wait_s, for_s)`` until, and of, the next time without a seam in a fixed host's box."""
     rate = track.rates[0]
     first, last = north - 0.5, shell.planes - 1 - south + 0.5
     turn = planes_of_turn(shell)
@@ -153,7 +148,7 @@ def _knot_times(way: Trajectory) -> list[float]:
 
 
 class Waypoint(NamedTuple):
-    """Position of a host ``time_s`` seconds (of the satellites' time) after the epoch."""
+    """Position of a host, in satellites' seconds after the epoch."""
 
     time_s: float
     latitude_deg: float
@@ -165,7 +160,7 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Path of a host over the ground: great circles between timed waypoints, at least one, in ascending order.
+    """Path of a host over the ground: great circles between waypoints in ascending order, at least one.
 
     The host stands still before the first and after the last.
     """
@@ -213,7 +208,7 @@ class Trajectory:
             )
 
     def leg_rad(self, leg: int) -> float:
-        """Return the angle at the centre of the Earth to the next waypoint."""
+        """Return the angle at the Earth's centre to the next waypoint."""
         return _angle_rad(_unit(self.waypoints[leg]), _unit(self.waypoints[leg + 1]))
 
     def at(self, time_s: float) -> GroundHost:
@@ -277,10 +272,7 @@ def _angle_rad(a: Vector, b: Vector) -> float:
 
 
 class Stop(NamedTuple):
-    """Position of a user at a time, in cells; rows grow south, columns east.
-
-    Whole numbers are centres of cells; paths between stops are straight.
-    """
+    """Position of a user in cells, whose centres are whole numbers; rows grow south, columns east."""
 
     time_s: float
     row: float
@@ -289,7 +281,7 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """Grid of base stations, each linked to its four neighbours."""
+    """Grid of base stations."""
 
     rows: int
     columns: int
@@ -299,9 +291,7 @@ class CellGrid:
         return Torus(self.rows, self.columns)
 
     def track(self, path: Sequence[Stop], margin: int) -> Track:
-        """Return the moves of a box around a user on this path.
-
-        ``margin`` is the number of cells that the box extends from its centre.
+        """Return the moves of a box that extends ``margin`` cells around a user on this path.
 
         Raises:
             InvalidInput: no stops, stops out of order, or a stop too near to the edge of the grid.
@@ -327,7 +317,7 @@ class CellGrid:
 
 
 def parse_grid(text: str) -> CellGrid:
-    """Return the grid of a text ``24x24``: rows and columns.
+    """Parse rows and columns such as ``24x24``.
 
     Raises:
         InvalidInput: another format, or more than 200 rows or columns.

@@ -37,7 +37,8 @@ _WHOLE_CLASSES: dict[str, tuple[str, ...]] = {
 }
 _SATELLITE = re.compile(r"(\d{1,4}),(\d{1,4})(?:-(\d{1,4}),(\d{1,4}))?")
 _FADE_STEPS = ((0.0, 1.0), (3.0, 0.5), (6.0, 0.25), (9.0, 0.125))
-"""Decibels beyond the fade margin, and the remaining share of the rate (half as much per 3 dB); then the beam is out.
+"""Decibels beyond the fade margin, and the remaining share of the rate (half as much per 3 dB); then the beam is
+out.
 """
 _LEAST_ELEVATION_DEG = 5.0
 """Elevation below which the path through rain no longer grows (ITU-R P.618)."""
@@ -184,7 +185,9 @@ def rain_coefficients(frequency_ghz: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Rain:
-    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed rate."""
+    """Rain over a host's place, in spells that are wet with probability ``share``, with exponentially distributed
+    rate.
+    """
 
     mm_h: float = setting("rate", _number(0.1, 200.0), 10.0, "mean rain rate of a wet spell, mm/h")
     share: float = setting("share", _number(0.0, 1.0), 0.05, "share of the spells that are wet")
@@ -229,7 +232,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Return a satellite's elevation from its height and its beam's light time."""
+    """Return the elevation of a satellite at this height, from its beam's light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))
@@ -283,8 +286,8 @@ def _named(name: str, share: object) -> float:
 class Links:
     """Rates of links in bit/s (None: unlimited), and what reduces them.
 
-    ``load``: share of other traffic by class. ``elevations``: from each elevation on, the share of a beam's rate; below
-    the first the beam is out. In a handover gap answers on the old beam still arrive.
+    ``elevations`` pairs a lowest elevation with a share of a beam's rate; below the first the beam is out. In a
+    handover gap answers on the old beam still arrive.
     """
 
     up_bit_s: float | None = setting("up", _rate, None, "rate of a beam upwards")
@@ -318,7 +321,6 @@ class Links:
         return filled(cls, found, where)
 
     def as_table(self) -> dict[str, Any]:
-        """Return the table for ``read``."""
         default, entries = Links(), {}
         for key, field in known_keys(Links).items():
             value = getattr(self, field.name)
@@ -336,7 +338,6 @@ class Links:
         return entries
 
     def bytes_per_s(self, kind: LinkClass) -> float:
-        """Return the rate that other traffic leaves, in clear weather."""
         rates = {"up": self.up_bit_s, "down": self.down_bit_s, "isl": self.isl_bit_s}
         bit_s = rates[kind]
         return math.inf if bit_s is None else bit_s * (1.0 - dict(self.load).get(kind, 0.0)) / 8
@@ -349,10 +350,7 @@ class Links:
         elevation: Callable[[], float] = lambda: 90.0,
         place: str = "",
     ) -> float:
-        """Return the share of a link's rate ``at_s`` seconds after the epoch.
-
-        ``elevation`` (degrees) and ``place`` are those of a beam's host.
-        """
+        """Return the share of a link's rate ``at_s`` seconds after the epoch, for a beam's ``elevation`` (degrees)."""
         for outage in self.outages:
             if outage.from_s <= at_s < outage.to_s and outage.hits(kind, satellites):
                 return 0.0
@@ -438,7 +436,7 @@ Sight = Callable[[SatelliteId, Any, float], float]
 
 
 class LinkQueues:
-    """Queues of many links, created when first used; a host is any object of its transport."""
+    """Queues of many links, created when first used."""
 
     def __init__(
         self,
@@ -448,7 +446,7 @@ class LinkQueues:
         place: Callable[[Any], str] = lambda host: "",
         onboard: SatelliteId | None = None,
     ) -> None:
-        """Create the queues; ``onboard`` is the satellite that carries the hosts, without a beam."""
+        """Create the queues; a satellite ``onboard`` carries the hosts, without a beam."""
         self.links = links
         self._onboard = onboard
         self.counts: dict[LinkClass, LinkCounts] = {kind: LinkCounts() for kind in LINK_CLASSES}

@@ -1,15 +1,14 @@
 """A shell of circular orbits: positions of its satellites, lengths and light times of its links.
 
-Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Models of the sky:
+Source: SkyMemory paper §2 (equations 1 and 2), §4 (equations 3 and 4); the disclosure's D_N(t). Models:
 
 - ``paper``: Kepler's period, a drifting node, a spherical Earth of 6371 km.
-- ``j2``: SGP4's secular rates without drag (Brouwer's, with J2, J2² and J4, WGS72) for node and argument of latitude,
-  without periodic terms (10 km, which do not grow); WGS84 ground, inertial frame TEME.
+- ``j2``: SGP4's secular rates without drag (Brouwer's, with J2, J2² and J4, WGS72), without periodic terms (10 km,
+  which do not grow); WGS84 ground, inertial frame TEME.
 
-*Names.* Walker's slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so after P planes the grid is
-twisted by F slots. Here slot s of plane k is the satellite *nearest* to its position for F = 0 (``Shell.walker_slot``
-maps back): the torus closes without a twist, cells of a box are adjacent, and routing, placement and handover need not
-know F.
+Walker's slot j of plane k is F/P of a slot ahead of slot j of plane k − 1, so after P planes the grid is twisted by F
+slots. Here slot s of plane k is the satellite *nearest* to its position for F = 0 (``Shell.walker_slot`` maps back):
+the torus closes without a twist, and routing, placement and handover need not know F.
 
 Two-line elements are not propagated: every host must compute the same regular grid to the bit, and station keeping
 corrects drift within a slot.
@@ -36,7 +35,7 @@ SkyModel = Literal["paper", "j2"]
 SKY_MODELS: tuple[SkyModel, ...] = get_args(SkyModel)
 Pattern = Literal["delta", "star"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-"""Spread of nodes: round the equator, or over half of it, with no links between first and last plane."""
+"""Spread of nodes: round the equator, or over half of it."""
 
 LINK_CLEARANCE_M = 80_000.0
 """Minimum height of a laser link, outside the atmosphere."""
@@ -90,7 +89,7 @@ def secular(axis_m: float, inclination_rad: float) -> Secular:
 
 
 def _kozai_excess(kozai: float, cos2: float) -> float:
-    """Return the relative excess of Kozai's over Brouwer's mean motion; SGP4's ``del``."""
+    """Return Kozai's relative excess over Brouwer's mean motion; SGP4's ``del``."""
     axis = (_WGS72_XKE / kozai) ** (2 / 3)
     d1 = 0.75 * _WGS72_J2 * (3 * cos2 - 1)
     share = d1 / axis**2
@@ -99,7 +98,7 @@ def _kozai_excess(kozai: float, cos2: float) -> float:
 
 
 def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> float:
-    """Return the altitude of a ``j2`` shell whose element sets state this mean motion."""
+    """Return the altitude of a ``j2`` shell from its element sets' mean motion."""
     cos2 = math.cos(math.radians(inclination_deg)) ** 2
     motion = kozai_rad_min / (1 + _kozai_excess(kozai_rad_min, cos2))
     return float((_WGS72_XKE / motion) ** (2 / 3) * _WGS72_RADIUS_M - WGS84_RADIUS_M)
@@ -130,7 +129,7 @@ class Shell:
     plane_nodes_rad: tuple[float, ...] = ()
     radius_m: float = field(init=False, repr=False, compare=False)
     period_s: float = field(init=False, repr=False, compare=False)
-    """Time of a revolution: Kepler's (``paper``), or from node to node (``j2``)."""
+    """Time of a revolution; ``j2``: from node to node."""
     node_rate_rad_s: float = field(init=False, repr=False, compare=False)
     """Drift of the nodes; westward for prograde orbits."""
     _offsets: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -224,11 +223,9 @@ class Shell:
         return (slot - math.floor(self.phase * plane / self.planes + 0.5)) % self.slots_per_plane
 
     def node_rad(self, plane: int, now_s: float = 0.0) -> float:
-        """Return the right ascension of a plane's node."""
         return self._nodes_rad[plane % self.planes] + self.node_rate_rad_s * now_s
 
     def argument_rad(self, plane: int, slot: int, now_s: float = 0.0) -> float:
-        """Return a satellite's argument of latitude."""
         turns = (slot + self._offsets[plane % self.planes]) / self.slots_per_plane
         return 2 * math.pi * (turns + now_s / self.period_s)
 
@@ -268,7 +265,7 @@ class Shell:
         return 2 * self.radius_m * math.sin(math.pi / self.slots_per_plane)
 
     def d_n_max_m(self) -> float:
-        """Return the largest distance to a neighbouring plane's same slot (equation 2; at the equator, phase 0)."""
+        """Return the largest distance to a neighbouring plane's same slot (equation 2)."""
         if self.model == "paper":
             return neighbour_chord_m(self.planes, self.altitude_m)
         return 2 * self.radius_m * math.sin(math.pi / self.planes)
@@ -292,16 +289,16 @@ class Shell:
         return math.dist(own_m, self.position_m(u_there, node_rad))
 
     def longest_plane_link_m(self, plane: int) -> float:
-        """Return the maximum length over the orbit of the links from ``plane`` to the next."""
+        """Return the maximum length of the links from ``plane`` to the next."""
         # The scalar product of the two unit vectors is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         delta_rad = self.argument_rad(plane + 1, 0) - self.argument_rad(plane, 0)
         return self.chord_m(0, 1, -delta_rad / 2, plane)
 
     def nearest_approach_m(self) -> float:
-        """Return the least distance ever between satellites of different planes; infinity with a single plane.
+        """Return the least distance ever between satellites of different planes, exactly.
 
-        Exact: at differences Δ of node and δ of argument the unit vectors' scalar product is A − |B|·cos(2u + δ), A =
-        ½·(cos Δ + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), K = cos²i·cos Δ + sin²i.
+        At differences Δ of node and δ of argument the unit vectors' scalar product is A − |B|·cos(2u + δ), A = ½·(cos Δ
+        + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), K = cos²i·cos Δ + sin²i.
         """
         import numpy as np
 
@@ -324,7 +321,7 @@ class Shell:
         return 2 * math.sqrt(max(0.0, self.radius_m**2 - (self.earth_radius_m + LINK_CLEARANCE_M) ** 2))
 
     def link_blocked(self, chord_m: float) -> bool:
-        """Return True if a link of this length would pass through the Earth or its atmosphere."""
+        """Return True if the Earth or its atmosphere blocks a link of this length."""
         if chord_m >= 2 * self.radius_m:
             return True
         return math.sqrt(self.radius_m**2 - (chord_m / 2) ** 2) < self.earth_radius_m + LINK_CLEARANCE_M

@@ -1,7 +1,6 @@
 """Passes of satellites over a place: rise above a mask, culmination and set, and the satellites in sight meanwhile.
 
-Between samples a minute apart, a cubic through positions and velocities is within a metre of the orbit. Every
-culmination is next to a sample higher than its neighbours, so no pass is too short to be found.
+Every culmination is next to a sample higher than its neighbours, so no pass is too short to be found.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
     Whole = NDArray[np.int64]
 
 STEP_S = 60.0
-"""Interval of samples; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
+"""Interval of samples; cubics between them are within 0.3 m of the orbit (error ~ interval⁴)."""
 HIGHEST_EVERY_S = 2.0
-"""Interval of the search for the highest satellite, which may miss shorter times."""
+"""Interval of the search for the highest satellite."""
 MAX_HOURS = 168.0
 _SAMPLES_AT_ONCE = 1_000_000
 _TIMES_AT_ONCE = 64
@@ -56,9 +55,9 @@ class Sky(Protocol):
     def name(self, satellite: int) -> str: ...
 
     def states(self, first: int, last: int, unix_s: Array) -> tuple[Array, Array]:
-        """Return positions (m) and velocities (m/s), shape ``(last - first, times, 3)``.
+        """Return positions (m) and velocities (m/s), shape ``(last - first, times, 3)``; NaN if invalid.
 
-        Invalid values are NaN. ``unix_s`` must be evenly spaced.
+        ``unix_s`` must be evenly spaced.
         """
         ...
 
@@ -66,7 +65,7 @@ class Sky(Protocol):
 
 
 class ElementSky:
-    """Satellites by SGP4; ``left_out`` has the reasons of those that it cannot propagate."""
+    """Satellites by SGP4, and the reasons of those that it cannot propagate."""
 
     def __init__(self, elements: Sequence[ElementSet]) -> None:
         self.elements = elements
@@ -131,7 +130,7 @@ class ShellSky:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Pass above the mask: angles at culmination, azimuth from north by east."""
+    """Pass above the mask; angles at culmination, azimuth from north by east."""
 
     satellite: int
     rise_unix_s: float | None
@@ -149,7 +148,6 @@ class InSight:
     mean: float
     most: int
     longest_gap_s: float
-    """Longest time without a satellite above the mask."""
     covered: float
     highest_for_s: float | None
     """Mean time for which the same satellite is the highest."""
@@ -158,7 +156,6 @@ class InSight:
 @dataclass(frozen=True, slots=True)
 class Passes:
     passes: tuple[Pass, ...]
-    """Passes in the order of their rise."""
     in_sight: InSight
     highest_deg: float
     """Highest elevation at any sample, also below the mask."""
@@ -220,7 +217,6 @@ class _Piece:
         angle = sky.angle_rad(unix_s)
         offset = self._position - _turned(self._ground, angle)
         self.sines: Array = np.einsum("ntk,tk->nt", offset, _turned(self._up, angle)) / np.linalg.norm(offset, axis=-1)
-        """Sines of elevation, by satellite and sample."""
 
     def passes(self, mask_deg: float) -> list[Pass]:
         import numpy as np
@@ -293,7 +289,7 @@ class _Piece:
         return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
-        """Return the vector from the place to each satellite at its time, and the Earth's angle then."""
+        """Return vectors from the place to satellites, and the Earth's angle."""
         at = self._sample_before(unix_s)
         x = ((unix_s - self._times[at]) / self._step)[:, None]
         start, end = self._position[satellite, at], self._position[satellite, at + 1]
@@ -308,7 +304,7 @@ class _Piece:
         return position - _turned(self._ground, angle), angle
 
     def sine(self, satellite: Whole, unix_s: Array) -> Array:
-        """Return the sine of elevation of each satellite (numbered within the piece) at its time."""
+        """Return sines of elevation of satellites (numbered within the piece)."""
         import numpy as np
 
         offset, angle = self._offsets(satellite, unix_s)

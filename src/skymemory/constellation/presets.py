@@ -21,10 +21,7 @@ DEFAULT_PRESET = "testbed-19x5"
 
 @dataclass(frozen=True, slots=True)
 class FlownShell:
-    """Shell of real satellites, from which a plan rebuilds it without element sets.
-
-    Orbits are those of ``Shell`` with model ``j2``; offsets are in slots, by plane.
-    """
+    """Shell of real satellites, from which a plan rebuilds it; offsets are in slots, by plane."""
 
     source: str
     epoch_unix_s: float
@@ -36,7 +33,7 @@ class FlownShell:
     gaps: tuple[SatelliteId, ...]
     """Cells without a satellite that links lead to."""
     star: bool = False
-    """True if no links join the last plane and the first (in scenarios only)."""
+    """True if no links join the last plane and the first."""
 
     def preset(self) -> Preset:
         """Return it as a constellation.
@@ -57,7 +54,7 @@ class FlownShell:
         return replace(self, gaps=tuple(sorted(set(replace(torus, gaps=frozenset()).satellites()) - set(most))))
 
     def torus(self) -> Torus:
-        """Return the grid; its links never pass through the Earth (planes taken as evenly spread)."""
+        """Return the grid; its links never pass through the Earth."""
         most_slots, most_planes = _widest(self.shell())
         return Torus(
             len(self.nodes_rad), self.slots_per_plane, self.star, frozenset(self.gaps), most_slots, most_planes
@@ -77,7 +74,7 @@ class FlownShell:
 
 
 def _widest(shell: Shell) -> tuple[int, int]:
-    """Return the slots and planes that a link may span without ever passing through the Earth, at least 1."""
+    """Return the slots and planes that a link may span without ever passing through the Earth."""
     slots = planes = 1
     while slots < shell.slots_per_plane // 2 and not shell.link_blocked(shell.chord_m(slots + 1, 0)):
         slots += 1
@@ -114,9 +111,8 @@ def _flown_preset(flown: FlownShell) -> Preset:
 class Preset:
     """Constellation with its defaults.
 
-    ``shell`` gives lengths, delays and the pace of moves, ``torus`` the grid of existing satellites (smaller in the
-    testbed). ``fixed_centre`` is overhead at moves (0, 0); default the anchor of ``host`` at the epoch. Plans name a
-    ``version``: its positions never change.
+    ``shell`` gives lengths, delays and the pace of moves, ``torus`` the grid (smaller in the testbed). ``fixed_centre``
+    is overhead at moves (0, 0); default the anchor of ``host``. Plans name a ``version``: its positions never change.
     """
 
     name: str
@@ -140,7 +136,7 @@ class Preset:
         return anchor(self.shell, self.host, self.epoch_unix_s, 0.0).satellite
 
     def moves_at(self, now_s: float) -> tuple[int, int]:
-        """Return ``(slot_moves, plane_moves)`` of the overhead point ``now_s`` seconds after the epoch."""
+        """Return the overhead point's ``(slot_moves, plane_moves)``."""
         return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
 
 

@@ -1,7 +1,6 @@
 """Satellites in sight of a host: those above the elevation mask, the gateway first, and their light times.
 
-Methods take the *centre* of the box as the host counts it: after an operator's push, the satellites are seen as if they
-had flown that far.
+After an operator's push of the box's *centre*, satellites are seen as if they had flown that far.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""Rules for the gateway.
+"""``nearest``: the highest satellite in sight; ``climbing``: the highest on the box's branch.
 
-``nearest``: the highest satellite in sight. ``climbing``: the highest on the box's branch, if any; satellites of the
-other branch are half the grid away along the links.
+Satellites of the other branch are half the grid away along the links.
 """
 
 
@@ -35,9 +33,7 @@ class Sight(Protocol):
         ...
 
     def one_way_s(self, satellite: SatelliteId, centre: SatelliteId, sky_s: float) -> float:
-        """Return the light time of the beam to this satellite; out of sight, by the paper's model (for access
-        ``ideal``).
-        """
+        """Return the beam's light time; out of sight, by the paper's model (for access ``ideal``)."""
         ...
 
     @property
@@ -73,13 +69,13 @@ def reach_cosine(shell: Shell, mask_deg: float, ground_radius_m: float | None = 
 
 
 def farthest_latitude_deg(shell: Shell, mask_deg: float) -> float:
-    """Return the latitude beyond which no satellite rises above the mask, to a quarter of a degree."""
+    """Return the latitude beyond which no satellite rises, to a quarter of a degree."""
     inclination_deg = min(shell.inclination_deg, 180 - shell.inclination_deg)
     return min(90.0, inclination_deg + math.degrees(math.acos(reach_cosine(shell, mask_deg))) + 0.25)
 
 
 def slant_s(shell: Shell, cosine: float) -> float:
-    """Return the light time to a satellite at this angle (its cosine) at the Earth's centre, on a sphere."""
+    """Return the light time to a satellite at this angle (cosine) at the Earth's centre, on a sphere."""
     r, ground_m = shell.radius_m, shell.earth_radius_m
     return math.sqrt(ground_m**2 + r * r - 2 * ground_m * r * cosine) / SPEED_OF_LIGHT_M_S
 
@@ -93,17 +89,15 @@ def _dot(a: Vector, b: Vector) -> float:
 
 class _Host(NamedTuple):
     below: Vector
-    """Unit vector from the centre of the Earth to the host."""
     up: Vector
-    """Unit vector perpendicular to the horizon; on a sphere ``below``."""
+    """Normal of the horizon; on a sphere ``below``."""
     radius_m: float
     height_m: float
     """Height of the horizon's plane above the centre of the Earth."""
 
     def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
-        """Return the sine of the elevation, and the distance, of a satellite at distance ``r`` from the Earth's centre.
-
-        ``below`` and ``up`` are scalar products of its direction with the vectors of that name.
+        """Return the sine of a satellite's elevation, and its distance; ``below`` and ``up`` are scalar products with
+        those vectors.
         """
         slant_m = math.sqrt(max(0.0, r * r + self.radius_m**2 - 2 * r * self.radius_m * below))
         return (r * up - self.height_m) / slant_m, slant_m
@@ -120,7 +114,6 @@ class OrbitSight:
     rule: GatewayRule = "nearest"
     gaps: frozenset[SatelliteId] = frozenset()
     descending: bool = False
-    """True if the box is on the descending branch; over a star, for half of each day."""
     track: Track = field(init=False, repr=False)
     any_blocked: bool = field(init=False, repr=False, compare=False)
 
@@ -153,12 +146,12 @@ class OrbitSight:
         return shell.link_blocked(math.dist(own_m, target_m))
 
     def _pushed(self, centre: SatelliteId, sky_s: float) -> tuple[int, int]:
-        """Return the operators' pushes: the box's centre relative to the anchor."""
+        """Return the operators' pushes."""
         plane, slot = self.track.cell_at(sky_s)
         return centre.plane - plane, centre.slot - slot
 
     def overhead(self, sky_s: float) -> list[SatelliteId]:
-        """Return the cells above the mask on the grid without pushes, the gateway first."""
+        """Return the cells above the mask, without pushes."""
         shell, slots, r = self.shell, self.shell.slots_per_plane, self.shell.radius_m
         host = self._host(sky_s)
         # On the ellipsoid the vertical deviates from the line to the centre of the Earth, by at most a fifth of a
@@ -233,7 +226,7 @@ class OrbitSight:
 
 @dataclass(frozen=True)
 class BoxSight:
-    """View of a grid that is not an orbit (the paper's testbed): offsets from the overhead point give elevations.
+    """View of a grid that is not an orbit (the paper's testbed), by offsets from the overhead point.
 
     Its links count as free; on a ring all would pass through the Earth.
     """

@@ -1,7 +1,6 @@
-"""Element sets of real satellites, as two lines or as OMM (CCSDS 502.0): reading, checks, propagation by SGP4.
+"""Element sets of real satellites, as two lines or as OMM (CCSDS 502.0).
 
-Mean elements are valid only with SGP4, so the package ``sgp4`` does all mechanics, in TEME (true equator, mean
-equinox).
+They are valid only with SGP4, so the package ``sgp4`` does all mechanics, in TEME (true equator, mean equinox).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _OMM_OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementSet:
-    """Mean elements of a satellite; ``where`` is their place in the file, such as ``line 3``."""
+    """Mean elements of a satellite; ``where`` is their place in the file."""
 
     name: str
     number: int
@@ -82,7 +81,7 @@ class ElementSet:
 
 @dataclass(frozen=True, slots=True)
 class ElementFile:
-    """One set per satellite in the order of the file, and the reasons for skipped records."""
+    """Sets in the order of the file, one per satellite, and the reasons for skipped records."""
 
     elements: tuple[ElementSet, ...]
     skipped: tuple[str, ...] = ()
@@ -94,7 +93,7 @@ def read_elements(text: str, *, skip_bad: bool = False) -> ElementFile:
     ``skip_bad`` skips and lists bad records and all but a satellite's newest set.
 
     Raises:
-        InvalidInput: a record is bad (the message has its line), or there is no element set.
+        InvalidInput: a bad record (with its line), or no element set.
         MissingExtra: ``sgp4`` is not installed.
     """
     if find_spec("sgp4") is None:
@@ -135,7 +134,6 @@ def _refuse(reason: str) -> None:
 
 
 def _two_line(lines: Sequence[str], refuse: Callable[[str], None]) -> Iterator[ElementSet]:
-    """Yield two-line sets; names are lines that begin neither with ``1 `` nor with ``2 ``."""
     from sgp4.api import SGP4_ERRORS, Satrec
 
     name = ""
@@ -222,7 +220,6 @@ _SECOND_FIELDS = (
 
 
 def _wrong_line(at: int, line: str, fields: Sequence[_Field]) -> str | None:
-    """Return the fault of a line of elements, if any."""
     if len(line) != _LINE_LENGTH:
         cut = "truncated" if len(line) < _LINE_LENGTH else "too long"
         return f"line {at}: {cut}, {len(line)} characters: expected {_LINE_LENGTH}"
@@ -374,10 +371,8 @@ def julian_days(unix_s: Array) -> tuple[Array, Array]:
 
 
 def teme_states(elements: Sequence[ElementSet], unix_s: Array) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Return positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and each satellite's first
-    error.
-
-    Error 0 is none; with an error, values are invalid.
+    """Return positions (m) and velocities (m/s) in TEME, shape ``(satellites, times, 3)``, and SGP4's first errors (0:
+    none).
     """
     import numpy as np
     from sgp4.api import SatrecArray

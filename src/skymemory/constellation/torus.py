@@ -1,10 +1,9 @@
 """The +GRID torus: the links between satellites, and the routes over them (SkyMemory paper §3.2 and §4).
 
-Each satellite is linked to its two neighbours in the plane and to the same slot in the two neighbouring planes; both
-rings close. At a *seam* (the first and last planes of a Walker star fly in opposite directions) there are no links.
-
-Rings close over *gaps*, cells without a satellite: the neighbour along an axis is the next living satellite, so links
-are symmetric and at most four. The next living satellite ahead in the plane holds the data of a gap.
+Each satellite is linked to its neighbours in the plane and to the same slot of neighbouring planes; both rings close,
+except at a *seam* (first and last planes of a Walker star fly in opposite directions). Over *gaps*, cells without a
+satellite, the next living satellite is the neighbour, so links are symmetric and at most four. The next living
+satellite ahead in the plane holds a gap's data.
 
 Slots grow along the motion, which is east; planes grow south.
 """
@@ -61,7 +60,7 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of satellites, without gaps."""
+        """Number of satellites."""
         return self.cells - len(self.gaps)
 
     @property
@@ -75,18 +74,17 @@ class Torus:
         return 0 <= satellite.plane < self.planes and 0 <= satellite.slot < self.slots_per_plane
 
     def living(self, cell: SatelliteId) -> SatelliteId:
-        """Return the satellite that holds the data of this cell.
-
-        For a gap it is the next satellite ahead in its plane or, if that is empty, in the next plane that is not.
+        """Return the cell's satellite, or that which holds a gap's data: the next ahead in its plane, else in the next
+        plane.
         """
         return _living(self, cell) if cell in self.gaps else cell
 
     def wrap(self, plane: int, slot: int) -> SatelliteId:
-        """Return the satellite at these indices, which may lie beyond the ends of their rings."""
+        """Return the satellite at indices that may lie beyond their rings."""
         return SatelliteId(plane % self.planes, slot % self.slots_per_plane)
 
     def index(self, satellite: SatelliteId) -> int:
-        """Return the position in plane-major order, 0 … ``cells`` − 1."""
+        """Return the position in plane-major order."""
         return satellite.plane * self.slots_per_plane + satellite.slot
 
     def satellite(self, index: int) -> SatelliteId:
@@ -111,7 +109,7 @@ class Torus:
         return SatelliteId(here.plane, (here.slot - 1) % self.slots_per_plane)
 
     def neighbours(self, here: SatelliteId) -> tuple[SatelliteId, SatelliteId, SatelliteId, SatelliteId]:
-        """Return the neighbours north, east, south, west, in the order in which placements walk.
+        """Return the neighbours north, east, south, west, the order of placements.
 
         ``here`` takes the place of a neighbour across a seam or too far for a link.
         """
@@ -124,7 +122,7 @@ class Torus:
         return north, self.east(here), south, self.west(here)
 
     def delta(self, here: SatelliteId, there: SatelliteId) -> tuple[int, int]:
-        """Return signed hops ``(d_slot, d_plane)`` of a shortest path; a tie on a ring counts as west or north."""
+        """Return signed hops ``(d_slot, d_plane)`` of a shortest path; a tie counts as west or north."""
         d_slot = (there.slot - here.slot) % self.slots_per_plane
         if 2 * d_slot >= self.slots_per_plane:
             d_slot -= self.slots_per_plane
@@ -136,7 +134,7 @@ class Torus:
         return d_slot, d_plane
 
     def hops(self, here: SatelliteId, there: SatelliteId) -> int:
-        """Return the number of links on a shortest path: Manhattan distance on the torus, or more around gaps.
+        """Return the number of links on a shortest path.
 
         Raises:
             InvalidInput: no path between the two (gaps too wide for links), or a gap.
@@ -154,10 +152,9 @@ class Torus:
     ) -> SatelliteId:
         """Return the next hop of a packet to ``there``; ``here`` itself on arrival.
 
-        ``greedy`` is the rule of paper §4, planes first, except that a tie on a ring, at which the printed rule stops,
-        goes north or west. ``alternate`` swaps axes at each hop, which spreads the flows of a box evenly over the links
-        of its centre; ``came_axis`` is that of the incoming link. With gaps, the neighbour that this rule names must be
-        on a shortest path; else the first that is.
+        ``greedy`` is the rule of paper §4, planes first, except that a tie, at which the printed rule stops, goes north
+        or west. ``alternate`` swaps axes at each hop, which spreads a box's flows evenly over its centre's links. With
+        gaps, the hop must be on a shortest path.
         """
         if self.gaps:
             return self._next_over_gaps(here, there, mode, came_axis)
@@ -211,7 +208,6 @@ class Torus:
 # --- Over gaps ---
 
 _FAR = 0xFFFF
-"""Number of links if no path exists."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -243,7 +239,7 @@ def _over_gaps(torus: Torus, here: SatelliteId) -> tuple[SatelliteId, SatelliteI
 
 @lru_cache(maxsize=2048)
 def _distances(torus: Torus, there: SatelliteId) -> array[int]:
-    """Return the links from each satellite to ``there``, by index; ``_FAR`` without a path."""
+    """Return the links from each satellite to ``there``, by index."""
     links = array("H", [_FAR]) * torus.cells
     if there not in torus:
         return links

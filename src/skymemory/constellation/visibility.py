@@ -1,12 +1,12 @@
 """Visibility from the ground: elevations, the anchor of a host's box, its gateway.
 
-The satellite nearest to a host changes about every minute, between planes and branches of orbits; a box that followed
-it would always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function
-of host, epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns (relative
-to the drifting nodes). The papers step slots only; their box sinks below the horizon within two hours.
+The satellite nearest to a host changes about every minute, between planes and branches; a box that followed it would
+always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function of host,
+epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns relative to the
+nodes. (The papers' box, without plane steps, sinks below the horizon within two hours.)
 
-Model ``j2``: WGS84 at height 0 with geodetic latitudes and normals, turning by mean sidereal time (TEME). Model
-``paper``: a sphere that turns by the Earth rotation angle.
+Model ``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). Model ``paper``: a sphere that turns by
+the Earth rotation angle.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_MASK_DEG = 25.0
 
 @dataclass(frozen=True, slots=True)
 class GroundHost:
-    """Place on the ground; latitude grows north, longitude east."""
+    """Place in degrees north and east."""
 
     latitude_deg: float
     longitude_deg: float
@@ -59,14 +59,14 @@ class Anchor:
 
 
 def earth_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Return the Earth rotation angle ``now_s`` after the epoch (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
+    """Return the Earth rotation angle (IERS Conventions 2010, eq. 5.15; UT1 taken as UTC)."""
     days_since_j2000 = epoch_unix_s / 86400.0 + 2440587.5 - 2451545.0
     at_epoch = 2 * math.pi * (0.7790572732640 + 1.00273781191135448 * days_since_j2000)
     return math.fmod(at_epoch, 2 * math.pi) + EARTH_ROTATION_RAD_S * now_s
 
 
 def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
-    """Return Greenwich mean sidereal time of 1982 as an angle, ``now_s`` after the epoch (UT1 taken as UTC).
+    """Return Greenwich mean sidereal time of 1982 as an angle (UT1 taken as UTC).
 
     Linear in ``now_s``; the error is 1e-9 rad after a year.
     """
@@ -77,7 +77,6 @@ def sidereal_angle_rad(epoch_unix_s: float, now_s: Times) -> Times:
 
 
 _SIDEREAL_PER_CENTURY_S = 8640184.812866
-"""Gain of sidereal over solar time per century."""
 
 
 def _sidereal_rate_rad_s(days_since_j2000: float) -> float:
@@ -90,7 +89,6 @@ _SIDEREAL_RATE_RAD_S = _sidereal_rate_rad_s(0.0)
 
 
 def ground_angle_rad(model: SkyModel, epoch_unix_s: float, now_s: Times) -> Times:
-    """Return the Earth's rotation in the satellites' frame, ``now_s`` after the epoch."""
     return earth_angle_rad(epoch_unix_s, now_s) if model == "paper" else sidereal_angle_rad(epoch_unix_s, now_s)
 
 
@@ -121,7 +119,7 @@ def overhead_argument_rad(shell: Shell, host: GroundHost) -> float:
 def overhead_cell(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, descending: bool = False
 ) -> tuple[float, float]:
-    """Return ``(plane, slot)`` of the overhead point on a branch: real numbers that do not wrap.
+    """Return ``(plane, slot)`` of the overhead point on a branch, not wrapped.
 
     A star has no planes from its last on: each branch is overhead for half of the day.
     """
@@ -155,13 +153,12 @@ def slot_move_period_s(shell: Shell) -> float:
 
 
 def plane_move_period_s(shell: Shell) -> float:
-    """Return the time between plane moves."""
     rate_rad_s = EARTH_ROTATION_RAD_S if shell.model == "paper" else _SIDEREAL_RATE_RAD_S
     return shell.span_rad / shell.planes / (rate_rad_s - shell.node_rate_rad_s)
 
 
 def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return a place in the Earth-fixed frame turned by ``angle_rad``; shape ``(3,)``."""
+    """Return a place in the Earth-fixed frame turned by ``angle_rad``."""
     import numpy as np  # local, as below: verbs that need only delays and maps start without numpy
 
     out_m, north_m = ground_m(model, place.latitude_deg)
@@ -170,7 +167,7 @@ def place_m(place: GroundHost, model: SkyModel = "j2", angle_rad: float = 0.0) -
 
 
 def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
-    """Return the unit vector perpendicular to the horizon, in the frame of ``place_m``."""
+    """Return the normal of the horizon in the frame of ``place_m``."""
     import numpy as np
 
     latitude = math.radians(place.latitude_deg)
@@ -182,12 +179,12 @@ def place_up(place: GroundHost, angle_rad: float = 0.0) -> NDArray[np.float64]:
 def host_position_m(
     host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper"
 ) -> NDArray[np.float64]:
-    """Return the host's inertial position, shape ``(3,)``."""
+    """Return the host's inertial position."""
     return place_m(host, model, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
 def up_vector(host: GroundHost, epoch_unix_s: float, now_s: float, model: SkyModel = "paper") -> NDArray[np.float64]:
-    """Return the inertial unit vector perpendicular to the host's horizon, shape ``(3,)``."""
+    """Return the inertial normal of the host's horizon."""
     return place_up(host, ground_angle_rad(model, epoch_unix_s, now_s))
 
 
@@ -200,7 +197,7 @@ def slants_m(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) 
 
 
 def elevations_deg(shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float) -> NDArray[np.float64]:
-    """Return the elevation of every satellite, negative below the horizon; ``(planes, slots)``."""
+    """Return every satellite's elevation, negative below the horizon; ``(planes, slots)``."""
     return elevations_of(shell.positions_m(now_s), host, epoch_unix_s, now_s, shell.model)
 
 
