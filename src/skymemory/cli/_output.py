@@ -109,7 +109,7 @@ def discard_unwritten() -> None:
 
 
 def is_output_lost(error: OSError) -> bool:
-    """Return True if a test write to standard output fails like ``error``."""
+    """Return True if a test write to standard output fails as well; ``error`` names no file."""
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return False
     try:

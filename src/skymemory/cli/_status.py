@@ -57,7 +57,6 @@ class StatusReport:
 
     @property
     def wrong_clocks(self) -> list[SatelliteId]:
-        """Satellites whose clock is off by more than the plan tolerates."""
         bound_us = tolerated_skew_s(self.plan) * 1e6
         return [satellite for satellite, answer in self.answers.items() if answer and answer["clock_off_us"] > bound_us]
 

@@ -33,7 +33,6 @@ _END_S = 60.0
 _RAY_START_S = 300.0
 _ASK_S = 2.0
 _SKY = "sky"
-"""Subfolder for a constellation's run directory."""
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -136,11 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check options that exclude or need each other.
-
-    Raises:
-        InvalidInput: an invalid combination.
-    """
+    """Raise ``InvalidInput`` for options that exclude or need each other."""
     if (args.engine is None) == (args.url is None):
         raise InvalidInput("fit: expected either --engine small or --url, an endpoint")
     if args.clock == "processor" and (args.engine is None or args.threads != 1):

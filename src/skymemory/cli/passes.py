@@ -98,11 +98,7 @@ def flown_shell(path: Path, number: int, skip_bad: bool) -> Preset:
 
 
 def read(path: Path, skip_bad: bool) -> ElementFile:
-    """Read the element sets in a file.
-
-    Raises:
-        InvalidInput: the file is bad; the message has its name.
-    """
+    """Read the element sets in a file; raise ``InvalidInput`` with its name."""
     from skymemory.constellation.tle import read_elements
     from skymemory.files import MAX_TABLE_BYTES, read_text
 

@@ -106,11 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check options that exclude or need each other; read no file.
-
-    Raises:
-        InvalidInput: an invalid combination.
-    """
+    """Raise ``InvalidInput`` for options that exclude or need each other; read no file."""
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -221,7 +217,7 @@ async def _interruptible(
     stream: TextIO,
     out: TextIO | None,
 ) -> tuple[_Replay, bool]:
-    """Run the replay; return True with it if a first signal ended it."""
+    """Run the replay; return True with it if a signal ended it."""
     import asyncio
 
     from skymemory.serving.replay.prompts import LoadPlan
@@ -359,11 +355,7 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Return the counters of all ``urls`` together.
-
-    Raises:
-        SkyMemoryError: an engine does not report them.
-    """
+    """Return the counters of all ``urls``; raise ``SkyMemoryError`` if an engine does not report them."""
     import aiohttp
 
     from skymemory.serving.replay.client import base_url

@@ -54,7 +54,7 @@ _EVEN_SCORE = 0.75
 _EVEN_OCCUPIED = 0.6
 _SEAM_DEG = 150.0
 _OFF_ALTITUDE_M = 2_000.0
-"""Maximum distance from the plane's altitude; beyond it satellites drift two degrees per day or more."""
+"""Maximum distance from the plane's altitude; beyond it satellites drift two to three degrees per day."""
 _LEAST_COHERENCE = 0.3
 _LEAST_PHASED = 0.9
 _LEAST_SLOTS = 3
@@ -130,7 +130,6 @@ class ClusteredShell:
         return self.torus.living(satellite)
 
     def flown(self, source: str) -> FlownShell:
-        """Return the description for a plan."""
         cells = ((plane, slot) for plane in range(self.planes) for slot in range(self.slots_per_plane))
         return FlownShell(
             source,
@@ -246,7 +245,6 @@ def cluster(elements: Sequence[ElementSet]) -> Clustering:
 
 
 def fit(shell: ClusteredShell) -> Fit:
-    """Return the rates of a shell's closed form."""
     import numpy as np
 
     # SGP4's rates are per minute.

@@ -208,7 +208,6 @@ class Trajectory:
             )
 
     def leg_rad(self, leg: int) -> float:
-        """Return the angle at the Earth's centre to the next waypoint."""
         return _angle_rad(_unit(self.waypoints[leg]), _unit(self.waypoints[leg + 1]))
 
     def at(self, time_s: float) -> GroundHost:
@@ -235,7 +234,7 @@ def host_at(place: Place, time_s: float) -> GroundHost:
 
 
 def parse_waypoints(lines: Iterable[str], where: str) -> tuple[Waypoint, ...]:
-    """Return the waypoints of a text: ``seconds latitude longitude`` per line, ``#`` starts a comment."""
+    """Parse lines ``seconds latitude longitude``; ``#`` starts a comment."""
     points = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
@@ -281,8 +280,6 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellGrid:
-    """Grid of base stations."""
-
     rows: int
     columns: int
 

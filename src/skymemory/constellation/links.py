@@ -1,9 +1,8 @@
 """Capacity of links: rates, other traffic, queues, planned outages, rain.
 
 ``up`` and ``down`` are the directions of a beam (each host has its own to each satellite), ``isl`` a direction of a
-link between satellites. Each direction stores and forwards packets in a FIFO; full buffers drop, outages lose.
-
-All is a pure function of the time since the epoch and a seed, so hosts, clients and the simulator agree.
+link between satellites. All is a pure function of the time since the epoch and a seed, so hosts, clients and the
+simulator agree.
 """
 
 from __future__ import annotations
@@ -102,11 +101,7 @@ class Outage:
         return kind in self.classes and self.satellites <= set(satellites)
 
     def check(self, torus: Torus) -> None:
-        """Check the outage against the grid.
-
-        Raises:
-            InvalidInput: the grid lacks the satellite or the link.
-        """
+        """Raise ``InvalidInput`` if the grid lacks the satellite or the link."""
         if self.link in _WHOLE_CLASSES:
             return
         named = _satellites_of(self.link)
@@ -232,7 +227,7 @@ def _drawn(rain: Rain, spell: int, place: str, seed: int) -> float:
 
 
 def elevation_deg(altitude_m: float, one_way_s: float) -> float:
-    """Return the elevation of a satellite at this height, from its beam's light time."""
+    """Return a satellite's elevation from its height and its beam's light time."""
     slant_m, radius_m = one_way_s * SPEED_OF_LIGHT_M_S, EARTH_RADIUS_M + altitude_m
     sine = (radius_m**2 - EARTH_RADIUS_M**2 - slant_m**2) / (2 * EARTH_RADIUS_M * max(slant_m, 1.0))
     return math.degrees(math.asin(max(-1.0, min(1.0, sine))))

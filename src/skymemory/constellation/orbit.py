@@ -98,7 +98,6 @@ def _kozai_excess(kozai: float, cos2: float) -> float:
 
 
 def altitude_of_mean_motion_m(kozai_rad_min: float, inclination_deg: float) -> float:
-    """Return the altitude of a ``j2`` shell from its element sets' mean motion."""
     cos2 = math.cos(math.radians(inclination_deg)) ** 2
     motion = kozai_rad_min / (1 + _kozai_excess(kozai_rad_min, cos2))
     return float((_WGS72_XKE / motion) ** (2 / 3) * _WGS72_RADIUS_M - WGS84_RADIUS_M)
@@ -297,8 +296,7 @@ class Shell:
     def nearest_approach_m(self) -> float:
         """Return the least distance ever between satellites of different planes, exactly.
 
-        At differences Δ of node and δ of argument the unit vectors' scalar product is A − |B|·cos(2u + δ), A = ½·(cos Δ
-        + K)·cos δ − cos i·sin Δ·sin δ, B = ½·(cos Δ − K), K = cos²i·cos Δ + sin²i.
+        At argument u the unit vectors' scalar product is A − |B|·cos(2u + δ), with δ the difference of their arguments.
         """
         import numpy as np
 

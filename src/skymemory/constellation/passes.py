@@ -266,7 +266,6 @@ class _Piece:
         ]
 
     def _candidates(self, mask_deg: float) -> tuple[Whole, Whole]:
-        """Return samples that are higher than their neighbours and near enough to the mask."""
         import numpy as np
 
         padded = np.pad(self.sines, ((0, 0), (1, 1)), constant_values=-np.inf)
@@ -289,7 +288,6 @@ class _Piece:
         return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
-        """Return vectors from the place to satellites, and the Earth's angle."""
         at = self._sample_before(unix_s)
         x = ((unix_s - self._times[at]) / self._step)[:, None]
         start, end = self._position[satellite, at], self._position[satellite, at + 1]

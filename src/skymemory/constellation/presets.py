@@ -14,7 +14,7 @@ from skymemory.constellation.visibility import GroundHost, anchor
 from skymemory.errors import InvalidInput, UnknownPreset
 
 EPOCH_UNIX_S = 1_735_689_600.0
-"""2025-01-01T00:00:00Z: plane 0 has its node at the vernal equinox, slot 0 of each plane is at its node."""
+"""Time 2025-01-01T00:00:00Z: plane 0 has its node at the vernal equinox, slot 0 of each plane is at its node."""
 DEFAULT_HOST = GroundHost(latitude_deg=40.0, longitude_deg=-75.0)
 DEFAULT_PRESET = "testbed-19x5"
 
@@ -33,7 +33,6 @@ class FlownShell:
     gaps: tuple[SatelliteId, ...]
     """Cells without a satellite that links lead to."""
     star: bool = False
-    """True if no links join the last plane and the first."""
 
     def preset(self) -> Preset:
         """Return it as a constellation.
@@ -74,7 +73,6 @@ class FlownShell:
 
 
 def _widest(shell: Shell) -> tuple[int, int]:
-    """Return the slots and planes that a link may span without ever passing through the Earth."""
     slots = planes = 1
     while slots < shell.slots_per_plane // 2 and not shell.link_blocked(shell.chord_m(slots + 1, 0)):
         slots += 1
@@ -136,7 +134,6 @@ class Preset:
         return anchor(self.shell, self.host, self.epoch_unix_s, 0.0).satellite
 
     def moves_at(self, now_s: float) -> tuple[int, int]:
-        """Return the overhead point's ``(slot_moves, plane_moves)``."""
         return anchor(self.shell, self.host, self.epoch_unix_s, now_s).moves
 
 

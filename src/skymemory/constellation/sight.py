@@ -19,7 +19,7 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 
 GatewayRule = Literal["nearest", "climbing"]
 GATEWAY_RULES: tuple[GatewayRule, ...] = get_args(GatewayRule)
-"""``nearest``: the highest satellite in sight; ``climbing``: the highest on the box's branch.
+"""Rules for the gateway: the highest satellite in sight, or the highest on the box's branch.
 
 Satellites of the other branch are half the grid away along the links.
 """
@@ -38,7 +38,7 @@ class Sight(Protocol):
 
     @property
     def longest_s(self) -> float:
-        """Light time to a satellite at the mask."""
+        """Light time at the mask."""
         ...
 
     @property
@@ -93,7 +93,6 @@ class _Host(NamedTuple):
     """Normal of the horizon; on a sphere ``below``."""
     radius_m: float
     height_m: float
-    """Height of the horizon's plane above the centre of the Earth."""
 
     def sine_and_slant(self, r: float, below: float, up: float) -> tuple[float, float]:
         """Return the sine of a satellite's elevation, and its distance; ``below`` and ``up`` are scalar products with

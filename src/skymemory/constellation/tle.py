@@ -61,7 +61,7 @@ _OMM_OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementSet:
-    """Mean elements of a satellite; ``where`` is their place in the file."""
+    """Mean elements of a satellite, and their place in the file."""
 
     name: str
     number: int
@@ -81,7 +81,7 @@ class ElementSet:
 
 @dataclass(frozen=True, slots=True)
 class ElementFile:
-    """Sets in the order of the file, one per satellite, and the reasons for skipped records."""
+    """Sets in the order of the file, a satellite's newest only, and the reasons for skipped records."""
 
     elements: tuple[ElementSet, ...]
     skipped: tuple[str, ...] = ()

@@ -24,8 +24,6 @@ ROUTING_MODES: tuple[RoutingMode, ...] = ("greedy", "alternate")
 
 
 class SatelliteId(NamedTuple):
-    """Plane and slot, both 0-based."""
-
     plane: int
     slot: int
 
@@ -60,7 +58,6 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of satellites."""
         return self.cells - len(self.gaps)
 
     @property
@@ -255,6 +252,5 @@ def _distances(torus: Torus, there: SatelliteId) -> array[int]:
 
 
 def reached_from(torus: Torus, there: SatelliteId) -> list[SatelliteId]:
-    """Return the satellites from which links lead to ``there``, itself included."""
     links_to = _distances(torus, there)
     return [satellite for satellite in torus.satellites() if links_to[torus.index(satellite)] != _FAR]

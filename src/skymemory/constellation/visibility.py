@@ -3,10 +3,10 @@
 The satellite nearest to a host changes about every minute, between planes and branches; a box that followed it would
 always migrate. So its centre is an *anchor*: the cell of the overhead point on a fixed branch, a pure function of host,
 epoch and time. It steps a slot west per slot flown and a plane south per plane that the Earth turns relative to the
-nodes. (The papers' box, without plane steps, sinks below the horizon within two hours.)
+nodes. (Without plane steps, the papers' box sinks below the horizon within two hours.)
 
-Model ``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). Model ``paper``: a sphere that turns by
-the Earth rotation angle.
+``j2``: WGS84 at height 0, geodetic, turning by mean sidereal time (TEME). ``paper``: a sphere that turns by the Earth
+rotation angle.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class GroundHost:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Centre of a host's box, and the moves since the epoch."""
-
     satellite: SatelliteId
     slot_moves: int
     plane_moves: int
@@ -224,6 +222,5 @@ def visible(
 def gateway(
     shell: Shell, host: GroundHost, epoch_unix_s: float, now_s: float, mask_deg: float = DEFAULT_MASK_DEG
 ) -> SatelliteId | None:
-    """Return the highest satellite in sight."""
     in_sight = visible(shell, host, epoch_unix_s, now_s, mask_deg)
     return in_sight[0] if in_sight else None

@@ -25,13 +25,11 @@ FILLED = 0.5
 """Assumed fill; above it chunks lag behind."""
 SHARE = 0.75
 _SATELLITE_S = 40e-6
-"""CPU time of a move per satellite."""
 _CHUNK_S = {"off": 63e-6, "on": 85e-6, "answers": 85e-6, "every": 85e-6}
 """CPU time of a chunk's handover at both ends, by authentication mode."""
 _FAULTS_S = 123e-6
 """CPU time per chunk added by injected faults, since datagrams are sent singly."""
 _DELAY_S = 18e-6
-"""CPU time per chunk added by link delays."""
 _REFERENCE_S = 1.65e-3
 _TURNS = 5
 

@@ -44,7 +44,6 @@ def expected_round_trip_s(
 def _round_trips(
     plan: ConstellationPlan, access: str, now_s: float | None = None, ground: GroundHost | None = None
 ) -> tuple[Callable[[SatelliteId], float], Moves]:
-    """Return a function for scaled round trips, and the current moves."""
     # The delay follows the path of a packet: a beam to each satellite (ideal), or a beam to the gateway and links
     # from there. An onboard host has no beam.
     shell, sky, clock = shell_of(plan), sky_of(plan), clock_of(plan)
@@ -125,7 +124,6 @@ def store_of(
     give_up_s: float = 0.8,
     ground: GroundHost | None = None,
 ) -> ConstellationStore:
-    """Return the store of a plan; ``access`` and ``ground`` override the plan's."""
     access = access or plan.access
     expected_s = expected_round_trip_s(plan, access, ground=ground)
     client = client_of(plan, check_access(plan, access), expected_s, give_up_s, ground)
@@ -139,7 +137,6 @@ def settings_of(plan: ConstellationPlan, access: str | None = None, ground: Grou
 
 
 def fan_out_of(plan: ConstellationPlan, access: str, ground: GroundHost | None = None) -> FanOut:
-    """Return the policy for a value's number of satellites."""
     sky, code = sky_of(plan), STRATEGY_CODES[plan.strategy]  # type: ignore[index]
     round_trip_s, moves = _round_trips(plan, access, ground=ground)
     # With a beam for each satellite several satellites transmit concurrently; through a gateway all share its beam.
@@ -247,7 +244,6 @@ def client_of(
     give_up_s: float,
     ground: GroundHost | None = None,
 ) -> UdpClient:
-    """Return a client with a random ground id."""
     keys = follower_of(plan)
     config = ClientConfig(
         ground=int.from_bytes(os.urandom(4), "big") | 1,  # 0 means no ground host

@@ -29,7 +29,6 @@ from skymemory.transport.udp_client import UdpClient
 
 PATIENCE_S = 1.0
 MOST_PATIENCES = 10
-"""Longest wait for a host, in timeouts."""
 _START_PATIENCE_S = 5.0
 """Timeout at start: about twenty retransmissions with injected faults."""
 _MOST_START_S = 300.0
@@ -102,7 +101,6 @@ class Silence:
 def _ask_all(
     client: UdpClient, plan: ConstellationPlan, op: Op, body: bytes, satellites: Iterable[SatelliteId], silence: Silence
 ) -> dict[SatelliteId, Finished | None]:
-    """Return each satellite's answer; raise ``CommandsRefused`` if all answers to a PING are refusals."""
     # ``survey`` decides which satellite to ask when. Each packet is sent once, so that only the survey repeats it.
     # Answers to earlier packets count too: their operations stay in flight until the end.
     refused = False
@@ -210,7 +208,7 @@ def confirm_all_answer(plan: ConstellationPlan, busy: Callable[[], Collection[st
 
 
 def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
-    """Return operators' manual moves, by majority."""
+    """Return operators' moves, by majority."""
     reported = Counter(
         (answer.get("pushed_slot_moves", 0), answer.get("pushed_plane_moves", 0)) for answer in answers if answer
     )
@@ -220,7 +218,6 @@ def pushed_moves(answers: Iterable[Housekeeping | None]) -> tuple[int, int]:
 
 
 def _migrated(answers: dict[SatelliteId, Housekeeping | None]) -> tuple[int, int]:
-    """Return the chunks sent and received so far."""
     alive = [answer for answer in answers.values() if answer]
     return sum(answer["chunks_migrated_out"] for answer in alive), sum(answer["chunks_migrated_in"] for answer in alive)
 
@@ -264,7 +261,6 @@ def rotate(plan: ConstellationPlan, slot_moves: int, plane_moves: int, patience_
 def _settle(
     client: UdpClient, plan: ConstellationPlan, living: list[SatelliteId], deadline_s: float
 ) -> tuple[dict[SatelliteId, Housekeeping | None], bool]:
-    """Poll until the handovers stop; return the answers, and True if they stopped in time."""
     last, since_s = (-1, -1), 0.0
     while True:
         asked_s = time.monotonic()
@@ -285,15 +281,10 @@ def _settle(
 _MAX_FILE_BYTES = 1 << 22
 _PATIENCE_S = 3.0
 _PING_S = 0.15
-"""Timeout of pings that wait for a change."""
 
 
 def read_outages(directory: RunDirectory) -> frozenset[SatelliteId]:
-    """Return the disabled satellites.
-
-    Raises:
-        InvalidInput: a damaged file.
-    """
+    """Return the disabled satellites; raise ``InvalidInput`` for a damaged file."""
     path = directory.outages_path
     try:
         content = json.loads(read_bounded(path, _MAX_FILE_BYTES))
@@ -398,8 +389,8 @@ REPEATED_PER_S = 10.0
 class Survey:
     """Schedule of a request to each satellite, and of giving up; no I/O, no clock.
 
-    A host is given up if for ``patience_s`` after the last first request none answered and it was not ``busy``; at the
-    latest ``most_s`` after its first request.
+    A host is given up if all its satellites were asked and for ``patience_s`` none answered and it was not ``busy``; at
+    the latest ``most_s`` after its first request.
     """
 
     def __init__(
@@ -425,7 +416,6 @@ class Survey:
         return {host: len(satellites) for host, satellites in self._open.items()}
 
     def to_ask(self, now_s: float) -> list[SatelliteId]:
-        """Return the satellites to ask now; the survey ends when ``waiting`` is empty."""
         self._expire(now_s)
         again = sorted((at_s, satellite) for at_s, satellite in self._again_s() if at_s <= now_s)
         chosen: list[SatelliteId] = []

@@ -43,7 +43,6 @@ def kinds_of(choice: Choice, hosts: Sequence[HostShare]) -> dict[str, Kind]:
 
 
 def kinds_for(choice: Choice, plan: ConstellationPlan) -> dict[str, Kind]:
-    """Return ``kinds_of`` for the plan's hosts; raise if C cannot serve them."""
     kinds = kinds_of(choice, plan.hosts)
     if kinds:
         daemon_path()
@@ -73,7 +72,6 @@ def daemon_path() -> Path:
 
 
 def check_plan(plan: ConstellationPlan) -> None:
-    """Raise ``InvalidInput`` for settings that C does not support."""
     if plan.replicas > MOST_REPLICAS:
         raise InvalidInput(f"satellites in C keep at most {MOST_REPLICAS} replicas: use --satellite python")
 

@@ -47,7 +47,7 @@ class _Line:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """Return a uvloop loop if installed (faster for single packets)."""
+    """Return a uvloop loop if installed: faster for single packets."""
     try:
         import uvloop
     except ImportError:

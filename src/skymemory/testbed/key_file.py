@@ -43,11 +43,7 @@ def _key(found: Any, where: str) -> SecretKey:
 
 
 def from_json(text: str, where: str) -> KeyRing:
-    """Parse a key ring.
-
-    Raises:
-        InvalidInput: a message without secrets.
-    """
+    """Parse a key ring; errors (``InvalidInput``) contain no secret."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -35,7 +35,6 @@ EXPECTED = (
 _PASSWORD = re.compile(r"(://[^/?:@]*:)[^/?]*@")
 _YES, _NO = ("yes", "1", "on"), ("no", "0", "off")
 _RULES = ("admit", "tenant", "quota", "seal")
-"""Options about writes that every store accepts."""
 
 
 def open_store(where: str = "constellation") -> Store:
@@ -209,7 +208,6 @@ def _open_tiers(place: str, options: list[tuple[str, str]], rules: dict[str, str
 
 
 def _number(plan: HierarchyPlan, opened: list[tuple[Store, TierSettings]]) -> str:
-    """Return the number of the failed tier, if a tier failed."""
     return f"{len(opened) + 1}: " if len(opened) < len(plan.tiers) else ""
 
 

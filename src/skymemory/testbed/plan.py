@@ -182,7 +182,6 @@ class Ports:
     skipped: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> list[int]:
-        """Return the first ``count`` ports; they may exceed ``MAX_PORT``."""
         ports: list[int] = []
         at = self.base_port
         for gap_first, gap_last in self.skipped:
@@ -276,7 +275,6 @@ class ConstellationPlan:
     replicas: int = 1
     pushed_slot_moves: int = 0
     pushed_plane_moves: int = 0
-    """Moves that ``rotate`` added, for hosts that start later."""
     ground: Ground = field(default_factory=Ground)
     auth: str = "off"
     keys_file: str = ""
@@ -438,7 +436,6 @@ class ConstellationPlan:
         return ip
 
     def host_named(self, which: str) -> HostShare:
-        """Return a host by name or number (from 0)."""
         for number, host in enumerate(self.hosts):
             if which in (host.name, str(number)):
                 return host

@@ -107,11 +107,7 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def from_json(text: str, where: str = "constellation.json") -> ConstellationPlan:
-    """Parse a plan.
-
-    Raises:
-        InvalidInput: with ``where``, the key and what was expected.
-    """
+    """Parse a plan; errors (``InvalidInput``) have ``where``, the key and what was expected."""
     try:
         content = parse_json(text)
     except InvalidInput as error:
@@ -204,7 +200,6 @@ def load_plan(path: Path) -> ConstellationPlan:
 
 
 def write_clock(path: Path, unix_at_boot_s: float) -> None:
-    """Record the origin of time for this computer's processes."""
     write_private(path, json.dumps({"boot": boot_id(), "unix_at_boot_s": unix_at_boot_s}) + "\n")
 
 

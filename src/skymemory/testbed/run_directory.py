@@ -113,8 +113,6 @@ class ProcessRecord:
 
 
 class RunDirectory:
-    """Run directory, readable by this user only."""
-
     def __init__(self, path: Path | None = None) -> None:
         self.path = (path or default_run_directory()).absolute()
         self._locked_by: int | None = None
@@ -219,7 +217,6 @@ class RunDirectory:
             os.close(handle)
 
     def write_plan(self, plan: ConstellationPlan) -> None:
-        """Write the plan, new keys if needed, and the origin of time."""
         if plan.keys_file == str(self.keys_path) and not self.keys_path.exists():
             new_keys(self.keys_path)
         save_plan(plan, self.plan_path)
@@ -234,11 +231,7 @@ class RunDirectory:
             raise InvalidInput(f"{error}; `skymemory constellation down` stops and removes what is there") from error
 
     def running_plan(self) -> ConstellationPlan:
-        """Return a running constellation's plan.
-
-        Raises:
-            NoConstellation: all its processes here have died.
-        """
+        """Return a running constellation's plan; raise ``NoConstellation`` if all its processes here have died."""
         plan = self.read_plan()
         if self.recorded_hosts() and not self.living():
             raise NoConstellation(
@@ -338,7 +331,6 @@ _LAST_BASE_PORT = 32_768
 
 
 def _bind_error(address: tuple[str, int]) -> int:
-    """Return the error number of a bind, or 0."""
     try:
         with udp_socket(address[0]) as probe:
             probe.bind(address)

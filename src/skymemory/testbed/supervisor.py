@@ -69,15 +69,12 @@ class HostState:
 
 @dataclass(slots=True)
 class Started:
-    """Started constellation; no ``children`` in the background."""
-
     plan: ConstellationPlan
     seconds: float
     children: list[Child]
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Return a process's resident memory with shared pages."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -145,13 +142,14 @@ def start(
     gate: SignalGate | None = None,
     kinds: Mapping[str, Kind] | None = None,
 ) -> Started:
-    """Start every host of ``plan`` here; return when all listen and ``confirm`` accepts.
+    """Start every host of ``plan`` here, or none; return when all listen and ``confirm`` accepts.
 
-    Every host runs, or none does. With ``foreground`` the children end with this process. A ``gate`` entered by the
-    caller also covers the time until ``watch``.
+    With ``foreground`` the children end with this process. A ``gate`` entered by the caller also covers the time until
+    ``watch``.
 
     Raises:
         AlreadyRunning: a constellation runs in this directory.
+        ConstellationError: a host does not start.
     """
     # All or nothing: an exception before ``pop_all`` ends the children first, then removes the files, in the reverse
     # order of ``undo``. The gate defers signals until ``check``, so that none arrives between a spawn and its record.
@@ -281,7 +279,6 @@ def inspect(directory: RunDirectory) -> list[HostState]:
 
 
 def attach(directory: RunDirectory, plan: ConstellationPlan) -> None:
-    """Record the plan of a constellation on other computers."""
     with directory.locked():
         _refuse_if_running(directory)
         directory.sweep()
@@ -365,7 +362,6 @@ def host_command(host: HostShare, plan_path: Path, directory: RunDirectory, line
 
 
 def spawn(host: HostShare, plan_path: Path, directory: RunDirectory) -> Child:
-    """Start the process of ``host`` in its own session."""
     ours, theirs = socket.socketpair()
     # Otherwise BLAS starts a thread per core, with buffers, in every process.
     environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -424,7 +420,6 @@ def _await_end(living: Callable[[], dict[str, int]], grace_s: float) -> None:
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """End and reap our own children."""
     started = list(children)
     for child in started:
         child.line.close()

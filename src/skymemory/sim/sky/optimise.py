@@ -100,11 +100,9 @@ class Optimum:
     judged_best: Outcome
     """Best setting of the second half."""
     curves: dict[Parameter, list[Outcome]] = field(repr=False)
-    """Outcomes with one parameter varied."""
     settings: int
     overloaded: int
     seen_share: float
-    """Share of the times with a satellite in sight."""
 
 
 def grid(
@@ -115,7 +113,7 @@ def grid(
     chunks_bytes: Sequence[int],
     windows_bytes: Sequence[int],
 ) -> Iterator[Choice]:
-    """Yield all combinations except parked values (``hop``, ``baseline``), which fly away from the ground."""
+    """Yield the combinations; parked values (``hop``, ``baseline``) are for a host on board only."""
     for number in servers:
         check_servers(number, preset.torus)
     for access, strategy, number, chunk, window in product(accesses, strategies, servers, chunks_bytes, windows_bytes):

@@ -1,20 +1,18 @@
 """Latency of a get or a set by physics: light, link rates, first-in-first-out queues, servers that take their time.
 
-``ways_of`` derives from the geometry how a host reaches each server at many times; ``latency_s`` then moves a value in
-one pass of numpy.
+``ways_of`` derives from the geometry how a host reaches each server; ``latency_s`` then moves a value, for many times
+in one pass of numpy.
 
-- A get asks each server once. A server answers chunk after chunk, each after ``server_s``. Links store and forward
-  packets with all headers.
-- A set sends chunks in bursts, server after server (or the farthest server first); each server acknowledges its last
-  chunk.
+- A get asks each server once; a server answers chunk after chunk, each after ``server_s``. Links store and forward.
+- A set sends chunks in bursts, server after server (or the farthest first); each server acknowledges its last chunk.
 - ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam.
 - Through a gateway all packets share its beam and its four links. The queue at the root of a tree of equally fast links
   is the longest, so only the roots are computed.
 
 Exact for separate beams, and for shared links if servers take no time, no window binds and inter-satellite links are
-not slower than the beam. Otherwise merging chunks are a fluid (error at most a chunk's transmission per server); with
-slower inter-satellite links the larger of two queues counts (at most 2 % too short in 240 random cases); a binding
-window passes once per mean round trip (error 3 % in the median of 240 cases, 36 % in the worst).
+not slower than the beam. Otherwise merging chunks are a fluid (error at most a chunk's transmission per server), of two
+queues the larger counts (at most 2 % too short in 240 random cases), and a binding window passes once per mean round
+trip (error 3 % in the median of 240 cases, 36 % in the worst).
 """
 
 from __future__ import annotations
@@ -98,7 +96,6 @@ class Setting:
         return -(-self.value_bytes // self.chunk_bytes)
 
     def counts(self, servers: int) -> Integers:
-        """Return the chunks of each server that has any."""
         per_server, more = divmod(self.chunks, servers)
         chunks: Integers = per_server + (np.arange(servers) < more).astype(np.int64)
         return chunks[chunks > 0]
@@ -122,7 +119,6 @@ class Ways:
     in_link: Integers
     """The gateway's link out and back: 0 to 3 as its neighbours, −1 the gateway, −2 an own beam."""
     seen_share: float = 1.0
-    """Share of the requested times with a satellite in sight."""
     least_one_way_s: Floats | None = None
     """Light time over the quickest links, for the lower bound."""
 
@@ -482,7 +478,6 @@ class _Sending:
             self._back = np.argsort(self._order, axis=1, kind="stable")
 
     def places(self, among: Booleans) -> tuple[Integers, Integers]:
-        """Return the positions of each server's first and last chunk among these servers."""
         counts, burst = self._counts, self._burst
         first = self._before(among, np.minimum(counts, burst))
         if counts[0] <= burst:
@@ -500,7 +495,6 @@ class _Sending:
         return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 
     def latest(self, values: Floats) -> Floats:
-        """Return the largest value of each server and those sent before it."""
         return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
 
     def _sent(self, values: Array) -> Array:

@@ -147,8 +147,8 @@ class VirtualConstellation:
 class _Transfer(NamedTuple):
     """Get that hit, or set.
 
-    ``placed`` has a time, the moves at the set, and those by which holders are located: at the start, at the start
-    ``HANDED_OVER_S`` earlier (as clients try first), and at the end.
+    ``placed`` has a time, the moves at the set, and those by which holders are located: at the start, at the start with
+    the moves ``HANDED_OVER_S`` earlier (as clients try first), and at the end.
     """
 
     host: int
@@ -538,7 +538,6 @@ class Results:
     cells: tuple[CellResult, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a flat row per cell."""
         rows = []
         for cell in self.cells:
             row: dict[str, Any] = {"cell": cell.number}

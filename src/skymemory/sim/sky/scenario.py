@@ -68,7 +68,6 @@ NOT_OF: dict[Engine, tuple[str, ...]] = {
 }
 """Keys that an engine refuses."""
 _OF_A_MIX = ("rate", "put", "keys", "zipf", "seed")
-"""Keys that a trace implies."""
 MOST_CELLS = 100_000
 ENDS_WITHIN_S = 120.0
 """Time in which all operations end."""
@@ -202,7 +201,7 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTable:
-    """Mix of puts and gets, or a request trace; any certain miss stores its value."""
+    """Mix of puts and gets, or a request trace; first uses and certain misses store their value."""
 
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
     put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
@@ -268,11 +267,7 @@ class Scenario:
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
-        """Read a scenario from a TOML table; ``where`` begins errors.
-
-        Raises:
-            InvalidInput: as ``read``.
-        """
+        """Read a scenario from a TOML table; raises like ``read``."""
         sections: dict[str, Any] = {
             "shell": ShellTable,
             "placement": PlacementTable,
@@ -336,11 +331,6 @@ class Scenario:
         return replace(preset, host=self.place(0, preset.host))
 
     def place(self, host: int, default: GroundHost | None = None) -> GroundHost:
-        """Return the place of a host.
-
-        Raises:
-            InvalidInput: the place is invalid.
-        """
         entry, other = self.ground[host], default or self.preset.host
         if (entry.latitude_deg is None) != (entry.longitude_deg is None):
             raise InvalidInput(f"ground: {entry.name}: expected lat and lon, or neither")
@@ -635,7 +625,6 @@ def scenario_named(name: str) -> Scenario:
 
 
 def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> None:
-    """Refuse keys without effect."""
     engine = scenario.engine
     present = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
     unused = [path for path in NOT_OF[engine] if path in present]
