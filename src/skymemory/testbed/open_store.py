@@ -219,7 +219,32 @@ class PlannedTier:
 
 @dataclass(frozen=True, slots=True)
 class HierarchyPlan:
-    """Hierarchy of tiers, the nearest first, as in a TOML file (``docs/guide/tiers.md``)."""
+    """Hierarchy of tiers, the nearest first, as in a TOML file. Only `store` is required::
+
+    promote = "second hit"          # always | second hit | never
+    demote = true
+    write_back = true
+    load_deadline = "10s"
+    close_deadline = "10s"
+    outbound = "256MiB"             # values in transfer between tiers
+    in_flight = "256MiB"            # expected bytes of loads from tiers with threads
+
+    [[tier]]
+    store = "memory://4GiB"
+
+    [[tier]]
+    store = "disk:///var/cache/skymemory?budget=60GiB"
+
+    [[tier]]
+    store = "constellation"
+    ask_deadline = "500ms"          # lookups, leases, pins, deletions
+    load_deadline = "5s"
+    store_deadline = "10s"
+    threads = 2
+    local = false                   # true (default for memory): in the caller's thread, no deadlines
+    verify = "blocks"               # delete corrupt blocks (only if all values are KV blocks)
+    breaker = { failures = 3, first_wait = "500ms", last_wait = "30s" }
+    """
 
     tiers: tuple[PlannedTier, ...]
     settings: HierarchySettings
