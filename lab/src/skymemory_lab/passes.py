@@ -1,8 +1,6 @@
 """Passes of satellites over a place: rise above a mask, culmination and set, and the satellites in sight meanwhile.
 
-Positions are sampled every minute or less; a cubic through two positions and velocities is within a metre of the orbit
-in between. Every culmination is next to a sample that is higher than its neighbours, so no pass is too short to be
-found. Culminations are refined by golden-section search and crossings of the mask by bisection, vectorised.
+Every culmination is next to a sample higher than its neighbours, so no pass is too short to be found.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ if TYPE_CHECKING:
     Whole = NDArray[np.int64]
 
 STEP_S = 60.0
-"""Interval of the sampled positions; the cubic's error grows with its fourth power (0.3 m at 60 s)."""
+"""Interval of samples; cubics between them are within 0.3 m of the orbit (error ~ interval⁴)."""
 HIGHEST_EVERY_S = 2.0
-"""Interval of the search for the highest satellite; a satellite that is highest for less may be missed."""
+"""Interval of the search for the highest satellite."""
 MAX_HOURS = 168.0
 _SAMPLES_AT_ONCE = 1_000_000
 _TIMES_AT_ONCE = 64
@@ -57,10 +55,9 @@ class Sky(Protocol):
     def name(self, satellite: int) -> str: ...
 
     def states(self, first: int, last: int, unix_s: Array) -> tuple[Array, Array]:
-        """Return positions (m) and velocities (m/s) of satellites ``first`` to ``last`` − 1, shape ``(satellites,
-        times, 3)``.
+        """Return positions (m) and velocities (m/s), shape ``(last - first, times, 3)``; NaN if invalid.
 
-        Invalid values are NaN. ``unix_s`` must be evenly spaced.
+        ``unix_s`` must be evenly spaced.
         """
         ...
 
@@ -68,7 +65,7 @@ class Sky(Protocol):
 
 
 class ElementSky:
-    """Satellites by their element sets and SGP4. ``left_out`` has the reason for each that SGP4 cannot propagate."""
+    """Satellites by SGP4, and the reasons of those that it cannot propagate."""
 
     def __init__(self, elements: Sequence[ElementSet]) -> None:
         self.elements = elements
@@ -97,7 +94,7 @@ class ElementSky:
 
 @dataclass(frozen=True, slots=True)
 class ShellSky:
-    """Satellites of a shell whose slot 0 of plane 0 is at the vernal equinox at the epoch."""
+    """Satellites of a shell; slot 0 of plane 0 is at the vernal equinox at the epoch."""
 
     shell: Shell
     epoch_unix_s: float
@@ -133,14 +130,14 @@ class ShellSky:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Pass of a satellite above the mask: times in Unix seconds, angles at culmination, azimuth from north by east."""
+    """Pass above the mask; angles at culmination, azimuth from north by east."""
 
     satellite: int
     rise_unix_s: float | None
-    """Time of rise; None: it was in sight at the start."""
+    """Time of rise; None: in sight at the start."""
     culmination_unix_s: float
     set_unix_s: float | None
-    """Time of set; None: it is in sight at the end."""
+    """Time of set; None: in sight at the end."""
     elevation_deg: float
     azimuth_deg: float
 
@@ -151,16 +148,14 @@ class InSight:
     mean: float
     most: int
     longest_gap_s: float
-    """Longest time without a satellite above the mask; 0 if a satellite is always in sight."""
     covered: float
     highest_for_s: float | None
-    """Mean time for which the same satellite is the highest; None if none is ever in sight."""
+    """Mean time for which the same satellite is the highest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     passes: tuple[Pass, ...]
-    """Passes in the order of their rise, those in sight at the start first."""
     in_sight: InSight
     highest_deg: float
     """Highest elevation at any sample, also below the mask."""
@@ -175,9 +170,9 @@ def find_passes(
     mask_deg: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Passes:
-    """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction) within ``duration_s``.
+    """Return all passes above ``mask_deg`` (elevation over the horizon of WGS84, no refraction).
 
-    ``progress`` is called with the number of satellites done and their total.
+    ``progress`` gets the number of satellites done and their total.
 
     Raises:
         InvalidInput: mask or duration is out of range.
@@ -209,8 +204,6 @@ def find_passes(
 
 
 class _Piece:
-    """Some satellites over a place: samples, and elevations at any time in between."""
-
     def __init__(self, sky: Sky, place: GroundHost, first: int, last: int, unix_s: Array) -> None:
         import numpy as np
 
@@ -224,7 +217,6 @@ class _Piece:
         angle = sky.angle_rad(unix_s)
         offset = self._position - _turned(self._ground, angle)
         self.sines: Array = np.einsum("ntk,tk->nt", offset, _turned(self._up, angle)) / np.linalg.norm(offset, axis=-1)
-        """Sine of the elevation, by satellite and sample."""
 
     def passes(self, mask_deg: float) -> list[Pass]:
         import numpy as np
@@ -274,9 +266,6 @@ class _Piece:
         ]
 
     def _candidates(self, mask_deg: float) -> tuple[Whole, Whole]:
-        """Return samples that are higher than their neighbours and near enough that the mask may be passed next to
-        them.
-        """
         import numpy as np
 
         padded = np.pad(self.sines, ((0, 0), (1, 1)), constant_values=-np.inf)
@@ -299,7 +288,6 @@ class _Piece:
         return np.asarray(np.clip(at, 0, len(self._times) - 2), dtype=np.int64)
 
     def _offsets(self, satellite: Whole, unix_s: Array) -> tuple[Array, Array]:
-        """Return the vector from the place to each satellite at its time, and the Earth's angle then."""
         at = self._sample_before(unix_s)
         x = ((unix_s - self._times[at]) / self._step)[:, None]
         start, end = self._position[satellite, at], self._position[satellite, at + 1]
@@ -314,7 +302,7 @@ class _Piece:
         return position - _turned(self._ground, angle), angle
 
     def sine(self, satellite: Whole, unix_s: Array) -> Array:
-        """Return the sine of the elevation of each satellite (numbers within the piece) at its time."""
+        """Return sines of elevation of satellites (numbered within the piece)."""
         import numpy as np
 
         offset, angle = self._offsets(satellite, unix_s)
@@ -360,8 +348,6 @@ class _Piece:
 
 
 class _Envelope:
-    """Highest satellite every ``HIGHEST_EVERY_S`` seconds."""
-
     def __init__(self, start_unix_s: float, duration_s: float) -> None:
         import numpy as np
 
@@ -428,7 +414,7 @@ def _in_sight(passes: Sequence[Pass], envelope: _Envelope, start_unix_s: float, 
 
 
 def _turned(vector: Array, angle_rad: Array) -> Array:
-    """Return an Earth-fixed vector in the inertial frame, at each angle of the Earth; shape ``(angles, 3)``."""
+    """Return an Earth-fixed vector in the inertial frame, shape ``(angles, 3)``."""
     import numpy as np
 
     cosine, sine = np.cos(angle_rad), np.sin(angle_rad)

@@ -1,8 +1,7 @@
 """The ``skymemory`` command: loads a verb, runs it, and prints its errors in one line.
 
-A verb is a module with ``add_parser(subparsers)`` and ``run(args) -> int``: of this folder (``_IN_FILE_OF`` lists the
-verbs that share a module), or an entry point of another distribution in the group ``skymemory.verbs``. Only the module
-of the typed verb is imported, and verbs import heavy modules inside ``run``: a satellite starts without torch.
+A verb is a module with ``add_parser(subparsers)`` and ``run(args) -> int``: of this folder, or an entry point of another
+distribution in the group ``skymemory.verbs``. Only its module is imported, and heavy modules only inside ``run``.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ EXIT_INVALID_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 END_WITH_STDIN = "--end-with-stdin"
-"""Option before a verb, for parent processes: the verb ends when its standard input is closed."""
+"""Option for parent processes: the verb ends when its standard input is closed."""
 # Longer than a server needs to close its sockets, shorter than a demo waits before it kills the child.
 _GRACE_S = 4.0
-"""Time from the end of standard input until the process exits, even if its verb still runs."""
 
 _IN_FILE_OF = {"epp": "route", "prefetch": "kv", "satellite": "constellation"}
 _LABORATORY = frozenset(
@@ -85,7 +83,7 @@ def _load(verb: str) -> ModuleType:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help formatter for narrow terminals: shortens a long usage line to ``[options]`` and wraps lists of choices."""
+    """Help formatter for narrow terminals."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -110,7 +108,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse parser whose errors are one line with a suggestion, without a list of all options."""
+    """Parser whose errors are one line with a suggestion."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Formatter, **kwargs})
@@ -136,7 +134,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write the message. Unlike argparse's method, it does not hide a failure to write."""
+        """Write the message; unlike argparse, raise if that fails."""
         if message and file is not None:
             file.write(message)
 
@@ -147,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the complete command, or only of ``verbs``."""
+    """Return the parser of the command, or only of ``verbs``."""
     verbs = verb_names() if verbs is None else verbs
     parser = Parser(
         prog="skymemory",

@@ -19,11 +19,7 @@ from skymemory.transport.simulated import Machine, Node, SimulatedClient, Simula
 
 
 class VirtualConstellation:
-    """All satellites of a plan in virtual time, in one process, with link delays by its geometry at every moment.
-
-    Virtual time starts at 0, so ``epoch_s`` is usually 0. ``clocks`` are for satellites with wrong clocks. ``machine``
-    makes the satellites (default: ``SatelliteMachine``).
-    """
+    """All satellites of a plan in one process and virtual time, which starts at 0."""
 
     def __init__(
         self,
@@ -36,7 +32,6 @@ class VirtualConstellation:
         self.clock = clock_of(plan)
         self._sight = sky_of(plan).sight
         self._centre = (0, 0), sky_of(plan).centre_at((0, 0))
-        """Moves, and the satellite in the middle of the box at these moves."""
         self._onboard = plan.torus.living(plan.centre) if plan.access == "onboard" else None
         self._links_s: dict[tuple[Node, Node], float] = {}
         self._sights: dict[Node, Sight] = {}

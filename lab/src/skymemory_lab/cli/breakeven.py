@@ -28,7 +28,7 @@ _RATES = tuple(float(f"{10 ** (exponent / 2):.2g}") for exponent in range(14, 23
 _LETTERS = {"compute": "C", "load": "L", "both": "B"}
 _TIMES = 12
 _GROUND_SPEEDS = (300.0, 3000.0, 30_000.0)
-"""Prefill tokens per second of a processor, a small and a large accelerator, for a model of 8 billion parameters."""
+"""Tokens per second of a processor, a small and a large accelerator, for 8 billion parameters."""
 Row = dict[str, Any]
 
 
@@ -149,7 +149,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) -> list[dict[str, object]]:
-    """Return rows of each engine with its own KV size, at each measured length."""
     rows = []
     for engine in engines:
         for tokens, seconds in engine.prefill:
@@ -233,7 +232,6 @@ def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None
 
 
 def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path) -> None:
-    """Draw a panel for each length: the best way as colour, and engines by the rate at which they make KV bytes."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 

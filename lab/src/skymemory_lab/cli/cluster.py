@@ -1,7 +1,4 @@
-"""``skymemory cluster``: a store, prefill and decode instances and a router from one description.
-
-It runs on this computer or on the nodes of a Ray cluster.
-"""
+"""``skymemory cluster``: a store, prefill and decode instances and a router, here or on Ray's nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ _END_S = 60.0
 _RAY_START_S = 300.0
 _ASK_S = 2.0
 _SKY = "sky"
-"""Subfolder for a constellation's run directory."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -201,7 +197,7 @@ def _refuse_if_running(directory: Path) -> None:
 
 
 def _planned(description: ClusterDescription, directory: Path) -> tuple[list[Service], str]:
-    """Return the services and the constellation's run directory (empty: none). Write the router's settings."""
+    """Return the services and the constellation's run directory; write the router's settings."""
     from skymemory.files import write_private
     from skymemory_lab.cluster.services import ports_wanted, router_settings, services
     from skymemory_lab.cluster.supervisor import ROUTER_FILE, SOCKET, free_ports
@@ -241,7 +237,6 @@ def _check_ports(services: Sequence[Service]) -> None:
 
 
 _CONSTELLATION_S = 600.0
-"""Time limit of `constellation up` and `down`, which have shorter limits themselves."""
 
 
 def _constellation(*words: str) -> None:
@@ -324,7 +319,6 @@ def _await_ready(
 
 
 def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
-    """End a supervisor that is not left running, and with it all services."""
     if supervisor.stdin is not None:
         with suppress(OSError):
             supervisor.stdin.close()
@@ -336,7 +330,6 @@ def _end_started(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the files that exist only while a cluster runs; logs stay."""
     from skymemory_lab.cluster.supervisor import RUN_FILES
 
     for name in RUN_FILES:
@@ -399,7 +392,7 @@ def _status(directory: Path, *, as_json: bool) -> int:
 
 
 def _ask_roles(state: ClusterState) -> None:
-    """Update the instances' roles from the router; without its answer, they keep their first roles."""
+    """Update the instances' roles from the router, if it answers."""
     import urllib.error
     import urllib.request
 

@@ -136,11 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check options that exclude or need each other.
-
-    Raises:
-        InvalidInput: an invalid combination.
-    """
+    """Raise ``InvalidInput`` for options that exclude or need each other."""
     if (args.engine is None) == (args.url is None):
         raise InvalidInput("fit: expected either --engine small or --url, an endpoint")
     if args.clock == "processor" and (args.engine is None or args.threads != 1):
@@ -189,11 +185,10 @@ class _Measured:
 class _Fitted:
     cost: CostModel
     errors: dict[str, Errors]
-    """Errors by name: prefills and decoding steps, each fitted on and held out."""
+    """Errors of prefills and decoding steps, fitted and held out."""
 
 
 def _fit(args: argparse.Namespace, key: str | None) -> int:
-    """Measure, fit and print. Exit code 1 if ``--within`` is missed."""
     import asyncio
 
     from skymemory.conductor.cost_fit import dump

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_PRESET = "starlink-a"
 _SHOWN = 20
-"""Passes that are printed; JSON has all."""
 # With thrust and drag, a low satellite is minutes away from its elements in a week, anywhere in its orbit in a month.
 _STALE_DAYS, _MOST_DAYS = 7.0, 30.0
 _DAY_S = 86_400.0
@@ -74,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _moment(text: str) -> float:
-    """Return Unix seconds."""
     if text == "now":
         return datetime.now(UTC).timestamp()
     try:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 UNITS = ("tokens", "characters", "ids")
 _MARGIN = 0.03
-"""Fraction of the context left free if lengths of prompts are approximate."""
 _EVERY_S = 0.5
 _LATEST = 500
 
@@ -107,11 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check options that exclude or need each other; read no file.
-
-    Raises:
-        InvalidInput: an invalid combination.
-    """
+    """Raise ``InvalidInput`` for options that exclude or need each other; read no file."""
     if (args.trace is None) == (args.workload is None):
         raise InvalidInput("replay: expected either a trace or --workload")
     if args.workload is not None and args.workload not in ("conversations", "tenants"):
@@ -132,8 +127,6 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Replay:
-    """State of a replay, enough for a report whenever it ends."""
-
     args: argparse.Namespace
     plan: LoadPlan
     outcomes: list[Outcome]
@@ -161,7 +154,7 @@ class _Replay:
 
 
 def _replay(args: argparse.Namespace, key: str | None) -> int:
-    """Run the replay and print the report. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
+    """Run and print the replay. Exit code: 0 with an answer, 1 without, 130 if interrupted."""
     import asyncio
 
     from skymemory_lab.replay.client import base_url
@@ -224,7 +217,7 @@ async def _interruptible(
     stream: TextIO,
     out: TextIO | None,
 ) -> tuple[_Replay, bool]:
-    """Run the replay; return True with it if SIGINT, SIGTERM or SIGHUP ended it. A second signal has no effect."""
+    """Run the replay; return True with it if a signal ended it."""
     import asyncio
 
     from skymemory_lab.replay.prompts import LoadPlan
@@ -347,7 +340,7 @@ async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceReques
 
 
 async def _known(client: Client, args: argparse.Namespace) -> int | None:
-    """Return the context length if the endpoint reports it; with ``--model`` it need not list its models."""
+    """Return the context length; with ``--model`` the endpoint need not list its models."""
     from skymemory_lab.replay.play import find_model
 
     try:
@@ -362,11 +355,7 @@ async def _known(client: Client, args: argparse.Namespace) -> int | None:
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> EngineCounts | None:
-    """Return the counters of all ``urls`` together; None without urls.
-
-    Raises:
-        SkyMemoryError: an engine does not report them.
-    """
+    """Return the counters of all ``urls``; raise ``SkyMemoryError`` if an engine does not report them."""
     import aiohttp
 
     from skymemory_lab.replay.client import base_url
@@ -419,8 +408,6 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
 
 
 class Progress:
-    """Progress of a replay in one line that is overwritten; only on a terminal."""
-
     def __init__(
         self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
     ) -> None:

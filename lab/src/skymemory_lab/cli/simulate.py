@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from skymemory_lab.sim.sky import CellResult, Results
 
 _SHOWN = 40
-"""Cells that are printed; the files have all."""
 _BAR = 30
 
 

@@ -1,7 +1,4 @@
-"""Simulation of links with rates over real geometry: latency, its lower bound, the best setting, loading or computing.
-
-Start with scenarios: ``run(Scenario.read(path))`` gives the figures of every cell.
-"""
+"""Simulation of links with rates over real geometry: ``run(Scenario.read(path))`` gives the figures of every cell."""
 
 from skymemory_lab.sim.sky.run import CellResult, Results, run
 from skymemory_lab.sim.sky.scenario import Cell, Scenario, scenario_named, shipped

@@ -1,13 +1,11 @@
-"""The least time that any protocol needs for a get or a set: the oracle of every simulation of both.
+"""The least time that any protocol needs for a get or a set: the oracle of every simulation.
 
-The larger of two bounds counts. Both consider payload bytes alone:
+The larger of two bounds on payload bytes:
 
-- Per server with n chunks: the round trip (over the quickest links, which need not be the fewest), then its chunks in
-  sequence. Each takes ``server_s`` in memory and ``t`` over the slowest link of the path:
-  max(n · server_s + t, server_s + n · t).
-- Per cut and threshold θ: the bytes on servers with a round trip of at least θ pass the cut after that round trip (last
-  byte of a get) or before it (first byte of a set): θ + server_s + bytes / rate. The cuts are the gateway's beam, and
-  its four links together, which its own chunks do not pass.
+- Per server with n chunks, each ``server_s`` in memory and ``t`` over the path's slowest link: the round trip (over the
+  quickest links) + max(n · server_s + t, server_s + n · t).
+- Per cut (the gateway's beam, its four links together) and threshold θ: θ + server_s + bytes / rate, of servers with a
+  round trip of at least θ.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from skymemory_lab.sim.sky.physical import LINKS, Floats, LinkRates, Operation, 
 
 
 def lower_bound_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
-    """Return the least seconds of a get or a set, at each time of ``ways``."""
+    """Return the least seconds at each time of ``ways``."""
     counts = setting.counts(ways.servers)
     used = len(counts)
     size_bits = 8.0 * setting.chunk_bytes * counts
@@ -41,9 +39,7 @@ def lower_bound_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Ope
 
 
 def _cut_s(round_trip_s: Floats, size_bits: Floats, s_bit: float) -> Floats:
-    """Return the largest sum, over thresholds θ, of θ and the time over the cut of the bytes from at least that far
-    away.
-    """
+    """Return the largest sum of θ and the time over the cut of the bytes from at least that far away."""
     order = np.argsort(-round_trip_s, axis=1)
     bits = np.take_along_axis(size_bits, order, axis=1)
     theta_s = np.where(bits > 0, np.take_along_axis(round_trip_s, order, axis=1), 0.0)

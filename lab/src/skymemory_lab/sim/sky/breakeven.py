@@ -1,11 +1,7 @@
 """Break-even of loading a prompt's KV against computing it, by prefill speed, link rate and prompt length.
 
-A cell compares three ways to the same cache. ``compute``: prompt tokens at the engine's speed. ``load``: all of its KV
-by the physical latency model, together with the lower bound. ``both``: the production loader (``cache.cake``) in
-virtual time, computing from the front and loading from the back. Its link comes from the model: the latency until the
-first step, the rate from then on. ``both`` is chosen if it saves at least a twentieth of the better of the other two.
-
-An engine's speed is constant within a prompt. In reality later steps are slower, so ``both`` saves somewhat more.
+``compute`` is at a constant speed, ``load`` by the physical model, ``both`` by the production loader (``cache.cake``)
+in virtual time. In reality later steps are slower, so ``both`` saves more.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from skymemory_lab.sim.sky.physical import LinkRates, Setting, Ways, latency_s
 
 Best = Literal["compute", "load", "both"]
 WORTH = 0.05
-"""Least share of the better of the other two ways that ``both`` must save to be chosen."""
+"""Least share that ``both`` must save to be chosen."""
 STEP_TOKENS = PAPER_STEP_TOKENS
 KV_BYTES_PER_TOKEN = {
     "tinyllama-1.1b": 2 * 22 * 4 * 64 * 2,
@@ -38,10 +34,7 @@ KV_BYTES_PER_TOKEN = {
     "llama-3.1-70b": 2 * 80 * 8 * 128 * 2,
     "longalpaca-7b": PAPER_TOKEN_BYTES,
 }
-"""KV bytes per token: 2 · layers · KV heads · head width · 2 bytes, from the models' configurations.
-
-The last entry is the Cake paper's model.
-"""
+"""KV bytes per token: 2 · layers · KV heads · head width · 2 bytes; last, the Cake paper's model."""
 MEASURED_FILE = Path(__file__).parent / "measured.json"
 _FORMAT = "skymemory-prefill/1"
 _IN_FLIGHT_STEPS = 4
@@ -49,7 +42,7 @@ _IN_FLIGHT_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Seconds of each way for a prompt. ``load_bound_s`` is the least that a load can take."""
+    """Seconds of each way for a prompt."""
 
     tokens: int
     tokens_per_s: float
@@ -67,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Prefill times of an engine. ``prefill`` has pairs of prompt tokens and seconds."""
+    """Prefill times of an engine: prompt tokens and seconds."""
 
     name: str
     device: str
@@ -83,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Break:
-    """Load over a link at one rate, fitted to two latencies of the physical model: of a step and of the prompt."""
+    """Load over a link, fitted to the model's latencies of a step and of the prompt."""
 
     load_s: float
     bound_s: float
@@ -91,7 +84,7 @@ class Break:
 
 
 class BreakEven:
-    """Cells over one path to the sky. ``setting`` gives chunks and server time, not the value size."""
+    """Cells over one path to the sky, whatever the value size of ``setting``."""
 
     def __init__(self, ways: Ways, setting: Setting, rates: LinkRates) -> None:
         self.rates = rates
@@ -153,7 +146,7 @@ class BreakEven:
         ]
 
     def even_bit_s(self, tokens: int, tokens_per_s: float, kv_bytes_per_token: int) -> float:
-        """Return the link rate at which loading takes as long as computing; infinite if light alone takes longer."""
+        """Return the link rate at which loading takes as long as computing; infinite if light takes longer."""
         low, high = 1e3, 1e15
         compute_s = tokens / tokens_per_s
         step_bytes = STEP_TOKENS * kv_bytes_per_token
@@ -178,7 +171,7 @@ def kv_bytes_of(model: str) -> int:
 
 
 def fitted_gpus() -> list[Measured]:
-    """Return the two GPUs of the Cake paper as fitted to its savings (``sim.loading``); they are not measurements."""
+    """Return the Cake paper's two GPUs as fitted to its savings; not measurements."""
     lengths = (2048, 8192, 32_768)
     return [
         Measured(
@@ -196,8 +189,8 @@ def fitted_gpus() -> list[Measured]:
 def read_measured(path: Path = MEASURED_FILE) -> list[Measured]:
     """Read measured engines from a JSON file.
 
-    Its content is ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model", "kv_bytes_per_token",
-    "prefill": [[tokens, seconds], …], "source"}, …]}``.
+    ``{"format": "skymemory-prefill/1", "points": [{"name", "device", "model", "kv_bytes_per_token", "prefill":
+    [[tokens, seconds], …], "source"}, …]}``.
 
     Raises:
         InvalidInput: the file cannot be read, or has another format.

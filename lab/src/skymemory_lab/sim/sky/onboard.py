@@ -1,8 +1,7 @@
-"""Comparison of a model on board a satellite with a model on the ground: time and energy to a prompt's first token.
+"""Comparison of a model on board a satellite with a model on the ground: time and energy to the first token.
 
-SkyMemory paper §3.7 and §6. On the ground a prompt's KV is computed, or comes down over the beam. On board the prompt
-goes up and the token comes down, a few bytes each; its KV is computed by a slower machine, or comes over
-inter-satellite links alone. Both load as in ``breakeven``.
+SkyMemory paper §3.7 and §6. On board only prompt and token pass the beam, a slower machine computes, and KV comes over
+inter-satellite links.
 """
 
 from __future__ import annotations
@@ -15,39 +14,25 @@ from skymemory_lab.sim.sky.breakeven import BreakEven
 from skymemory_lab.sim.sky.physical import LinkRates
 
 TOKEN_BYTES = 4
-"""Bytes of a token number on the way up or down. Its text is as long."""
 GROUND_W = 700.0
-"""Largest power of the NVIDIA H100 SXM by its data sheet, while it computes on the ground."""
+"""Maximum power of the NVIDIA H100 SXM (data sheet)."""
 BOARD_W = 60.0
-"""Largest power of the NVIDIA Jetson AGX Orin 64GB by its data sheet, while it computes on board."""
+"""Maximum power of the NVIDIA Jetson AGX Orin 64GB (data sheet)."""
 READ_J_PER_BYTE = 8 * 30e-12
-"""Energy of a read and a write of DRAM: 1.3 to 2.6 nJ for 64 bits.
-
-Source: Horowitz, "Computing's energy problem", ISSCC 2014.
+"""Energy of a read and a write of DRAM: 1.3 to 2.6 nJ for 64 bits (Horowitz, "Computing's energy problem", ISSCC
+2014).
 """
 LINK_J_PER_BYTE = 8 * 80e-9
-"""Energy per link and per beam, of a laser terminal of 8 W at 100 Mbit/s (Tesat's CubeLCT).
-
-It is an upper bound, because larger terminals carry more per watt.
-"""
+"""Energy per link and beam, of a laser terminal of 8 W at 100 Mbit/s (Tesat's CubeLCT); larger terminals need less."""
 
 TERMINAL_W = 100.0
-"""Power of a user terminal with router and power supply.
-
-SpaceX's specification of Starlink's Standard kit says 75 to 100 W on average. It counts while KV comes down, and for an
-answer from on board until the answer has arrived.
-"""
+"""Power of a user terminal with router and power supply (Starlink's Standard kit: 75 to 100 W on average)."""
 STANDBY_W_PER_BYTE = 74e-3 * 1.2 / 2**31
-"""Power of DRAM that holds data without reads: 74 mA at 1.2 V for 16 Gbit.
-
-Source: Micron, 16Gb TwinDie DDR4 data sheet, IDD2N of x16.
-"""
+"""Power of DRAM that holds data: 74 mA at 1.2 V for 16 Gbit (Micron, 16Gb TwinDie DDR4 data sheet, IDD2N of x16)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine that computes prompts: prefilled tokens per second, and watts meanwhile."""
-
     tokens_per_s: float
     watts: float
 
@@ -59,10 +44,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a prompt. ``way`` is compute, load or both; ``ttft_s`` the time to the first token.
-
-    ``joules`` covers computing, memory, links and the user's terminal, but not the power to hold the KV (``held_w``).
-    """
+    """Result of a prompt; ``joules`` exclude the power to hold the KV (``held_w``)."""
 
     way: str
     ttft_s: float
@@ -70,17 +52,12 @@ class Answer:
 
 
 def held_w(tokens: int, kv_bytes_per_token: int) -> float:
-    """Return the power that satellite memory takes to hold the KV of a prompt."""
     return tokens * kv_bytes_per_token * STANDBY_W_PER_BYTE
 
 
 @dataclass(frozen=True)
 class Places:
-    """Hosts to compare. ``ground`` and ``board`` are the loads of a host on the ground and of a host on board.
-
-    ``beam_s`` is the light time between the host on the ground and its satellite. ``ground_hops`` and ``board_hops``
-    are the mean numbers of inter-satellite links from each host to a server.
-    """
+    """Hosts on the ground and on board, with their mean inter-satellite links to a server."""
 
     ground: BreakEven
     board: BreakEven

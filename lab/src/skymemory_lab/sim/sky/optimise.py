@@ -1,13 +1,10 @@
 """Search for the setting that serves a load of values best: access, placement, number of servers, chunk and window.
 
-Every combination of a grid is computed by the physical model at times spread over an orbit. The times of the first half
-choose. The chosen setting, the second best and all curves are reported for the times of the second half, which had no
-influence on the choice. A value counts as stored at the present place of its box.
+The physical model computes a grid at times over an orbit. The first half chooses; reports are for the second. A value
+counts as stored at its box's present place.
 
-``requests_per_s`` load three stations: a satellite, the gateway's link (a quarter of the traffic that takes a link, as
-if the four shared it evenly) and the beam. Each is modelled as a queue with Poisson arrivals and a fixed service, that
-of all bytes of a value that pass it: M/D/1, whose mean wait ρ / (2 (1 − ρ)) · service is added, station by station. A
-setting with a station at full utilisation or more cannot carry the load and is left out.
+A satellite, the gateway's link (a quarter of the links' traffic) and the beam are M/D/1 queues, whose mean wait ρ / (2
+(1 − ρ)) · service is added.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ CHUNKS_BYTES = (1280, 3072, 6144, 12_288, 24_576, 49_152)
 WINDOWS_BYTES = (1 << 20, 3 << 20, 12 << 20, 48 << 20)
 TIMES = 48
 _SAME_S = 1e-5
-"""Difference below which latencies count as equal. Then the smaller window and fewer servers win."""
+"""Difference below which latencies count as equal; then the smaller window and fewer servers win."""
 
 
 class Choice(NamedTuple):
@@ -58,9 +55,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests: ``put_share`` of ``requests_per_s`` store a value, the others read a value. ``server_s`` is per chunk,
-    on board.
-    """
+    """Requests, of which ``put_share`` store a value; ``server_s`` is per chunk."""
 
     value_bytes: int
     server_s: float = 0.0
@@ -77,9 +72,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a choice at some times; means over the times, in seconds. ``seconds`` is a request of the mix, with
-    waits.
-    """
+    """Means over times, in seconds; ``seconds`` is a request of the mix, with waits."""
 
     choice: Choice
     seconds: float
@@ -88,11 +81,10 @@ class Outcome:
     get_bound_s: float
     set_bound_s: float
     bound_s: float
-    """Least time of a request of the mix, without other requests."""
+    """Least time of a request of the mix."""
     wait_s: float
     worst_s: float
     utilisation: float
-    """Utilisation of the busiest station. From 1 on it cannot carry the load."""
     busiest: str
 
     @property
@@ -101,7 +93,6 @@ class Outcome:
 
     @property
     def of_bound(self) -> float:
-        """Ratio of ``seconds`` to ``bound_s``; 1 if nothing takes any time, such as unlimited memory on board."""
         return self.seconds / self.bound_s if self.bound_s else 1.0
 
     def row(self) -> dict[str, object]:
@@ -111,21 +102,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The setting ``chosen`` on the first half of an orbit. Except for ``chosen_s``, all outcomes are of the second
-    half.
-    """
+    """Setting ``chosen`` on the first half of an orbit; outcomes except ``chosen_s`` are of the second."""
 
     chosen: Outcome
     second: Outcome | None
     chosen_s: float
     judged_best: Outcome
-    """Best setting of the second half; shows the loss from choosing on the first half."""
+    """Best setting of the second half."""
     curves: dict[Parameter, list[Outcome]] = field(repr=False)
-    """Outcomes with one parameter varied and the others as chosen."""
     settings: int
     overloaded: int
     seen_share: float
-    """Share of the times that have a satellite in sight."""
 
 
 def grid(
@@ -136,7 +123,7 @@ def grid(
     chunks_bytes: Sequence[int],
     windows_bytes: Sequence[int],
 ) -> Iterator[Choice]:
-    """Yield all sensible combinations: a parked value (``hop``, ``baseline``) flies away from a host on the ground."""
+    """Yield the combinations; parked values (``hop``, ``baseline``) are for a host on board only."""
     for number in servers:
         check_servers(number, preset.torus)
     for access, strategy, number, chunk, window in product(accesses, strategies, servers, chunks_bytes, windows_bytes):
@@ -159,7 +146,7 @@ def optimise(
     times: int = TIMES,
     report: Callable[[str], None] = lambda line: None,
 ) -> Optimum:
-    """Return the best choice for this load and the preset's host, with the curves that show why.
+    """Return the best choice for this load and the preset's host.
 
     Raises:
         InvalidInput: nothing is ever in sight, more servers than satellites, an empty grid, or no setting carries the
@@ -270,11 +257,7 @@ def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcom
 
 
 def waits_s(ways: Ways, setting: Setting, rates: LinkRates, load: Load) -> tuple[Floats, str, float]:
-    """Return the wait of a request of the mix at each time, the busiest station, and its largest utilisation over the
-    times.
-
-    The wait is infinite if a station is fully used.
-    """
+    """Return a request's wait at each time (infinite if a station is full), the busiest station, its utilisation."""
     counts = setting.counts(ways.servers)
     used = len(counts)
     bits = 8.0 * setting.chunk_bytes * counts

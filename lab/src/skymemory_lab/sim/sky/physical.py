@@ -1,25 +1,17 @@
 """Latency of a get or a set by physics: light, link rates, first-in-first-out queues, servers that take their time.
 
-``ways_of`` derives from the geometry how a host reaches each server at many times at once. ``latency_s`` then moves a
-value there or back, for all these times in one pass of numpy. A point is one latency: one setting at one time.
+``ways_of`` derives from the geometry how a host reaches each server; ``latency_s`` then moves a value, for many times
+in one pass of numpy.
 
-The model covers:
+- A get asks each server once; a server answers chunk after chunk, each after ``server_s``. Links store and forward.
+- A set sends chunks in bursts, server after server (or the farthest first); each server acknowledges its last chunk.
+- ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam.
+- Through a gateway all packets share its beam and its four links. The queue at the root of a tree of equally fast links
+  is the longest, so only the roots are computed.
 
-- A get asks each server once, in order. A server answers chunk after chunk, each after ``server_s``. Links store and
-  forward whole packets, with the bytes of the SkyMemory headers and of UDP over IPv4.
-- A set sends chunks in bursts, server after server, as the client does (or all chunks of the farthest server first).
-  Each server processes its chunks in sequence and acknowledges the last.
-- ``window_bytes`` limits the bytes in flight: of a get in total, of a set on each beam. When a chunk has passed, the
-  next chunk starts.
-- Through a gateway all packets share its beam, and each of its four links to neighbours carries the packets of the
-  servers that it leads to. In a tree of equally fast links nothing waits longer than in a single queue at the tree's
-  root, so only the roots are computed.
-
-The model is exact for separate beams (``ideal``, and the direct beams of ``hybrid``). It is also exact for shared links
-if servers take no time, no window binds and inter-satellite links are not slower than the beam. Otherwise a server's
-chunks are treated as a fluid when they merge with those of other servers: the error is at most one chunk's transmission
-per server. The last chunk counts as a full chunk. If inter-satellite links are slower than the beam, the larger of the
-two queues counts (at most 2 % too short in 240 random cases). A window that binds carries its bytes once per mean round
+Exact for separate beams, and for shared links if servers take no time, no window binds and inter-satellite links are
+not slower than the beam. Otherwise merging chunks are a fluid (error at most a chunk's transmission per server), of two
+queues the larger counts (at most 2 % too short in 240 random cases), and a binding window passes once per mean round
 trip (error 3 % in the median of 240 cases, 36 % in the worst).
 """
 
@@ -56,15 +48,15 @@ Array = TypeVar("Array", Floats, Integers)
 
 _UDP_BYTES = 28
 REQUEST_BYTES, DATA_BYTES, SET_BYTES, ACK_BYTES = 97 + _UDP_BYTES, 132 + _UDP_BYTES, 124 + _UDP_BYTES, 105 + _UDP_BYTES
-"""Packet bytes as the machines send them, with UDP and IPv4: a GET, the overhead of a DATA and a SET, an ACK."""
+"""Packet bytes with UDP and IPv4: a GET, the overhead of a DATA and a SET, an ACK."""
 _OWN, _AT_GATEWAY = -2, -1
-"""Values of ``Ways.out_link`` and ``in_link``: the server has its own beam; the server is the gateway."""
+"""Values of ``out_link`` and ``in_link``: a server with its own beam; the gateway."""
 LINKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bits per second of a beam up, a beam down and an inter-satellite link, in each direction; None: no limit."""
+    """Bits per second, in each direction; None: no limit."""
 
     up_bit_s: float | None = None
     down_bit_s: float | None = None
@@ -79,10 +71,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Size and manner of a transfer.
-
-    ``server_s`` is a satellite's time per chunk. ``window_bytes`` of None sends all at once.
-    """
+    """Size and manner of a transfer; ``server_s`` is per chunk."""
 
     value_bytes: int
     chunk_bytes: int = 6144
@@ -107,7 +96,6 @@ class Setting:
         return -(-self.value_bytes // self.chunk_bytes)
 
     def counts(self, servers: int) -> Integers:
-        """Return the chunks of each server that has any. Chunks are dealt to the servers in turn."""
         per_server, more = divmod(self.chunks, servers)
         chunks: Integers = per_server + (np.arange(servers) < more).astype(np.int64)
         return chunks[chunks > 0]
@@ -119,27 +107,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Paths from a host to each server: arrays of times × servers, in the order of the servers."""
+    """Paths from a host to each server: arrays of times × servers."""
 
     access: Access
     times_s: Floats
     """Seconds after the epoch at which something is in sight."""
     one_way_s: Floats
-    """Light time between host and server: half the round trip, whose way back may take other links."""
+    """Half the round trip, whose way back may take other links."""
     hops: Integers
     out_link: Integers
     in_link: Integers
-    """The gateway's link on the way out and on the way back: 0 to 3 as its neighbours.
-
-    −1: the server is the gateway. −2: the server has its own beam.
-    """
+    """The gateway's link out and back: 0 to 3 as its neighbours, −1 the gateway, −2 an own beam."""
     seen_share: float = 1.0
-    """Share of the requested times that have a satellite in sight."""
     least_one_way_s: Floats | None = None
-    """Light time over the quickest links, for the lower bound. None: as ``one_way_s``.
-
-    Routes use the fewest links, but satellites send around links that are broken or blocked by the Earth.
-    """
+    """Light time over the quickest links, for the lower bound."""
 
     @property
     def servers(self) -> int:
@@ -147,7 +128,6 @@ class Ways:
 
     @property
     def shared(self) -> Booleans:
-        """Servers that are reached through the gateway."""
         return np.asarray(self.out_link != _OWN)
 
     def of(self, chosen: slice | Booleans) -> Ways:
@@ -157,7 +137,6 @@ class Ways:
 
 
 def sight_of(preset: Preset, mask_deg: float, rule: Literal["nearest", "climbing"] = "nearest") -> Sight:
-    """Return the sight of the preset's host; in a grid that is no orbit, by offset from the satellite overhead."""
     if preset.fixed_centre is not None:
         return BoxSight(preset.shell, preset.torus, mask_deg)
     return OrbitSight(preset.shell, preset.host, preset.epoch_unix_s, mask_deg, rule, preset.torus.gaps)
@@ -177,16 +156,11 @@ def ways_of(
     """Return the ways to a value stored at each of these times (seconds after the epoch).
 
     Args:
-        preset: the constellation and its host.
-        sight: what the host sees. A ``PlaceSight`` sees the box of another host.
-        access: how the host reaches the box.
-        times_s: the times. Times with nothing in sight are left out.
-        strategy: the placement; None: ``hop`` on board, else the preset's.
-        servers: the number of servers; None: the preset's.
-        exact_links: links have their length at each time; otherwise links between planes have their longest length, as
-            in the plan of a constellation.
-        placed: per time, the moves at the set and the moves that the value's holders count. None: the value is set at
-            that time, and the box moves by the clock.
+        sight: that of the host; a ``PlaceSight`` sees the box of another host.
+        times_s: times; those with nothing in sight are left out.
+        strategy: None: ``hop`` on board, else the preset's.
+        exact_links: links have their length at each time, else links between planes have their maximum.
+        placed: per time, the moves at the set and those that the holders count; None: by the clock.
 
     Raises:
         InvalidInput: an unknown access, more servers than satellites, or no satellite in sight at any of the times.
@@ -238,7 +212,6 @@ def _row(
     time_s: float,
     paths: _Paths,
 ) -> tuple[Floats, Integers, Integers, Integers, Floats]:
-    """Return the light times, hops, the gateway's links, and the least light times of each server, at one time."""
     direct = set(servers) if access == "ideal" else set(seen) - {seen[0]} if access == "hybrid" else set()
     gateway = seen[0]
     one_way_s, hops, out_link, in_link = paths.from_gateway(gateway, servers, time_s)
@@ -254,7 +227,7 @@ def _row(
 
 
 class _Path(NamedTuple):
-    """A path there and back: satellite indices, the gateway's links, round trip in seconds with the longest links."""
+    """Path there and back, in satellite indices; seconds with the longest links."""
 
     nodes: list[int]
     hops: int
@@ -264,8 +237,6 @@ class _Path(NamedTuple):
 
 
 class _Paths:
-    """Routes from a gateway to satellites and back over the links of a grid, with their light times."""
-
     def __init__(self, preset: Preset, exact: bool) -> None:
         self._torus, self._shell, self._exact = preset.torus, preset.shell, exact
         self._known: dict[tuple[SatelliteId, SatelliteId], _Path] = {}
@@ -289,10 +260,7 @@ class _Paths:
         return path
 
     def least_s(self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], routed_s: Floats) -> Floats:
-        """Return the light times over the quickest links, each at its longest.
-
-        With exact links, return those of the routes, because the quickest paths then change from moment to moment.
-        """
+        """Return the light times over the quickest links; with exact links, those of the routes."""
         if self._exact:
             return routed_s.copy()
         if any((gateway, server) not in self._least_s for server in servers):
@@ -320,7 +288,6 @@ class _Paths:
     def from_gateway(
         self, gateway: SatelliteId, servers: tuple[SatelliteId, ...], time_s: float
     ) -> tuple[Floats, Integers, Integers, Integers]:
-        """Return the light times (half of there and back), hops, and the gateway's links."""
         paths = [self._path(gateway, server) for server in servers]
         hops, out_link, in_link = (np.array(part) for part in zip(*(path[1:4] for path in paths), strict=True))
         if not self._exact:
@@ -334,7 +301,7 @@ class _Paths:
 
 
 def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
-    """Return the seconds of a get (until the last chunk) or a set (until the last acknowledgement), at each time."""
+    """Return the seconds until a get's last chunk, or a set's last acknowledgement, at each time."""
     if operation not in OPERATIONS:
         raise InvalidInput(f"operation {operation!r}: expected get or set")
     counts = setting.counts(ways.servers)
@@ -351,10 +318,7 @@ class _Used:
         self.any_own, self.any_shared = not self.shared.all(), bool(self.shared.any())
 
     def span_s(self, each_s: Floats | float, cycle_s: Floats) -> Floats:
-        """Return the time from each server's first chunk to its last, ``each_s`` apart.
-
-        Each server has its own window, and a chunk has passed ``cycle_s`` after its start.
-        """
+        """Return the time from each server's first chunk to its last, ``each_s`` apart, with a window per server."""
         window = np.minimum(self.counts, self.setting.window_chunks)
         rounds, place = np.divmod(self.counts - 1, window)
         if not rounds.any():
@@ -362,10 +326,7 @@ class _Used:
         return np.asarray(rounds * np.maximum(cycle_s, window * each_s) + place * each_s)
 
     def stretched_s(self, cycle_s: Floats, among: Booleans | None = None) -> Floats | float:
-        """Return the time from the first chunk to the last of all servers, if they share one window.
-
-        The window is used up once per mean cycle.
-        """
+        """Return the time from the first chunk to the last of all servers with a shared window."""
         server_chunks = self.counts if among is None else self.counts * among
         chunks, window = server_chunks.sum(axis=-1, keepdims=True), self.setting.window_chunks
         if (chunks <= window).all():
@@ -405,7 +366,6 @@ def _get_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _rank_by_link(link: Integers) -> Integers:
-    """Return each server's packet position on its first link, from 1; 1 if there is no link."""
     rank = np.ones_like(link)
     for link_number in range(LINKS):
         on_it = link == link_number
@@ -414,7 +374,7 @@ def _rank_by_link(link: Integers) -> Integers:
 
 
 def _root_s(link: Integers, first_s: Floats, last_s: Floats, counts: Integers, isl_s: float, beam_s: float) -> Floats:
-    """Return when the last packet has passed the gateway's links and its beam, for arrivals without any queue."""
+    """Return when the last packet has passed the gateway's links and its beam."""
     merged = _Merged(link, first_s, last_s, counts)
     end_s = merged.end_s(None, beam_s)
     if isl_s > beam_s:  # otherwise a link's queue is never longer than the beam's queue would be without it
@@ -425,11 +385,7 @@ def _root_s(link: Integers, first_s: Floats, last_s: Floats, counts: Integers, i
 
 
 class _Merged:
-    """Streams of packets, sorted by their first and last moments. Streams with their own beams are left out.
-
-    A stream's first packet counts at the first moment, its last packet at the last moment; the others are spread
-    evenly.
-    """
+    """Streams of packets, sorted by their first and last moments; packets in between are spread evenly."""
 
     def __init__(self, link: Integers, first_s: Floats, last_s: Floats, counts: Integers) -> None:
         length_s = last_s - first_s
@@ -453,8 +409,7 @@ class _Merged:
             self._step_s = np.diff(self._moments_s, axis=1)
 
     def end_s(self, link: int | None, each_s: float) -> Floats:
-        """Return when a queue with ``each_s`` per packet has served all arrivals by this link (None: all shared
-        arrivals).
+        """Return when a queue with ``each_s`` per packet has served all arrivals by this link (None: all shared).
 
         It is the largest sum, over all moments, of the moment and the service of all later or simultaneous arrivals.
         """
@@ -493,7 +448,6 @@ def _set_s(used: _Used, rates: LinkRates) -> Floats:
 
 
 def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats]:
-    """Return when each server's first and last chunk arrive at it through the gateway."""
     sending = _Sending(used)
     first, last = sending.places(used.shared)
     first_s = np.asarray((first + 1) * up_s, dtype=np.float64)  # at the gateway, without the beam's light time
@@ -514,8 +468,6 @@ def _delivered_s(used: _Used, up_s: float, isl_s: float) -> tuple[Floats, Floats
 
 
 class _Sending:
-    """Order in which a set's chunks leave the host."""
-
     def __init__(self, used: _Used) -> None:
         self._counts = used.counts
         self._order: Integers | None = None
@@ -526,7 +478,6 @@ class _Sending:
             self._back = np.argsort(self._order, axis=1, kind="stable")
 
     def places(self, among: Booleans) -> tuple[Integers, Integers]:
-        """Return the positions of each server's first and last chunk, from 0, counting only the servers ``among``."""
         counts, burst = self._counts, self._burst
         first = self._before(among, np.minimum(counts, burst))
         if counts[0] <= burst:
@@ -544,11 +495,9 @@ class _Sending:
         return self._unsent(np.cumsum(in_order, axis=1) - in_order)
 
     def latest(self, values: Floats) -> Floats:
-        """Return the largest value of each server and the servers sent before it."""
         return self._unsent(np.maximum.accumulate(self._sent(values), axis=1))
 
     def _sent(self, values: Array) -> Array:
-        """Reorder from the order of the servers to the order of sending. ``_unsent`` is the inverse."""
         return values if self._order is None else np.take_along_axis(values, self._order, axis=1)
 
     def _unsent(self, values: Array) -> Array:

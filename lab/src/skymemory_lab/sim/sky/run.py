@@ -1,10 +1,8 @@
 """Runs of scenarios, cell by cell: by the satellites' and clients' own machines in virtual time, or by the physical
 model.
 
-Every latency comes with the least time that any protocol needs (``bound``) and the time of the physical model, for the
-same value at the same place and time. A miss costs no time here: the missing value is computed and stored again. Hosts
-know what other hosts have stored (one index for all). A value counts as stored when its last acknowledgement has
-arrived.
+Every latency comes with its lower bound and the model's time. A miss costs no time. Hosts share an index. A value is
+stored at its last acknowledgement.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ from skymemory_lab.sim.sky.scenario import ENDS_WITHIN_S, Cell, Operation, Scena
 from skymemory_lab.sim.sweeps import Progress, Way, sweep
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
-"""Version of the results kept in a folder. It changes when a change of the code changes results."""
+"""Version of kept results, changed with code that changes results."""
 _UNSEEN = "nothing in sight"
 _FIRST, _WRITING, _BEHIND, _LOST = "first use", "being stored", "behind a miss", "not stored"
 _GONE = ("missing", "corrupt")
-"""Failures that prove a value lost. After other failures the value stays known."""
 _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
@@ -55,10 +52,10 @@ _BOTH: tuple[Direction, Direction] = ("get", "set")
 
 
 class _Transfer(NamedTuple):
-    """A get that hit, or a set.
+    """Get that hit, or set.
 
-    ``placed`` has a time, the moves at the set, and the moves by which holders are located: at the start, at the start
-    with the moves ``HANDED_OVER_S`` earlier (as clients do first), and at the end.
+    ``placed`` has a time, the moves at the set, and those by which holders are located: at the start, at the start with
+    the moves ``HANDED_OVER_S`` earlier (as clients try first), and at the end.
     """
 
     host: int
@@ -71,9 +68,9 @@ class _Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class CellResult:
-    """Result of a cell. ``figures`` are by name, with units in the names; None means no such operation.
+    """Figures of a cell by name, None without such an operation.
 
-    ``wall_s`` and ``packets`` describe the run itself and are not part of what is compared.
+    ``wall_s`` and ``packets`` are not part of what is compared.
     """
 
     number: int
@@ -85,11 +82,10 @@ class CellResult:
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """Run a cell. The results are the same on every computer and in every process.
+    """Run a cell; results are the same on every computer and in every process.
 
     Raises:
-        InvalidInput: a place that sees nothing, a workload that is too large, or a file that cannot be read. In a sweep
-            the message names the cell's values.
+        InvalidInput: a place that sees nothing, a workload that is too large, or a file that cannot be read.
     """
     try:
         return _run_cell(cell)
@@ -128,14 +124,12 @@ class _Run(ABC):
         self._sky = sky_of(scenario.plan)
 
     @abstractmethod
-    def run(self, work: Sequence[Sequence[Operation]]) -> None:
-        """Run all operations of a scenario, request by request."""
+    def run(self, work: Sequence[Sequence[Operation]]) -> None: ...
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
         return None, None
 
     def sees(self, host: int, now_s: float) -> bool:
-        """Return True unless the host depends on beams and has none."""
         centre = self._sky.centre_at(self._clock.moves(now_s))
         return not self._beams[host] or bool(self.sights[host].in_sight(centre, self._clock.sky_s(now_s)))
 
@@ -161,10 +155,7 @@ class _Run(ABC):
 
 
 class _ByModel(_Run):
-    """Run by the physical model.
-
-    Every value is stored when its latency is first computed, by a single host, and nothing is ever evicted or lost.
-    """
+    """Run by the physical model: a single copy of every value, nothing evicted or lost."""
 
     def run(self, work: Sequence[Sequence[Operation]]) -> None:
         known: set[int] = set()
@@ -187,8 +178,6 @@ class _ByModel(_Run):
 
 
 class _Begun(NamedTuple):
-    """A transfer of the ``at``-th operation of a request. ``out`` is the buffer of a get."""
-
     operation: Operation
     request: _Request
     at: int
@@ -205,7 +194,7 @@ class _Request:
 
 
 class _ByMachines(_Run):
-    """Run by the machines of all satellites, and of one client per host, event by event."""
+    """Run by the machines of all satellites and a client per host."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
@@ -367,7 +356,6 @@ class _ByMachines(_Run):
 
 
 def _latencies(scenario: Scenario, cell_run: _Run) -> dict[str, Any]:
-    """Return the spreads of the measured times, the bound and the model, over the same transfers, in seconds."""
     columns: dict[tuple[int, Direction], list[np.ndarray[Any, np.dtype[np.float64]]]] = {}
     for host in range(len(scenario.ground)):
         for direction in _BOTH:
@@ -405,10 +393,7 @@ def _spreads(direction: str, columns: Sequence[Iterable[float]]) -> dict[str, An
 def _get_time_columns(
     scenario: Scenario, cell_run: _Run, host: int, direction: Direction, transfers: Sequence[_Transfer]
 ) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-    """Return the seconds measured, at least, and by the model.
-
-    With the engine ``model``, the model's own column replaces the measured column.
-    """
+    """Return the seconds measured (engine ``model``: the model's), at least, and by the model."""
     took_s = np.array([transfer.took_s for transfer in transfers])
     bound_s, model_s = np.full(len(transfers), math.nan), np.full(len(transfers), math.nan)
     if not transfers:
@@ -447,7 +432,6 @@ def _ways(scenario: Scenario, cell_run: _Run, host: int, transfers: Sequence[_Tr
 
 
 def _rates(scenario: Scenario) -> LinkRates:
-    """Return the rates that other traffic leaves, in clear weather."""
     rates_bit_s = (8 * scenario.links.bytes_per_s(kind) for kind in ("up", "down", "isl"))
     return LinkRates(*(None if math.isinf(rate) else rate for rate in rates_bit_s))
 
@@ -461,7 +445,6 @@ class Results:
     cells: tuple[CellResult, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a flat row per cell: the swept keys, then figures with units. Reasons are joined into one text."""
         rows = []
         for cell in self.cells:
             row: dict[str, Any] = {"cell": cell.number}
@@ -523,14 +506,12 @@ def run(
     way: Way = "processes",
     progress: Progress = lambda done, of: None,
 ) -> Results:
-    """Run all cells of a scenario, and write results into the folder ``out``.
+    """Run all cells of a scenario, and write results into ``out``; cells finished in ``out/cells`` are not run again.
 
-    Each finished cell is stored in ``out/cells`` and not run again. A change of the scenario, or of a file that it
-    names, makes other cells. Figures are the same for any number of ``jobs`` (None: one per core), on processes, in
-    sequence or on Ray, and after an interruption.
+    Figures are the same for any number of ``jobs`` (None: one per core), any ``way``, and after an interruption.
 
     Raises:
-        InvalidInput: the scenario is impossible (see ``Scenario.read``), or a place sees nothing.
+        InvalidInput: an impossible scenario (see ``Scenario.read``), or a place sees nothing.
         SkyMemoryError: worker processes are killed, or Ray is not available.
         OSError: ``out`` cannot be written.
     """
@@ -568,7 +549,6 @@ def run(
 
 
 def _load_result(folder: Path, cell: Cell) -> CellResult | None:
-    """Return the result of an earlier run; None if it is absent or damaged."""
     try:
         content = json.loads((folder / f"{cell.key(_RESULTS_VERSION)}.json").read_bytes())
         figures = dict(content["figures"])

@@ -1,7 +1,6 @@
 """A scenario: shell, ground hosts, links, placement, memory and workload in a TOML file.
 
-``[sweep]`` lists values for any keys by dotted path. The product of the lists are the scenario's *cells*. A cell is the
-file with a single value for each of these keys, and is run by itself (``run``). All times count from ``start``.
+``[sweep]`` lists values by dotted path; each combination is a *cell*. Times count from ``start``.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ from skymemory_lab.sim.workload import Popularity
 
 Engine = Literal["machines", "model"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-"""Engines. ``machines``: state machines of satellites and clients in virtual time. ``model``: the physical model."""
 NOT_OF: dict[Engine, tuple[str, ...]] = {
     "machines": ("memory.server_time",),
     "model": (
@@ -68,17 +66,16 @@ NOT_OF: dict[Engine, tuple[str, ...]] = {
         *(f"memory.{key}" for key in ("per_satellite", "replacement", "eviction")),
     ),
 }
-"""Keys that an engine does not implement. It refuses them with any value."""
+"""Keys that an engine refuses."""
 _OF_A_MIX = ("rate", "put", "keys", "zipf", "seed")
-"""Keys of a mix. A trace implies them itself."""
 MOST_CELLS = 100_000
 ENDS_WITHIN_S = 120.0
-"""Time after the last operation has started in which all operations end."""
+"""Time in which all operations end."""
 MOST_OPERATIONS = 1_000_000
 MOST_SATELLITES = 100_000
-"""Limit for a shell. A run by the machines takes about 50 KB of memory per satellite."""
+"""Limit for a shell; the machines take about 50 KB per satellite."""
 MOST_DAYS, MOST_DRIFT_SLOTS = 30.0, 1.0
-"""Limits between element sets and the flown time: days, and drift of a satellite along its plane."""
+"""Limits between element sets and the flown time: days, drift."""
 MOST_BYTES = 1 << 30
 _SHIPPED = "scenarios"
 _LOOK_S = 10.0
@@ -147,8 +144,6 @@ def _count(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShellTable:
-    """A preset by name, the shell of a file of element sets, or planes and slots. Kilometres, degrees."""
-
     preset: str = setting("preset", text, "", "a constellation by name")
     tle: str = setting("tle", text, "", "file of element sets, beside the scenario")
     number: int = setting("number", whole_number, 1, "which of its shells, as `skymemory shells` lists them")
@@ -181,7 +176,7 @@ class ShellTable:
 
 @dataclass(frozen=True, slots=True)
 class GroundTable:
-    """A host. An empty ``access`` means that of the first host."""
+    """Host; empty ``access`` means the first host's."""
 
     name: str = setting("name", text, "", "in the results")
     latitude_deg: float | None = setting("lat", _number, None, "degrees north")
@@ -206,10 +201,7 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTable:
-    """A mix of puts and gets, or a request trace.
-
-    The first use of a key is a miss and stores its value, as does every miss that is certain.
-    """
+    """Mix of puts and gets, or a request trace; first uses and certain misses store their value."""
 
     rate_s: float = setting("rate", _rate, 1.0, "operations a second of each host, in random intervals")
     put_share: float = setting("put", _share, 0.1, "share of puts, the rest are gets")
@@ -228,7 +220,7 @@ class WorkloadTable:
 
 
 class Operation(NamedTuple):
-    """An operation on a key at ``at_s`` after the start. A request's gets form a prefix: after a miss all miss."""
+    """Operation at ``at_s`` after the start. A request's gets form a prefix: after a miss all miss."""
 
     at_s: float
     host: int
@@ -239,10 +231,9 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A whole scenario or a cell of it: everything that a run depends on.
+    """Scenario or a cell of it: everything that a run depends on.
 
-    ``duration_s`` is the time during which operations start. ``mask_deg`` is the lowest elevation of a beam. ``folder``
-    contains the files that it names. ``source`` is the table as it was read.
+    ``folder`` contains the named files; ``source`` is the table as read.
     """
 
     title: str = setting("title", text, "", "one line for the list")
@@ -276,11 +267,7 @@ class Scenario:
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str = "scenario", folder: Path = Path()) -> Scenario:
-        """Read a scenario from a TOML table. ``where`` begins errors, ``folder`` contains the files that it names.
-
-        Raises:
-            InvalidInput: as ``read``.
-        """
+        """Read a scenario from a TOML table; raises like ``read``."""
         sections: dict[str, Any] = {
             "shell": ShellTable,
             "placement": PlacementTable,
@@ -317,7 +304,7 @@ class Scenario:
 
     @cached_property
     def preset(self) -> Preset:
-        """The constellation, whose box is around the place of the first host.
+        """Constellation, whose box is around the first host.
 
         Raises:
             InvalidInput: an impossible shell, or a file of element sets that cannot be used.
@@ -344,11 +331,6 @@ class Scenario:
         return replace(preset, host=self.place(0, preset.host))
 
     def place(self, host: int, default: GroundHost | None = None) -> GroundHost:
-        """Return the place of a host.
-
-        Raises:
-            InvalidInput: the place is invalid.
-        """
         entry, other = self.ground[host], default or self.preset.host
         if (entry.latitude_deg is None) != (entry.longitude_deg is None):
             raise InvalidInput(f"ground: {entry.name}: expected lat and lon, or neither")
@@ -359,11 +341,6 @@ class Scenario:
         return GroundHost(entry.latitude_deg, entry.longitude_deg)
 
     def access(self, host: int) -> str:
-        """Return the access of a host.
-
-        Raises:
-            InvalidInput: an unknown access.
-        """
         return access_named(self.ground[host].access or self.ground[0].access or "gateway")
 
     @property
@@ -375,7 +352,7 @@ class Scenario:
 
     @cached_property
     def plan(self) -> ConstellationPlan:
-        """The plan of a constellation for this scenario. Its clock is 0 at the start, and runs at the pace of the sky.
+        """Plan for this scenario; its clock is 0 at the start and runs at the sky's pace.
 
         Raises:
             InvalidInput: an impossible constellation.
@@ -432,11 +409,7 @@ class Scenario:
         return plan
 
     def _check_drift(self, preset: Preset) -> None:
-        """Check that the closed form still has the satellites of the element sets at their places.
-
-        Raises:
-            InvalidInput: the start is too far from the element sets.
-        """
+        """Refuse a start too far from the element sets: the closed form must have their satellites in place."""
         farthest_s = max(self.start_s, self.start_s + self.duration_s, key=abs)
         shell = _of_elements(Path(self.folder, self.shell.tle), self.shell.number, self.shell.skip_bad)
         at = datetime.fromtimestamp(round(preset.epoch_unix_s), UTC).isoformat().replace("+00:00", "Z")
@@ -451,11 +424,7 @@ class Scenario:
             )
 
     def _beside_the_seam(self, ground: Ground, preset: Preset, strategy: str) -> Ground:
-        """Choose the branch over the host whose box contains no seam for the whole duration.
-
-        Raises:
-            InvalidInput: neither branch does.
-        """
+        """Choose the branch over the host whose box contains no seam for the whole duration; raise if neither does."""
         shell, onboard = preset.shell, self.access(0) == "onboard"
         links_s = shell.isl_one_way_s("slot"), shell.isl_one_way_s("plane")
         box = layout(parse_strategy(strategy), self.placement.servers, preset.torus, *links_s).box
@@ -482,11 +451,7 @@ class Scenario:
         )
 
     def check_sight(self) -> None:
-        """Check that every host that depends on beams sees a satellite at some time.
-
-        Raises:
-            InvalidInput: a host never sees a satellite.
-        """
+        """Raise ``InvalidInput`` if a host that depends on beams never sees a satellite."""
         moments = min(_MOST_LOOKS, math.ceil(self.duration_s / _LOOK_S) + 1)
         for number, host in enumerate(self.ground):
             if self.access(number) not in ("gateway", "hybrid"):
@@ -506,7 +471,7 @@ class Scenario:
     # --- Workload ---
 
     def operations(self) -> list[list[Operation]]:
-        """Return all operations in order of time; those of a request of a trace together.
+        """Return all operations in order of time, grouped by request.
 
         Raises:
             InvalidInput: too many, or a trace that cannot be read.
@@ -558,7 +523,7 @@ class Scenario:
     # --- Sweep ---
 
     def cells(self) -> list[Cell]:
-        """Return the product of the sweep's lists, the last key varying fastest; one cell without a sweep.
+        """Return the product of the sweep's lists, the last key varying fastest.
 
         Raises:
             InvalidInput: too many, a key that does not exist, or a value that is impossible.
@@ -586,7 +551,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A combination of a sweep. It is picklable, and complete except for the named files, of which it has digests."""
+    """Combination of a sweep, picklable; complete except for named files, of which it has digests."""
 
     number: int
     swept: tuple[tuple[str, Any], ...]
@@ -599,13 +564,13 @@ class Cell:
         return Scenario.of(json.loads(self.table), folder=Path(self.folder))
 
     def key(self, version: str) -> str:
-        """Return a name for the cell's results. It differs whenever the results might differ."""
+        """Return a name that differs whenever the results might differ."""
         return hashlib.sha256(f"{version}\n{self.table}\n{self.digests}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class StarGround(Ground):
-    """A host below a Walker star, with its box on one of the two branches."""
+    """Host below a Walker star, on one of two branches."""
 
     descending: bool = False
 
@@ -622,10 +587,9 @@ class ScenarioPlan(ConstellationPlan):
     own: Preset | None = None
 
     def _check_seam(self, torus: Torus) -> None:
-        """Skip the check: ``Scenario`` keeps the box on one side of the seam."""
+        """Skip the check: ``Scenario`` keeps the box off the seam."""
 
     def _check_hosts(self) -> None:
-        """Check the number of satellites only: without processes no ports are needed."""
         if self.planes * self.slots_per_plane > MOST_SATELLITES:
             raise InvalidInput(
                 f"shell: {self.planes} planes of {self.slots_per_plane} slots: expected at most {MOST_SATELLITES} "
@@ -661,11 +625,6 @@ def scenario_named(name: str) -> Scenario:
 
 
 def _check_obeyed(scenario: Scenario, found: Mapping[str, Any], where: str) -> None:
-    """Check that all keys have an effect.
-
-    Raises:
-        InvalidInput: keys without effect.
-    """
     engine = scenario.engine
     present = {f"{section}.{key}" for section, own in found.items() if isinstance(own, Mapping) for key in own}
     unused = [path for path in NOT_OF[engine] if path in present]
@@ -711,7 +670,6 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
-    """Return the lists of values by dotted path. TOML turns unquoted paths into tables."""
     if not isinstance(value, Mapping):
         raise InvalidInput("sweep: expected a table of lists, such as placement.servers = [4, 10]")
     lists: dict[str, Sequence[Any]] = {}
@@ -727,10 +685,6 @@ def _lists(value: object, before: str = "") -> dict[str, Sequence[Any]]:
 
 
 def _with(own: Any, path: Sequence[str], value: Any, whole_path: str) -> Any:
-    """Return a copy of a table, or of a list of tables, with this value.
-
-    Missing tables are added, because the reader checks them.
-    """
     key, *path_rest = path
     if isinstance(own, list):
         if not key.isdecimal() or int(key) >= len(own):
@@ -753,7 +707,6 @@ def _digest(path: Path) -> str:
 
 
 def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
-    """Return the shell in which real satellites fly, with its gaps."""
     try:
         content = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
@@ -774,5 +727,5 @@ def _of_elements(path: Path, number: int, skip_bad: bool) -> ClusteredShell:
 
 @lru_cache(maxsize=4)
 def _shells_of(content: str, skip_bad: bool) -> tuple[ClusteredShell, ...]:
-    """Cluster the content of a file. The cache key is the content, because the file may change between runs."""
+    """Cluster a file's content, which is the cache key because files may change between runs."""
     return cluster(read_elements(content, skip_bad=skip_bad).elements).shells
