@@ -1,8 +1,7 @@
-"""Simulated instances that decode with continuous batching: coupled with prefill, or on separate machines.
+"""Simulated instances with continuous batching, coupled with prefill or decode only.
 
-Steps are planned up to the next change of the batch: the first end of an answer, or the step in which a fitting request
-arrives. An arrival or a failure replaces the plan. Events carry their plan's version, so those of replaced plans are
-ignored.
+Steps are planned up to the batch's next change. An arrival or a failure replaces the plan; events of older plan
+versions are ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ StreamEvent = Callable[[Stream, float], None]
 class CoupledInstance:
     """Instance that prefills and decodes.
 
-    Without ``mixed_tokens`` prefills go first and decoding waits. With it every step decodes, and spends the remaining
-    tokens on prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token. ``ended``
-    is called at the end of an answer.
+    Without ``mixed_tokens`` decoding waits for prefills. With it every step decodes and spends the remaining tokens on
+    prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Return the TTFT predicted for the latest request: its age plus the estimated backlog."""
+        """Return the TTFT predicted for the latest request: its age plus the backlog."""
         backlog_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + backlog_s
@@ -199,12 +197,9 @@ class CoupledInstance:
 class DecodeInstance:
     """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival. The first that does not fit blocks all later requests. A
-    first token that is computed here precedes the join: the batch waits meanwhile, and runs one step between two such
-    requests, as in an engine that takes one prompt per turn.
-
-    ``kv_tokens`` is its memory, ``most_batch`` the limit of the batch. ``joined``, ``ended`` and ``first`` (first
-    token, if computed here) are called with the stream.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. If a first
+    token is computed here, the batch waits, and runs a step between two such requests, as in an engine that takes one
+    prompt per turn. ``first`` is called at such a token.
     """
 
     def __init__(
@@ -254,7 +249,7 @@ class DecodeInstance:
         return self.batch.clear() + taking + self.waiting.clear()
 
     def turn_ends_s(self, now_s: float) -> float:
-        """Return the end of the step in progress, when the loop is between two turns; now, if idle."""
+        """Return the end of the step in progress; ``now_s`` if idle."""
         if self._taking is not None:
             size, contexts = len(self.batch) + 1, self.batch.contexts + self._taking.prompt_tokens + 1
             return self._begun_s + self._taking.work_s + self._steps.step_s(size, contexts)
@@ -268,7 +263,7 @@ class DecodeInstance:
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
     def needed_share(self) -> float:
-        """Return the share of the KV memory that all requests need, or of the longest batch if that share is larger."""
+        """Return the share of the KV memory that all requests need, or of the longest batch, if larger."""
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 

@@ -32,7 +32,6 @@ class Job:
     attempts: int = 0
     work_s: float = 0.0
     loading: Loaded | None = None
-    """Load that started at its placement."""
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
@@ -43,7 +42,7 @@ class Job:
     """Time at which all its KV has reached the decode instance."""
     prefilled: bool = False
     leaving: bool = False
-    """True while it is prefilled and its KV is in transfer."""
+    """True if its KV is in transfer after the prefill."""
     decoding: bool = False
     over: bool = False
 
@@ -81,12 +80,12 @@ class Stream:
     """Time of the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
     joined: int = 0
-    """Number of the batch's run in which it joined."""
+    """Batch's run in which it joined."""
     came: int = 0
 
     @property
     def kv_tokens(self) -> int:
-        """Memory reserved from its first step on, so that it is never preempted."""
+        """Memory reserved from its first step on, so it is never preempted."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -96,7 +95,7 @@ Waiting = TypeVar("Waiting", Job, Stream)
 class PriorityQueue(Generic[Waiting]):
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Waiting]] = []
-        """Entries of negative priority, number of the arrival, request."""
+        """Entries of negative priority, arrival number, request."""
         self._came = 0
 
     def __len__(self) -> int:
@@ -166,15 +165,14 @@ class PrefillQueue(PriorityQueue[Job]):
 class Batch:
     """A decode batch: every step gives each request a token.
 
-    It changes only between steps. Its owner runs several steps at once (``run``); times, contexts and gaps follow in
-    closed form, equal to a simulation of each step. A context is the prompt plus the tokens so far. The prefill gave
-    the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    It changes only between steps; its owner runs several steps at once. A context is the prompt plus the tokens so far.
+    The prefill gave the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, Stream]] = []
-        """Heap, by the step after which a request is done."""
+        """Heap by the step after which a request is done."""
         self._fresh: list[Stream] = []
         self._runs = 0
         self._done = 0
@@ -186,7 +184,7 @@ class Batch:
         self._peaks_s: list[float] = []
         """Decreasing stack of the longest gaps, for the maximum since a request joined.
 
-        ``_peak_runs`` has their positions: twice the number of the run for its first step, plus 1 for later steps.
+        Positions in ``_peak_runs``: twice the run's number for its first step, plus 1 for later steps.
         """
 
     def __len__(self) -> int:
@@ -210,7 +208,7 @@ class Batch:
         return self._steps.run_s(len(self._leave), self.contexts, steps)
 
     def steps_until(self, seconds: float, most: int) -> int:
-        """Return the fewest steps that take at least ``seconds``, between 1 and ``most``."""
+        """Return the fewest steps that take at least ``seconds``, from 1 to ``most``."""
         return self._steps.steps_until(len(self._leave), self.contexts, seconds, most)
 
     def step_s(self, steps: int = 0) -> float:
@@ -219,10 +217,7 @@ class Batch:
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
-        """Account for ``steps`` steps from ``begun_s`` to ``end_s``. Return the requests that are done.
-
-        ``steps`` must not exceed ``steps_to_first_end``.
-        """
+        """Account for ``steps`` steps, at most ``steps_to_first_end``. Return the requests that are done."""
         size, kv = len(self._leave), self.contexts
         first_s = self._steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
@@ -236,7 +231,7 @@ class Batch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[Stream]:
-        """Account for one step that includes other work. Return the requests that are done."""
+        """Account for a step that includes other work. Return the requests that are done."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)
@@ -254,7 +249,7 @@ class Batch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
-        """Record the gaps of the first step: since the first token for fresh requests, else since the last step."""
+        """Record the first step's gaps: since the first token for fresh requests, else since the last step."""
         joined = self._fresh
         for stream in joined:
             gap_s = begun_s - stream.first_token_s + step_s
@@ -293,11 +288,10 @@ class Batch:
 
 
 class Steps:
-    """Durations of decoding steps on one kind of machine, in closed form.
+    """Durations of decoding steps on one kind of machine: sums of ``CostModel.decode_step_s`` in closed form.
 
-    In an unchanged batch, contexts grow by a token per request and step. Reading and computing are then linear in the
-    step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split at the step
-    where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
+    Contexts grow by a token per request and step, so reading and computing are linear in the step's number. A step
+    takes the longer; sums split where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -334,7 +328,7 @@ class Steps:
     def _lines(self, batch: int, kv_tokens: float) -> tuple[float, float, float, float, float]:
         """Return ``first, slope, cut, then, then_slope``.
 
-        Step ``i`` takes ``first + slope·i`` before step ``cut``, and ``then + then_slope·i`` from there on.
+        Step ``i`` takes ``first + slope·i`` before step ``cut``, ``then + then_slope·i`` from there on.
         """
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._of(batch)
         reading, computing = read_s + read_per_s * kv_tokens, flops_s + flops_per_s * kv_tokens
@@ -369,10 +363,7 @@ _WIDTH = math.log(1.01)
 
 
 class Gaps:
-    """Histogram of the times between tokens of all requests, with classes 1 % wide.
-
-    Every token but the first counts. The counts and the mean of each class are exact.
-    """
+    """Histogram of all requests' times between tokens, with classes 1 % wide. Counts and means per class are exact."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

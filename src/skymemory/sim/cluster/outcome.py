@@ -1,7 +1,6 @@
-"""Records of a simulated run (per request, loads over time, spans of the instances), and its metrics.
+"""Records and metrics of a simulated run.
 
-Metrics cover the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end.
-docs/reference/cluster-metrics.md defines them. ``write_chrome_trace`` exports a run for Perfetto.
+Metrics cover the requests that arrived in a window, whenever they end; docs/reference/cluster-metrics.md defines them.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ class RequestOutcome:
     status: Status
     prompt_tokens: int
     output_tokens: int
-    """Requested length of the answer. A completed request got it."""
+    """Requested length of the answer."""
     prefill: int | None = None
-    """Number of the prefill instance; None: it never started."""
+    """Number of the prefill instance; None: never started."""
     decode: int | None = None
     """Number of the decode instance; equal to ``prefill`` if coupled."""
     held_tokens: int = 0
     """Tokens in the prefill instance's own memory."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Loaded tokens by source, as the pool names them."""
+    """Tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    """Compute time of its prefill, summed over a pipeline's machines."""
+    """Compute time, summed over a pipeline's machines and all attempts."""
     ttft_s: float | None = None
     end_s: float | None = None
     """Time of its last token, refusal or failure."""
@@ -54,7 +53,6 @@ class RequestOutcome:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.held_tokens + sum(self.loaded_tokens.values())
 
 
@@ -62,13 +60,12 @@ class RequestOutcome:
 class LoadSample:
     t_s: float
     prefill: float
-    """Largest predicted TTFT of the prefill instances over its objective (1: at the objective)."""
+    """Largest predicted TTFT of the prefill instances over its objective."""
     decode: float
     """Largest time between tokens of the decode instances over its objective."""
     waiting: int = 0
     decoding: int = 0
     prefill_mean: float = 0.0
-    """Mean over the instances, where ``prefill`` is the largest."""
     decode_mean: float = 0.0
     prefilling: int = 0
     """Instances that prefill, including draining instances."""
@@ -86,7 +83,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpan:
-    """Time in which an instance of elastic pools had one role, including its drain and the set-up for the next role."""
+    """Time of an elastic instance in one role, including its drain and the next set-up."""
 
     instance: str
     role: Role
@@ -102,7 +99,7 @@ class ClusterRun:
     decode_busy_s: Sequence[float]
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
-    """Histogram of the times between tokens: mean of each class; may be empty."""
+    """Histogram of the times between tokens (mean of each class), or empty."""
     gap_tokens: Sequence[int] = ()
     pool: Mapping[str, float] = field(default_factory=dict)
     roles: Sequence[RoleSpan] = ()
@@ -113,7 +110,7 @@ class ClusterRun:
 
 
 TbtRule = Literal["mean", "max"]
-"""Rule for a request's times between tokens: their mean or the longest of them must meet the objective."""
+"""Value that must meet the objective: a request's mean or longest time between tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class Quantiles:
 
     @classmethod
     def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
-        """Return the quantiles of values with counts: the smallest value that the given share does not exceed."""
+        """Return quantiles of values with counts: the smallest value that the share does not exceed."""
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
@@ -151,7 +148,7 @@ class Hits:
 
     tokens: float
     tokens_by_source: dict[str, float]
-    """Share of all tokens, by source: ``local``, and each tier or peer."""
+    """Share of all tokens by source: ``local``, and each tier or peer."""
     blocks: float
     all_blocks: float
     """Share of all blocks, including partial blocks, as published tables count."""
@@ -185,20 +182,20 @@ class ClusterMetrics:
     ttft_s: Quantiles
     tbt_request_s: Quantiles
     tbt_token_s: Quantiles
-    """All times between tokens of the run; without a histogram, the requests' means weighted by tokens."""
+    """All times between tokens; without a histogram, the requests' means weighted by tokens."""
     tbt_max_s: Quantiles
     ttft_met: float
     tbt_met: float
     longest_tbt_met: float
     met: int
     attainment: float
-    """``met`` as a share of all arrivals, including refused requests."""
+    """Share of ``met`` in all arrivals, including refused requests."""
     goodput_per_s: float
-    """``met`` per second, from the first arrival to the last end."""
+    """Rate of ``met`` requests, from the first arrival to the last end."""
     elapsed_s: float
     prefill_s: float
     wasted_prefill_s: float
-    """Prefill seconds of requests that were refused or failed afterwards."""
+    """Prefill seconds of requests that were then refused or failed."""
     late_prefill_s: float
     """Prefill seconds of requests that completed outside an objective."""
     hits: Hits
@@ -307,10 +304,9 @@ _COUNTERS_PID = 1
 
 
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
-    """Export the run for chrome://tracing and Perfetto (Trace Event Format, JSON object form).
+    """Export the run in Trace Event Format (JSON object form) for chrome://tracing and Perfetto.
 
-    Spans are included if the run recorded them. Each instance is a process; its overlapping spans are in lanes, the
-    threads of that process. Loads are counters of a separate process. Times are microseconds.
+    Each instance is a process; overlapping spans are in lanes, its threads. Loads are counters of another process.
     """
     events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
     events += _counters(run.loads)
@@ -335,7 +331,6 @@ def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
 
 
 def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
-    """Return an instance's spans, each in the first free lane of its kind."""
     kinds: dict[str, list[tuple[int, int]]] = {}
     """Lanes by kind: thread, end of the last span in µs."""
     lanes = 0

@@ -1,13 +1,10 @@
-"""The simulated KV pool: the nodes' caches and the links between them. ``sky.SkyPool`` adds a constellation.
+"""The simulated KV pool: the nodes' caches and the links between them.
 
-Nodes have the numbers of the cluster's instances: first prefill (or coupled) instances, so a caching node has the
-number of its slot in their fleet, then decode instances. Blocks are a trace's ids, of ``BLOCK_TOKENS`` tokens each. A
-chain of blocks is a prompt from its beginning. Times are seconds of the simulation; calls come in order of ``now_s``.
+Nodes are numbered as instances: prefill (or coupled) first, so a caching node's number is its fleet slot; then decode.
+A chain is a prompt's blocks from its beginning. Times are simulated seconds; calls come in order of ``now_s``.
 
-A node caches blocks in memory under a policy, and on an SSD what memory evicts. Neither drops a parent before its
-child. Memory evicts deeper blocks first, so the SSD receives children before parents, and it drops blocks in the order
-of arrival. Used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and so does
-memory alone.
+Memory alone, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops
+blocks in order of arrival, and used blocks return to memory from the root on.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from skymemory.store.accounting import Inventory
 from skymemory.store.base import StoreTicket
 
 LOCAL = "dram"
-"""Source of tokens in the node's own memory."""
 NODES = "node"
 """Source of tokens in another node's memory."""
 SSD_TIER = "ssd"
@@ -37,33 +33,29 @@ SKY_TIER = "sky"
 
 
 class Far(NamedTuple):
-    """A tier that every node can load from, for a prompt at this time."""
+    """A tier from which every node can load, for a prompt at this time."""
 
     tier: str
-    """Value of ``Plan.source`` to load from it."""
+    """Value of ``Plan.source``."""
     blocks: int
     """Leading blocks of the prompt that it holds."""
     medium: Medium
-    """Medium of the tier. Its latency includes the current queue."""
+    """Medium of the tier; its latency includes the current queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Part of a prompt that a node has, or will have by ``done_s``.
-
-    It is reserved for the request until its prefill ends, even if the cache evicts it meanwhile.
-    """
+    """Part of a prompt that a node has, or will have by ``done_s``; reserved until the prefill ends, even if evicted."""
 
     held_tokens: int
-    """Prefix on the node: in memory, on the SSD, or already loading."""
+    """Prefix in memory, on the SSD, or already loading."""
     split_tokens: int
-    """Start of the loaded part; equal to ``held_tokens`` unless the plan computes a part meanwhile."""
+    """Start of the loaded part; above ``held_tokens`` if the plan computes a part meanwhile."""
     loaded_tokens: int
     done_s: float
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by source: ``LOCAL``, ``SSD_TIER``, ``SKY_TIER``, ``NODES``."""
     held_s: float = 0.0
-    """Time at which the held part is available; later than now if some of it is on the SSD or loading."""
+    """Time at which the held part is available: later than now if partly on SSD or loading."""
 
     @property
     def cached_tokens(self) -> int:
@@ -71,12 +63,11 @@ class Loaded:
 
 
 class Link:
-    """One direction of a network interface, served in order of request.
+    """One direction of a network interface, first come, first served.
 
-    A transfer occupies all links of its path at once. At each link it waits for earlier transfers; it ends when the
-    slowest link has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a
-    slow link does not delay a fast link. The end is known at the start and never changes. (Fair sharing is more
-    realistic but would move the ends of other transfers; busy links carry the same bytes.)
+    A transfer occupies every link of its path for its bytes over that link's rate, after earlier transfers. It ends
+    when its slowest link is done, plus the path's latency. The end is known at the start; fair sharing would be more
+    realistic but would move the ends of other transfers.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -99,7 +90,7 @@ class Link:
 
 
 def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
-    """Return the end of a transfer over all links of ``path``; now for 0 bytes."""
+    """Return the end of a transfer over all links of ``path``; ``now_s`` for 0 bytes."""
     if size_bytes <= 0:
         return now_s
     return latency_s + max(link.take(size_bytes, now_s) for link in path)
@@ -110,7 +101,7 @@ def streamed_s(
 ) -> float:
     """Return the end of a transfer whose bytes become available in ``parts`` equal parts, the last ``over_s`` from now.
 
-    The links are booked for all parts now, so later transfers wait for the whole stream.
+    All parts are booked now, so later transfers wait for the whole stream.
     """
     if size_bytes <= 0:
         return now_s + over_s
@@ -120,10 +111,8 @@ def streamed_s(
 
 
 class PrefixCache:
-    """An LRU cache of blocks that never evicts a parent before its child.
-
-    A prompt's blocks are touched from the last to the first. The deepest block of a chain is therefore the oldest, and
-    the cache is closed under prefixes.
+    """An LRU cache of blocks, closed under prefixes: chains are touched from last to first, so children are evicted
+    first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -164,11 +153,9 @@ class PrefixCache:
 
 
 class ClusterPool:
-    """Caches of all nodes and the links between them.
+    """Caches of all nodes and the links between them, without a constellation (``sky.SkyPool``).
 
-    ``names`` are the names of all instances, by number. ``settings.sky`` needs ``sky.SkyPool`` (``simulation.new_pool``
-    chooses). The pool is also a ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``: schedulers see the true state of
-    caches and links.
+    It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``: schedulers see the true state.
 
     Raises:
         InvalidInput: a memory smaller than a block.
@@ -204,12 +191,11 @@ class ClusterPool:
     # Queries of schedulers; they change no state.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each node has in memory or on its SSD."""
+        """Count the leading blocks that each node has in memory or on SSD."""
         ids = blocks.tolist()
         return [self._nodes[slot].leading(ids) for slot in slots]
 
     def far(self, blocks: Blocks) -> list[Far]:
-        """Return the shared tiers that hold a part of the blocks."""
         return []
 
     def media(self) -> dict[str, Medium]:
@@ -242,10 +228,10 @@ class ClusterPool:
     # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
-        """Send a request with the full blocks ``ids`` to ``node``: use what it has, load what the plan says.
+        """Use what ``node`` has of the full blocks ``ids``, and load what the plan says.
 
-        Less is loaded if the node holds more by now, or if the source has lost some blocks. Without a plan, or without
-        a source in it, only the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
+        It loads less if the node holds more by now or the source lost blocks. Without a source in the plan it reads
+        only the node's own SSD. Loaded blocks are cached, so hot prefixes replicate.
         """
         self._now_s = now_s
         # The node itself reads what is on its SSD, independent of the plan. It waits for blocks that are still being
@@ -307,9 +293,7 @@ class ClusterPool:
     def stream(
         self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
     ) -> float:
-        """Transfer the KV of ``tokens`` between nodes, layer by layer, while it is computed for ``over_s``. Return the
-        end.
-        """
+        """Transfer the KV of ``tokens`` layer by layer while it is computed for ``over_s``. Return the end."""
         if source == target or tokens <= 0:
             return now_s + over_s
         links = (self._out[source], self._in[target])
@@ -317,12 +301,12 @@ class ClusterPool:
         return done_s + self._late_s()
 
     def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
-        """Cache the chain that ``node`` has computed, as far as it fits. Shared tiers get copies."""
+        """Cache the chain that ``node`` has computed, as far as it fits, and copy it to shared tiers."""
         self._now_s = now_s
         self._nodes[node].use(ids)
 
     def lost(self, node: int, now_s: float) -> None:
-        """Drop the cache of ``node``, which failed. Its transfers complete: they count as read already."""
+        """Drop the cache of the failed ``node``. Its transfers still complete."""
         self._now_s = now_s
         self._evicted += self._nodes[node].evicted
         self._dropped += self._nodes[node].dropped
@@ -340,7 +324,7 @@ class ClusterPool:
 
 
 class Memory(Protocol):
-    """A memory of blocks within a budget, closed under prefixes."""
+    """Blocks within a budget, closed under prefixes."""
 
     capacity: int
 
@@ -352,7 +336,7 @@ class Memory(Protocol):
 
 
 class PolicyMemory:
-    """A memory with an eviction policy and the accounting of the production tiers."""
+    """Memory with an eviction policy and the accounting of the production tiers."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
@@ -414,7 +398,7 @@ def memory_of(capacity: int, policy: str) -> Memory:
 
 
 class NodeMemory:
-    """Memory and SSD of a node. ``ssd_blocks`` of 0 means no SSD."""
+    """Memory and SSD of a node. ``ssd_blocks`` of 0: no SSD."""
 
     def __init__(self, blocks: int, policy: str = "lru", ssd_blocks: int = 0) -> None:
         self.memory = memory_of(blocks, policy)
@@ -430,7 +414,6 @@ class NodeMemory:
         return len(self.memory) + len(self._ssd)
 
     def leading(self, chain: Sequence[int]) -> int:
-        """Return the number of leading blocks of ``chain`` in memory or on the SSD."""
         resident = self.memory.leading(chain)
         return resident + self._count_ssd_blocks(chain, resident) if self._ssd else resident
 
@@ -467,7 +450,7 @@ class NodeMemory:
         self._last_comes_s = max(self._last_comes_s, done_s)
 
     def ready_s(self, blocks: Sequence[int], now_s: float) -> float:
-        """Return the end of the last load among these blocks; ``now_s`` if none is loading."""
+        """Return the last end of these blocks' loads; ``now_s`` if none is loading."""
         if not self.coming:
             return now_s
         # All loads are complete: the dictionary need not be searched until the next load starts.

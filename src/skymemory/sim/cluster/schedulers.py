@@ -1,7 +1,7 @@
 """The production schedulers for a simulated cluster, with the information that they have in production.
 
-They estimate with the believed cost model, not the true model (``Estimates``). The conductor's schedulers see the true
-state of the pool's caches. The router's strategies learn it from the requests that they sent.
+They estimate with the believed cost model. The conductor's schedulers see the true state of the caches; the router's
+strategies learn it from their requests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRe
 
 
 def get_scheduler_view(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
-    """Return the request as a scheduler sees it.
-
-    Blocks are the trace's ids. ``dice`` draws the errors of the stated answer length.
-    """
+    """Return the request as a scheduler sees it. ``dice`` draws the errors of the stated answer length."""
     blocks = np.array(request.blocks(setup.partial), dtype=np.uint64)
     prompt = Prompt(blocks, blocks, BLOCK_TOKENS, request.input_tokens)
     stated: int | None = None
@@ -56,7 +53,7 @@ _DRAWS = 4096
 
 
 class Estimates:
-    """Prefill times estimated by the believed cost model, for pipelines."""
+    """Prefill times by the believed cost model, for pipelines."""
 
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
@@ -80,8 +77,7 @@ class Estimates:
 class ErringSpeeds(GivenSpeeds):
     """Estimates with a seeded error factor per server and prompt length.
 
-    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1. It is the same for all estimates of
-    a prompt at a server, and for the backlog estimated from them.
+    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1; the backlog has the same factor.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:
@@ -103,7 +99,7 @@ class ErringSpeeds(GivenSpeeds):
 class World:
     setup: ClusterSetup
     prefill: Fleet
-    """Prefill fleet. Its slots are the pool's node numbers."""
+    """Prefill fleet, with the pool's node numbers as slots."""
     decode: Fleet | None
     """Decode fleet; None: coupled instances."""
     cost: CostModel

@@ -2,10 +2,10 @@
 
 1. A request is placed when it arrives, and the loads of its plan start.
 2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
-3. When all KV has arrived, the request joins the decode batch. It ends with its last token.
-   With a ``Handover`` its values go through a store after the prefill, and the decode instance gives the first token.
-4. If an instance fails, its requests are placed again, ``retries`` times. A request fails as well if its decode
-   instance is down when its KV arrives; its prefix is cached by then.
+3. When all KV has arrived, it joins the decode batch until its last token.
+   With a ``Handover`` its values go through a store, and the decode instance gives the first token.
+4. If an instance fails, its requests are placed again, ``retries`` times. A request also fails if its decode instance
+   is down when its KV arrives; its prefix is cached by then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from skymemory.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSet
 from skymemory.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
-"""Number of samples without an event in between above which they are skipped."""
+"""Number of samples without events above which they are skipped."""
 
 
 def run_cluster(
@@ -53,10 +53,11 @@ def run_cluster(
     asked: Sequence[Request] | None = None,
     pool: ClusterPool | None = None,
 ) -> ClusterRun:
-    """Simulate ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
+    """Simulate ``requests``, in order of arrival. Equal arguments give equal runs, with outcomes in the order after
+    jitter.
 
     Args:
-        requests: in order of arrival. Outcomes are in the order after jitter.
+        requests: in order of arrival.
         setup: the cluster.
         scheduler, admission: names, with options, or a factory and a rule.
         asked: the requests as schedulers see them, for tenants and priorities; only without jitter.
@@ -207,7 +208,6 @@ class Simulation:
         machines.prefills[job.prefill].arrive(job, now_s)
 
     def _on_prefill_begin(self, job: Job, now_s: float, done_s: float) -> None:
-        """Start the transfer of its KV to the decode instance, while it is computed or afterwards."""
         if job.output_tokens == 1 or self._setup.handover is not None:
             return
         target = self._machines.node_of_decode(job.decode)
@@ -336,7 +336,7 @@ class Simulation:
         self._scheduler.failed(job.required_placement, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
-        """Retry an admitted request, if it has a retry left and a server takes it."""
+        """Place an admitted request again, if a retry and a server are left."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -349,7 +349,7 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
-        """Sample the loads every ``sample_s``, but skip long idle stretches: a value holds until the next sample."""
+        """Sample the loads every ``sample_s``, except in long idle stretches: a value holds until the next sample."""
         self._loads.sample(now_s)
         if self._roles is not None:
             self._roles.observe(now_s)
@@ -388,10 +388,7 @@ class Accounts:
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """Close a completed request.
-
-        ``worst_s`` is the longest time between its tokens; None with one token.
-        """
+        """Close a completed request. ``worst_s`` is the longest time between its tokens; None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 
