@@ -1,7 +1,6 @@
 """Simulated instances with continuous batching, coupled with prefill or decode only.
 
-Steps are planned up to the batch's next change. An arrival or a failure replaces the plan; events of older plan
-versions are ignored.
+Steps are planned up to the batch's next change; an arrival or a failure replaces the plan.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ StreamEvent = Callable[[Stream, float], None]
 class CoupledInstance:
     """Instance that prefills and decodes.
 
-    Without ``mixed_tokens`` decoding waits for prefills. With it every step decodes and spends the remaining tokens on
-    prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token.
+    Without ``mixed_tokens`` decoding waits for prefills; with it every step decodes, then fills up with prefill chunks.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class CoupledInstance:
         self._underway: list[tuple[Job, int]] = []
         self._begun_s = 0.0
         self._planned = 0
-        """Decoding steps in the current plan; 0: prefilling or idle."""
+        """Steps in the current plan; 0: prefilling or idle."""
         self._idle = True
         self._version = 0
 
@@ -79,7 +77,6 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Return the TTFT predicted for the latest request: its age plus the backlog."""
         backlog_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + backlog_s
@@ -197,9 +194,9 @@ class CoupledInstance:
 class DecodeInstance:
     """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. If a first
-    token is computed here, the batch waits, and runs a step between two such requests, as in an engine that takes one
-    prompt per turn. ``first`` is called at such a token.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. While a first
+    token is computed here the batch waits, but runs a step between two of them, as engines that take one prompt per
+    turn.
     """
 
     def __init__(
@@ -222,7 +219,6 @@ class DecodeInstance:
         self.busy_s = 0.0
         self._begun_s = 0.0
         self._planned = 0
-        """Steps planned from ``_begun_s`` on; 0: idle."""
         self._version = 0
 
     def takes(self, kv_tokens: int) -> bool:
@@ -272,7 +268,6 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
-        """Add requests that fit and plan the next steps, between two steps."""
         self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()

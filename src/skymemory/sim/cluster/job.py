@@ -17,7 +17,7 @@ from skymemory.sim.cluster.pool import Loaded
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the cluster. Fields describe its last attempt, but ``spent_s`` sums all attempts."""
+    """A request in its last attempt; ``spent_s`` sums all attempts."""
 
     number: int
     at_s: float
@@ -39,7 +39,7 @@ class Job:
     computed_tokens: int = 0
     spent_s: float = 0.0
     there_s: float = 0.0
-    """Time at which all its KV has reached the decode instance."""
+    """Arrival of its last KV at the decode instance."""
     prefilled: bool = False
     leaving: bool = False
     """True if its KV is in transfer after the prefill."""
@@ -65,7 +65,6 @@ class Job:
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
     def stream_after(self, work_s: float) -> Stream:
-        """Return its answer if the decode instance computes the first token in ``work_s``."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
 
 
@@ -80,7 +79,6 @@ class Stream:
     """Time of the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
     joined: int = 0
-    """Batch's run in which it joined."""
     came: int = 0
 
     @property
@@ -163,10 +161,10 @@ class PrefillQueue(PriorityQueue[Job]):
 
 
 class Batch:
-    """A decode batch: every step gives each request a token.
+    """A decode batch, which changes only between steps.
 
-    It changes only between steps; its owner runs several steps at once. A context is the prompt plus the tokens so far.
-    The prefill gave the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    A context is the prompt plus the tokens so far. The prefill gave the first token, so ``n`` tokens take ``n - 1``
+    steps, the first with ``prompt + 1``.
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
@@ -182,9 +180,8 @@ class Batch:
         """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
         self._peaks_s: list[float] = []
-        """Decreasing stack of the longest gaps, for the maximum since a request joined.
-
-        Positions in ``_peak_runs``: twice the run's number for its first step, plus 1 for later steps.
+        """Decreasing stack of the longest gaps; positions in ``_peak_runs`` are twice the run's number, plus 1 after
+        its first step.
         """
 
     def __len__(self) -> int:
@@ -217,7 +214,7 @@ class Batch:
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
-        """Account for ``steps`` steps, at most ``steps_to_first_end``. Return the requests that are done."""
+        """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
         size, kv = len(self._leave), self.contexts
         first_s = self._steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
@@ -249,7 +246,6 @@ class Batch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
-        """Record the first step's gaps: since the first token for fresh requests, else since the last step."""
         joined = self._fresh
         for stream in joined:
             gap_s = begun_s - stream.first_token_s + step_s
@@ -288,10 +284,10 @@ class Batch:
 
 
 class Steps:
-    """Durations of decoding steps on one kind of machine: sums of ``CostModel.decode_step_s`` in closed form.
+    """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
-    Contexts grow by a token per request and step, so reading and computing are linear in the step's number. A step
-    takes the longer; sums split where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
+    Contexts grow by a token per step, so reading and computing are linear in the step's number, and a step takes the
+    longer. ``kv_tokens`` are the context tokens at the first step.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -349,7 +345,7 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
-    """Return the approximate number of terms ``start + slope·i``, from ``i = begin``, that sum to ``seconds``."""
+    """Return about how many terms ``start + slope·i``, from ``i = begin``, sum to ``seconds``."""
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1
@@ -363,7 +359,7 @@ _WIDTH = math.log(1.01)
 
 
 class Gaps:
-    """Histogram of all requests' times between tokens, with classes 1 % wide. Counts and means per class are exact."""
+    """Histogram of times between tokens in classes 1 % wide, with exact counts and means."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

@@ -1,8 +1,7 @@
 """All instances of a simulated cluster, and the fleets from which schedulers choose.
 
-An elastic instance belongs to both fleets and is closed in that of the other role; others still load its KV. Prefill
-slots are node numbers of the KV pool. Decode slots start with the instances that decode at the start, as in fixed
-pools.
+An elastic instance is in both fleets, closed in that of the other role; others still load its KV. Prefill slots are
+node numbers of the KV pool. Decode slots start with the initial decode instances.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Listeners:
 
 
 class Machines:
-    """Instances of a run. Prefill and coupled instances are numbered by slot."""
+    """Instances of a run, numbered by slot."""
 
     def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         prefilling, decoding = setup.prefilling(), setup.decoding()
@@ -71,7 +70,6 @@ class Machines:
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
-        """Return the instances that prefill now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.prefills or self.coupled
         return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]

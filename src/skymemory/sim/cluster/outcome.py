@@ -1,7 +1,4 @@
-"""Records and metrics of a simulated run.
-
-Metrics cover the requests that arrived in a window, whenever they end; docs/reference/cluster-metrics.md defines them.
-"""
+"""Records and metrics (docs/reference/cluster-metrics.md) of a simulated run."""
 
 from __future__ import annotations
 
@@ -34,13 +31,12 @@ class RequestOutcome:
     output_tokens: int
     """Requested length of the answer."""
     prefill: int | None = None
-    """Number of the prefill instance; None: never started."""
+    """Prefill instance; None: never started."""
     decode: int | None = None
-    """Number of the decode instance; equal to ``prefill`` if coupled."""
+    """Decode instance; equal to ``prefill`` if coupled."""
     held_tokens: int = 0
     """Tokens in the prefill instance's own memory."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -60,9 +56,9 @@ class RequestOutcome:
 class LoadSample:
     t_s: float
     prefill: float
-    """Largest predicted TTFT of the prefill instances over its objective."""
+    """Largest predicted TTFT of an instance over its objective."""
     decode: float
-    """Largest time between tokens of the decode instances over its objective."""
+    """Largest time between tokens of an instance over its objective."""
     waiting: int = 0
     decoding: int = 0
     prefill_mean: float = 0.0
@@ -99,7 +95,7 @@ class ClusterRun:
     decode_busy_s: Sequence[float]
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
-    """Histogram of the times between tokens (mean of each class), or empty."""
+    """Mean of each class in the histogram of times between tokens."""
     gap_tokens: Sequence[int] = ()
     pool: Mapping[str, float] = field(default_factory=dict)
     roles: Sequence[RoleSpan] = ()
@@ -115,8 +111,6 @@ TbtRule = Literal["mean", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Mean and percentiles of seconds; NaN without values."""
-
     mean: float
     p50: float
     p90: float
@@ -131,7 +125,7 @@ class Quantiles:
 
     @classmethod
     def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
-        """Return quantiles of values with counts: the smallest value that the share does not exceed."""
+        """Return the smallest values that the shares do not exceed."""
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
@@ -148,7 +142,6 @@ class Hits:
 
     tokens: float
     tokens_by_source: dict[str, float]
-    """Share of all tokens by source: ``local``, and each tier or peer."""
     blocks: float
     all_blocks: float
     """Share of all blocks, including partial blocks, as published tables count."""
@@ -195,12 +188,11 @@ class ClusterMetrics:
     elapsed_s: float
     prefill_s: float
     wasted_prefill_s: float
-    """Prefill seconds of requests that were then refused or failed."""
+    """Prefill seconds of requests then refused or failed."""
     late_prefill_s: float
     """Prefill seconds of requests that completed outside an objective."""
     hits: Hits
     prefill_utilisation: float
-    """Mean busy share of the prefill instances, over the whole run."""
     decode_utilisation: float
     role_changes: int = 0
 
@@ -267,7 +259,6 @@ def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool
 
 
 def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
-    """Return the time between tokens by the rule; 0 for an answer of one token."""
     tbt_s = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
     return 0.0 if tbt_s is None else tbt_s
 
@@ -304,9 +295,9 @@ _COUNTERS_PID = 1
 
 
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
-    """Export the run in Trace Event Format (JSON object form) for chrome://tracing and Perfetto.
+    """Export the run in Trace Event Format for chrome://tracing and Perfetto.
 
-    Each instance is a process; overlapping spans are in lanes, its threads. Loads are counters of another process.
+    Each instance is a process with lanes (threads) of spans; loads are counters of another process.
     """
     events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
     events += _counters(run.loads)

@@ -1,10 +1,10 @@
 """The simulated KV pool: the nodes' caches and the links between them.
 
-Nodes are numbered as instances: prefill (or coupled) first, so a caching node's number is its fleet slot; then decode.
-A chain is a prompt's blocks from its beginning. Times are simulated seconds; calls come in order of ``now_s``.
+Nodes are numbered as instances: first prefill (or coupled), so a caching node's number is its fleet slot. A chain is a
+prompt's blocks from its beginning. Calls come in order of ``now_s``, simulated seconds.
 
 Memory alone, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops
-blocks in order of arrival, and used blocks return to memory from the root on.
+in order of arrival, and used blocks return from the root on.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ class Far(NamedTuple):
     """A tier from which every node can load, for a prompt at this time."""
 
     tier: str
-    """Value of ``Plan.source``."""
     blocks: int
     """Leading blocks of the prompt that it holds."""
     medium: Medium
-    """Medium of the tier; its latency includes the current queue."""
+    """Medium with the current queue in its latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Part of a prompt that a node has, or will have by ``done_s``; reserved until the prefill ends, even if evicted."""
+    """Part of a prompt that a node has, or will have by ``done_s``; reserved until the prefill ends."""
 
     held_tokens: int
     """Prefix in memory, on the SSD, or already loading."""
@@ -55,7 +54,7 @@ class Loaded:
     done_s: float
     sources: Mapping[str, int] = field(default_factory=dict)
     held_s: float = 0.0
-    """Time at which the held part is available: later than now if partly on SSD or loading."""
+    """Time at which the held part is available."""
 
     @property
     def cached_tokens(self) -> int:
@@ -65,9 +64,8 @@ class Loaded:
 class Link:
     """One direction of a network interface, first come, first served.
 
-    A transfer occupies every link of its path for its bytes over that link's rate, after earlier transfers. It ends
-    when its slowest link is done, plus the path's latency. The end is known at the start; fair sharing would be more
-    realistic but would move the ends of other transfers.
+    A transfer occupies every link of its path for its bytes over that link's rate, and ends with the slowest. The end
+    is known at the start; fair sharing, though more realistic, would move other transfers' ends.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -101,7 +99,7 @@ def streamed_s(
 ) -> float:
     """Return the end of a transfer whose bytes become available in ``parts`` equal parts, the last ``over_s`` from now.
 
-    All parts are booked now, so later transfers wait for the whole stream.
+    All parts are booked now, so later transfers wait.
     """
     if size_bytes <= 0:
         return now_s + over_s
@@ -111,9 +109,7 @@ def streamed_s(
 
 
 class PrefixCache:
-    """An LRU cache of blocks, closed under prefixes: chains are touched from last to first, so children are evicted
-    first.
-    """
+    """An LRU cache of blocks, closed under prefixes: touched from last to first, children are evicted first."""
 
     def __init__(self, capacity: int) -> None:
         """Initialise with ``capacity`` in blocks.
@@ -153,9 +149,9 @@ class PrefixCache:
 
 
 class ClusterPool:
-    """Caches of all nodes and the links between them, without a constellation (``sky.SkyPool``).
+    """Caches of all nodes and the links between them, whose true state schedulers see.
 
-    It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``: schedulers see the true state.
+    It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``.
 
     Raises:
         InvalidInput: a memory smaller than a block.
@@ -191,7 +187,6 @@ class ClusterPool:
     # Queries of schedulers; they change no state.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Count the leading blocks that each node has in memory or on SSD."""
         ids = blocks.tolist()
         return [self._nodes[slot].leading(ids) for slot in slots]
 
@@ -199,7 +194,7 @@ class ClusterPool:
         return []
 
     def media(self) -> dict[str, Medium]:
-        """Return the idle media: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
+        """Return the idle media: ``dram`` (memory to accelerators), ``network``, ``ssd``, tiers."""
         return {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
@@ -228,10 +223,9 @@ class ClusterPool:
     # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
-        """Use what ``node`` has of the full blocks ``ids``, and load what the plan says.
+        """Use what ``node`` has of the full blocks ``ids``, load what the plan says, and cache both.
 
-        It loads less if the node holds more by now or the source lost blocks. Without a source in the plan it reads
-        only the node's own SSD. Loaded blocks are cached, so hot prefixes replicate.
+        It loads less if the node holds more by now or the source lost blocks; without a source only from the own SSD.
         """
         self._now_s = now_s
         # The node itself reads what is on its SSD, independent of the plan. It waits for blocks that are still being
@@ -267,7 +261,7 @@ class ClusterPool:
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:
-        """Load blocks ``begin`` to ``end`` as far as the source has them. Return their number and the end."""
+        """Load what the source has of blocks ``begin`` to ``end``. Return their number and the end."""
         other = self._numbers.get(source)
         if other is None or other == node:
             return 0, now_s
@@ -377,8 +371,6 @@ class PolicyMemory:
 
 
 class NoMemory:
-    """Absence of memory: all computed blocks go to the SSD, if any."""
-
     capacity = 0
 
     def __len__(self) -> int:
@@ -427,7 +419,7 @@ class NodeMemory:
         return len(chain) - held
 
     def use(self, chain: Sequence[int]) -> int:
-        """Access ``chain`` and keep in memory what fits. Return the number of blocks evicted from memory."""
+        """Access ``chain`` and keep what fits. Return the number of blocks evicted from memory."""
         evicted = self.memory.use(chain)
         if not self.memory.capacity and not self._ssd_blocks:
             return 0

@@ -2,7 +2,7 @@
 
 1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
 2. Computing hides the remaining load: first the tokens before the loaded part (Cake's front), then those after it,
-   layer by layer as layers arrive. KV in memory moves to the accelerators likewise.
+   layer by layer. KV in memory moves to the accelerators likewise.
 3. The next request starts when the first machine is free.
 """
 
@@ -53,7 +53,7 @@ class PrefillInstance:
         self._memory = pool.media()["dram"]
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
-        """Prefills in progress with their ends; several in a pipeline."""
+        """Ends of the prefills in progress; several in a pipeline."""
         self.busy_s = 0.0
         self._free = True
         self._lives = 0
@@ -77,7 +77,6 @@ class PrefillInstance:
         return jobs
 
     def backlog_s(self, now_s: float) -> float:
-        """Return the estimated seconds until all present requests are prefilled."""
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:
@@ -159,10 +158,9 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 
 
 class Pipeline:
-    """Chunked pipeline parallelism: chunks pass through ``machines``, each with a share of the layers.
+    """Chunked pipeline parallelism over ``machines``, each with a share of the layers.
 
-    A chunk takes the same time at every machine. An empty pipeline takes ``Σ τ + (X - 1)·max τ``
-    (``cost_model.pipelined_s``), more after longer chunks of another request.
+    An empty pipeline takes ``cost_model.pipelined_s``, more after longer chunks of another request.
     """
 
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:
@@ -183,7 +181,7 @@ class Pipeline:
         return [flops(cut, before) / self._speed for before, cut in itertools.pairwise(cuts)]
 
     def pass_through(self, chunks_s: Sequence[float], begin_s: float) -> tuple[float, float]:
-        """Pass chunks through. Return when the first machine is free again and when all is done."""
+        """Pass chunks through. Return when the first machine is free and when all is done."""
         free_s = self._free_s
         done_s = begin_s
         # A chunk starts at a machine after it has left the previous machine and the previous chunk has left this

@@ -1,8 +1,8 @@
-"""Role changes in elastic pools: execution of the conductor controller's decisions.
+"""Role changes in elastic pools, as the conductor's controller decides.
 
 1. The instance is closed in its fleet; it still serves earlier requests.
 2. After its last request its accelerators are set up for the other role, for ``change_s``.
-3. It is opened in the other fleet. Its memory keeps its KV blocks, for itself and others.
+3. It is opened in the other fleet. Its memory keeps its KV, for itself and others.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from skymemory.sim.cluster.setup import ClusterSetup
 
 
 class Roles:
-    """Roles of the instances of a run. ``setup.pools`` must be elastic."""
+    """Roles of the instances in a run with elastic pools."""
 
     def __init__(self, setup: ClusterSetup, clock: Clock, machines: Machines) -> None:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())
         self._closed: str | None = None
         self._attempt = 0
-        """Number of the current change. The set-up of a cancelled change has an older number and no effect."""
+        """Number of the current change; the set-up of a cancelled change has no effect."""
         self._empty = False
         """True while the drained instance is being set up."""
         self.spans: list[RoleSpan] = []
-        """Ended roles; after the run all roles."""
         self._since_s: dict[str, float] = {}
         for name, role in machines.role.items():
             self._fleet(other(role)).servers[name].draining = True

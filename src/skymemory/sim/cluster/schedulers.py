@@ -1,7 +1,7 @@
 """The production schedulers for a simulated cluster, with the information that they have in production.
 
-They estimate with the believed cost model. The conductor's schedulers see the true state of the caches; the router's
-strategies learn it from their requests.
+They estimate with the believed cost model. The conductor's schedulers see the true caches; the router's strategies
+learn them from their requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRe
 
 
 def get_scheduler_view(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
-    """Return the request as a scheduler sees it. ``dice`` draws the errors of the stated answer length."""
+    """Return the request as a scheduler sees it, with drawn errors of the stated answer length."""
     blocks = np.array(request.blocks(setup.partial), dtype=np.uint64)
     prompt = Prompt(blocks, blocks, BLOCK_TOKENS, request.input_tokens)
     stated: int | None = None
@@ -69,7 +69,7 @@ class Estimates:
         return seconds
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Return the last part of a prefill's time, in which the first machine is free already."""
+        """Return a prefill's time after its first machine is free."""
         chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
         return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
 
@@ -77,7 +77,7 @@ class Estimates:
 class ErringSpeeds(GivenSpeeds):
     """Estimates with a seeded error factor per server and prompt length.
 
-    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1; the backlog has the same factor.
+    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:

@@ -28,7 +28,7 @@ class SkySetup:
     isl_bytes_per_s: float = 100e9 / 8
     """Rate of an inter-satellite link. Handovers must complete within one slot move."""
     packing: float = 1.0
-    """Stored bytes per byte of KV, such as 0.5 with 8-bit quantisation."""
+    """Stored bytes per byte of KV."""
     most_queued_s: float = 10.0
     """Uplink queue above which nothing is written."""
     picky_queued_s: float = 5.0
@@ -51,13 +51,12 @@ class PoolSettings:
     dram_bytes: float = 1e12
     policy: str = "lru"
     ssd_bytes: float = 0.0
-    """SSD per node for evicted blocks."""
     network: Medium | None = None
-    """Network of each node, per direction; None: the cost model's."""
+    """Network per node and direction; None: the cost model's."""
     dram: Medium = DRAM
     ssd: Medium = SSD
     jitter_s: float = 0.0
-    """Mean random delay of each transfer (exponential, seeded)."""
+    """Mean random delay of each transfer (exponential)."""
     seed: int = 0
     sky: SkySetup | None = None
 
@@ -91,9 +90,9 @@ class Handover:
     save_token_s: float = 0.0
     """Additional time per computed token."""
     fetch_s: float = 0.0
-    """Fixed time to ask the decode instance, fetch the values and queue the remaining prompt.
+    """Fixed time to ask the decode instance, fetch, and queue the remaining prompt.
 
-    Fetching and queueing each begin between steps, when the cache may be touched.
+    Fetching and queueing begin between steps, when the cache may be touched.
     """
     fetch_token_s: float = 0.0
     """Additional time per token that the decode instance lacks."""
@@ -117,7 +116,7 @@ POOLS: tuple[Pools, ...] = get_args(Pools)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
     prefill: int = 8
-    """Number of prefill machines, in instances of ``pipeline`` machines."""
+    """Number of machines, in instances of ``pipeline`` machines."""
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
@@ -129,11 +128,10 @@ class ClusterSetup:
     output_error: float = 0.0
     """Standard deviation of the relative error of the stated length."""
     pools: Pools = "fixed"
-    """Pool mode. ``elastic``: instances change roles with the load, observed every ``sample_s``; names stay."""
+    """Pool mode. ``elastic``: instances change roles but keep their names."""
     elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
-    """Settings of elastic pools. ``idle_tbt_s`` of 0: from the scheduler's cost model."""
     change_s: float = 2.0
-    """Time from the end of a drain until the instance serves in its other role."""
+    """Set-up time for the other role, after a drain."""
     pipeline: int = 1
     chunk_tokens: int = 4096
     layer_wise: bool = True
@@ -141,16 +139,12 @@ class ClusterSetup:
     handover: Handover | None = None
     """Transfer through a store; None: KV streams between accelerators."""
     request_s: float = 0.0
-    """Time of every request before its prefill may begin: client, router, parsing."""
+    """Time of every request before its prefill: client, router, parsing."""
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: 0.9 of 8×80 GB less the 70B weights, at 320 KiB per token."""
     most_batch: int = 256
-    """Limit of the decode batch (vLLM's ``max_num_seqs``)."""
     mixed_tokens: int = 0
-    """Tokens per step of coupled instances, decode tokens first (vLLM's ``max_num_batched_tokens``).
-
-    0: prefills run first while decoding waits.
-    """
+    """Tokens per step of coupled instances, decode tokens first; 0: prefills run first while decoding waits."""
     coupled_cache_tokens: int = 650_000
     """Part of ``kv_tokens`` that a coupled instance uses as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
@@ -220,5 +214,4 @@ class ClusterSetup:
         return self.prefill + self.decode + self.coupled
 
     def with_coupled(self) -> ClusterSetup:
-        """Return a setup with the same number of machines, all coupled."""
         return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=(), handover=None)

@@ -5,7 +5,7 @@
 3. When all KV has arrived, it joins the decode batch until its last token.
    With a ``Handover`` its values go through a store, and the decode instance gives the first token.
 4. If an instance fails, its requests are placed again, ``retries`` times. A request also fails if its decode instance
-   is down when its KV arrives; its prefix is cached by then.
+   is down when its KV arrives.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ def run_cluster(
     asked: Sequence[Request] | None = None,
     pool: ClusterPool | None = None,
 ) -> ClusterRun:
-    """Simulate ``requests``, in order of arrival. Equal arguments give equal runs, with outcomes in the order after
-    jitter.
+    """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
 
     Args:
         requests: in order of arrival.
         setup: the cluster.
         scheduler, admission: names, with options, or a factory and a rule.
-        asked: the requests as schedulers see them, for tenants and priorities; only without jitter.
+        asked: the requests as schedulers see them; only without jitter.
         pool: replaces the setup's pool; for a single run.
 
     Raises:
@@ -273,7 +272,7 @@ class Simulation:
         return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
-        """Queue the request at the decode instance, which all its KV has reached."""
+        """Queue the request at the decode instance, which has all its KV."""
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -336,7 +335,6 @@ class Simulation:
         self._scheduler.failed(job.required_placement, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
-        """Place an admitted request again, if a retry and a server are left."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -360,7 +358,7 @@ class Simulation:
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
-    """Return the pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
+    """Return the pool of a setup. Coupled instances cache in their accelerators' memory and share nothing."""
     names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
         return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))
@@ -388,7 +386,7 @@ class Accounts:
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """Close a completed request. ``worst_s`` is the longest time between its tokens; None with one token."""
+        """Close a completed request. ``worst_s`` is None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 

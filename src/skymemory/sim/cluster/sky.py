@@ -1,10 +1,8 @@
 """The constellation as a tier of the simulated pool: blocks in chunks over all servers of a moving box.
 
-A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Writes take the uplink in
-the background. Eviction is LRU, children before parents. Moves cost no hits (copy, switch, delete), but each handover
-must pass an inter-satellite link before the next move, which limits a box's capacity.
-
-Locations and link lengths come from production code.
+A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Writes run in the
+background. Eviction is LRU, children before parents. Moves cost no hits (copy, switch, delete), but each handover must
+pass an inter-satellite link before the next move, which limits a box's capacity.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ class SkyTier:
         return len(ids)
 
     def offer(self, ids: Sequence[int], now_s: float) -> Far | None:
-        """Return the leading blocks that it holds and the current medium; None if it holds none or is out of reach."""
+        """Return the leading blocks that it holds; None if there are none or they are out of reach."""
         self.fly(now_s)
         readable = self.leading(ids, now_s)
         if not readable:
@@ -137,9 +135,9 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """Write the chain's missing blocks from the root on, as far as the uplink's queue allows.
+        """Write the missing blocks of a chain, as far as the uplink's queue allows.
 
-        A busy uplink writes only blocks offered before: most blocks are never requested again.
+        A busy uplink writes only blocks offered before: most are never requested again.
         """
         self.fly(now_s)
         stored = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
