@@ -1,6 +1,6 @@
-"""Run time of a demo: estimated part by part before the start, and corrected by the measured parts.
+"""Run time of a demo: estimated part by part, and corrected by the measured parts.
 
-Parts of the same ``kind`` are estimated from one speed: if the first takes twice as long, so will the others.
+If the first part of a ``kind`` takes twice as long, so will the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from skymemory.progress import Progress, Wait
 
 _CORRECTED_FROM = 0.15
-"""Share of the last printed estimate by which a new estimate must differ to be printed."""
+"""Relative difference from the last printed estimate from which a new estimate is printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Part:
     name: str
     seconds: float
     kind: str = ""
-    """Parts with the same kind are corrected together; empty: the part's own name."""
+    """Kind of parts corrected together; empty: the part's own name."""
 
 
 class Estimate:
     def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
-        """Initialise; ``spent_s`` are seconds before the first part, such as the probe's."""
+        """Initialise; ``spent_s`` are seconds before the first part."""
         self._waiting = list(parts)
         self._ratios: dict[str, float] = {}
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
@@ -91,7 +91,7 @@ def format_took(seconds: float, estimated_s: float) -> str:
 
 
 class TimedRun:
-    """A run with its estimate: each part is a wait with progress, and its time corrects the other parts."""
+    """A run with its estimate, corrected by each part's time."""
 
     def __init__(self, progress: Progress, estimate: Estimate) -> None:
         self.progress = progress
@@ -99,10 +99,7 @@ class TimedRun:
 
     @contextmanager
     def part(self, words: str, *names: str) -> Iterator[Wait]:
-        """Show the parts ``names`` as one wait with the text ``words``.
-
-        Of several parts the block reports the seconds by ``on_part``; a single part takes the block's time.
-        """
+        """Show the parts ``names`` as one wait. If there are several, the block reports their seconds by ``on_part``."""
         expected_s = sum(self.estimate.seconds_of(name) for name in names)
         with self.progress.wait(words, expected_s) as wait:
             yield wait
@@ -110,7 +107,7 @@ class TimedRun:
             self.on_part(names[0], wait.seconds)
 
     def on_part(self, name: str, seconds: float) -> None:
-        """Record the time of a part, and print the estimate if it changed much."""
+        """Record the time of a part, and print a changed estimate."""
         self.estimate.on_part(name, seconds)
         if words := self.estimate.correction(self.progress.seconds):
             self.progress.say(words)

@@ -1,4 +1,4 @@
-"""Virtual time: events run in order of their time, and in order of scheduling at equal times."""
+"""Virtual time: events in order of their time, then of scheduling."""
 
 from __future__ import annotations
 

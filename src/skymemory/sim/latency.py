@@ -1,11 +1,7 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-A KV cache is cut into chunks that go to the servers in turn. All servers are requested at once. Each answers after the
-one-way delay plus the sequential processing of its chunks, and the slowest server counts. From the ground the distance
-is that of equations 3 and 4. ``hop`` is on board, so its distance is the (Manhattan) distance along the links.
-
-The settings are those of the authors' published script, not of their table 2 (which says 2..21 MB and
-160..2000 km).
+All servers are requested at once; each answers after the one-way delay plus the processing of its chunks. The slowest
+counts. The settings are those of the authors' published script, not of their table 2 (2..21 MB, 160..2000 km).
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ SWEEPS: dict[Parameter, tuple[float, ...]] = {
     "processing_s": tuple(milliseconds / 1000 for milliseconds in range(2, 21, 2)),
     "altitude_m": tuple(range(160_000, 2_000_000, 220_000)),
 }
-"""Values of figure 16, varied one parameter at a time. The other parameters keep their last value."""
+"""Values of figure 16, varied one parameter at a time. The others keep their last value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class Setting:
 
 
 class SweepPoint(NamedTuple):
-    """A point of figure 16: the worst server's latency with ``parameter`` at ``value``."""
+    """The worst server's latency with ``parameter`` at ``value``."""
 
     parameter: Parameter
     value: float
@@ -82,7 +78,7 @@ class Claim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the absolute distances of every server from the centre, in slots and planes."""
+    """Return each server's absolute distances from the centre, in slots and planes."""
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
@@ -132,7 +128,7 @@ def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
 
 
 def claims() -> list[Claim]:
-    """Return the paper's conclusions from figures 1, 2 and 16 with the results of its model."""
+    """Compare the paper's conclusions from figures 1, 2 and 16 with its model."""
     fewest, most = Setting(servers=9), Setting(servers=81)
     saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
     rotation_s = worst_latency_s(Setting("rotation"))

@@ -1,8 +1,7 @@
 """Requests whose mix changes between readers (long prompts, short answers) and writers (short prompts, long answers).
 
-Readers need prefill instances and writers need decode instances, so each shape needs different pools over time. Both
-kinds arrive as Poisson processes whose rates follow the shape: readers at ``share`` of their peak, writers at
-``1 - share`` of theirs. Prompts share nothing, so caches have no effect. Times are seconds from the beginning.
+Readers need prefill, writers decode instances. Both arrive as Poisson processes, readers at ``share`` of their peak,
+writers at ``1 - share`` of theirs. Prompts share nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ READERS = Kind(Spread(14_000, 0.5, 1_000, 64_000), Spread(110, 0.5, 10, 600))
 WRITERS = Kind(Spread(900, 0.7, 50, 8_000), Spread(900, 0.4, 100, 3_000))
 
 Share = Callable[[float], float]
-"""Share of the readers' peak, as a function of the elapsed part of a period, 0 to 1."""
+"""Share of the readers' peak, by the elapsed part of a period, 0 to 1."""
 SHAPES: Mapping[str, Share] = {
     "even": lambda part: 0.5,
     "day": lambda part: (1 + math.cos(2 * math.pi * part)) / 2,
@@ -37,10 +36,7 @@ SHAPES: Mapping[str, Share] = {
     "switch": lambda part: float(part < 0.5),
     "ramp": lambda part: max(0.0, 1 - part),
 }
-"""Shapes. ``day``: readers by day, writers by night. ``turns``: the same with abrupt changes.
-
-``switch``: readers in the first half, writers in the second. ``ramp``: a linear change from readers to writers.
-"""
+"""Shapes. ``day``: readers by day, writers by night; ``turns``: the same with abrupt changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
-    """Source for sweeps: ``duration_s`` of a workload of conversations (``workload.WORKLOADS``)."""
+    """Conversations of a workload in ``workload.WORKLOADS``."""
 
     workload: str
     seed: int = 0

@@ -1,11 +1,10 @@
-"""The routing simulator: a trace's requests through the production picker and strategies to simulated servers.
+"""The routing simulator: a trace through the production picker and strategies to simulated servers.
 
-Each server prefills one request at a time, in order of arrival, in the cost model's time. Hits are determined when a
-prefill starts. After the first token the request counts as running for ``decode_token_s`` per further token. Decoding
-does not slow prefills down (Mooncake's separate decoders), but engines report it.
+A server prefills one request at a time, in order of arrival, in the cost model's time; hits are determined at the
+start. Decoding takes ``decode_token_s`` per token and does not slow prefills down (Mooncake's separate decoders).
 
-The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events
-``event_delay_s`` after their prefill, and first bytes and ends at once. Estimates have errors (``ErringLeastTtft``).
+The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events after
+``event_delay_s``, first bytes and ends at once.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _SEED = seed(model="", adapter="", salt="")
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """The servers, and the delays of a router's information about them."""
+    """Servers, and the delays of a router's information about them."""
 
     servers: int = 8
     cache_blocks: int = 5_000
-    """Capacity of each server's prefix cache, in blocks of 512 tokens."""
+    """Capacity of each server's cache, in blocks of 512 tokens."""
     cost: CostModel = LLAMA_70B_8xA800
     decode_token_s: float = 0.04
     scrape_s: float = 0.2
@@ -55,9 +54,9 @@ class RoutingSetup:
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Share of answers that are not streamed: their first byte comes with their last token."""
+    """Share of answers that are not streamed: the first byte comes last."""
     seed: int = 0
-    """Seed of ties and of the choice of streamed answers. Jitter and errors have their own seeds."""
+    """Seed of ties and of the choice of streamed answers."""
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
@@ -67,12 +66,10 @@ class RoutingSetup:
 
 
 class CacheEvents(Protocol):
-    """Listener of cache changes, for strategies fed by events."""
+    """Listener of cache changes."""
 
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        """Report that blocks ``gone`` were evicted, then ``chain`` was stored, whose first ``had`` blocks were cached
-        before.
-        """
+        """Report that ``gone`` were evicted, then ``chain`` stored, with its first ``had`` blocks cached before."""
         ...
 
 
@@ -113,9 +110,7 @@ def simulate(
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
 ) -> list[Outcome]:
-    """Return the results of ``requests``, which are in order of arrival.
-
-    ``prompts`` come from ``as_routed``, to reuse them over several runs.
+    """Return the results of ``requests``, which are in order of arrival. ``prompts`` are reused over several runs.
 
     Raises:
         InvalidInput: arrivals out of order.
@@ -160,10 +155,7 @@ class _Simulation:
         self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
-        """Update the reports to the last multiple of the period.
-
-        It is called before each event, so the state is still that of the scrape.
-        """
+        """Update the reports to the last multiple of the period, before each event."""
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -243,8 +235,8 @@ class _Simulation:
 def as_routed(request: TraceRequest) -> Request:
     """Return the request as a router reads it.
 
-    A trace has no text. The tokens of a block are its id, repeated. The head has eight bytes per block, so strategies
-    that hash the beginning can distinguish prompts after the block that all of them share.
+    The tokens of a block are its id, repeated. The head has eight bytes per block, so strategies that hash it can
+    distinguish prompts after the block that all share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
@@ -267,7 +259,7 @@ WINDOW_REQUESTS = 80
 class RoutingMetrics:
     requests: int
     mean_s: float
-    """Mean time to the first token. ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
+    """Mean time to the first token."""
     p50_s: float
     p90_s: float
     p99_s: float
@@ -311,8 +303,7 @@ def worst_share(
 ) -> float:
     """Return the largest ratio of a server's requests to the mean, over windows with at least ``least`` requests.
 
-    ``arrivals`` are (s, server) in order of time. Windows of ``window_s`` include their start and exclude their end;
-    every distinct window is checked.
+    ``arrivals`` are (s, server) in order of time.
     """
     arriving = [(at_s, 1, server) for at_s, server in arrivals]
     leaving = [(at_s + window_s, 0, server) for at_s, server in arrivals]
@@ -333,11 +324,9 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 class ErringLeastTtft(LeastTtft):
-    """``least-ttft`` with errors in its estimates, which would otherwise equal the simulator's truth.
+    """``least-ttft`` with seeded errors in its estimates, which would otherwise equal the simulator's truth.
 
-    Each request's estimates at each server have a random factor: normal with mean 1 and standard deviation ``error``,
-    at least 0.1, drawn from the seed, the request and the time. Compute, wait and the booked backlog have the same
-    factor. Equal calls give equal results.
+    The factor per request and server is normal with mean 1 and standard deviation ``error``, at least 0.1.
 
     Raises:
         InvalidInput: an error outside 0 to 1.
@@ -383,7 +372,7 @@ class ErringLeastTtft(LeastTtft):
 
 
 class EngineEvents:
-    """Publisher of cache changes to a ``PreciseIndex`` in the way of engines: numbered batches, tokens once."""
+    """Publisher of cache changes in the way of engines: numbered batches."""
 
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
@@ -408,8 +397,8 @@ def strategy_for(
 ) -> tuple[Scorer, CacheEvents | None]:
     """Return the strategy of that name, and the listener of cache changes that it needs.
 
-    ``error`` is the standard deviation of the relative errors of estimates. With ``given``, ``least-ttft`` knows the
-    servers' cost model; otherwise it learns.
+    ``error`` is the standard deviation of the estimates' relative errors. With ``given``, ``least-ttft`` knows the cost
+    model; otherwise it learns.
 
     Raises:
         InvalidInput: unknown strategy.
