@@ -1,4 +1,4 @@
-"""Gallery of all figures and tables of the documents, by the names of ``skymemory figures``; table 3."""
+"""Gallery of all figures and tables of the documents; table 3."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ PAPER = "SkyMemory paper"
 
 
 def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
-    """Return the exhibits of these names, in this order; without names those of the SkyMemory paper, or all.
+    """Return the exhibits of these names; without names those of the SkyMemory paper, or all.
 
     Raises:
         InvalidInput: an unknown name.
@@ -149,7 +149,7 @@ def formats_of(text: str) -> tuple[str, ...]:
 
 
 def gallery_page() -> str:
-    """Return the page docs/figures.md: each figure as a thumbnail that links to its SVG."""
+    """Return the page docs/figures.md."""
     lines = [
         "<!-- Generated: python -m tools.gallery -->",
         "",

@@ -1,6 +1,6 @@
-"""Common drawing code: matplotlib without a display, a common style, deterministic files; figures with their numbers.
+"""Common drawing code: matplotlib without a display, deterministic files, figures with their numbers.
 
-Text has at least 7 points at print size, and no figure is wider than two columns of a journal (``WIDE_IN``).
+Text has at least 7 points in print; figures are at most ``WIDE_IN`` wide.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 PRINT_DPI, SCREEN_DPI = 300, 110
 WIDE_IN = 7.0
-"""Width in inches of two columns and the gap between them."""
+"""Width of two columns and their gap."""
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
-"""Tints of the box by hops from the centre. The last tint is also for all further hops."""
+"""Tints of the box by hops from the centre; the last for all further hops."""
 RED, BLUE, GREY, AMBER = "#d1495b", "#2e6f95", "#93a1ad", "#f5a94e"
 SERIES = {
     "rotation": (RED, "s", "rotation"),
@@ -89,10 +89,10 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def drawing_path(path: Path) -> Path:
-    """Return ``path`` if its suffix is one of ``FORMATS``.
+    """Return ``path``.
 
     Raises:
-        InvalidInput: another suffix.
+        InvalidInput: the suffix is not in ``FORMATS``.
     """
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         raise InvalidInput(f"{path}: expected the suffix {', '.join('.' + name for name in FORMATS)}")
@@ -100,7 +100,7 @@ def drawing_path(path: Path) -> Path:
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
-    """Write the figure in the format of its suffix, without dates, so that files are deterministic."""
+    """Write the figure in the format of its suffix, without dates, so files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
@@ -131,7 +131,6 @@ class Exhibit:
     draw: Callable[[], Figure]
     numbers: Callable[[], Numbers]
     table: bool = False
-    """True for a table, which is also written as Markdown."""
 
     def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
         """Write the drawing in each format, the numbers as CSV, and a table as Markdown. Return the files.
@@ -173,7 +172,7 @@ ROW_IN = 0.235
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """Draw a table in the style of journals: three rules, no lines between columns. ``heads`` replaces the header."""
+    """Draw a table in the style of journals. ``heads`` replaces the header."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)
@@ -217,10 +216,9 @@ def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]
 
 
 def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
-    """Draw a layout on ``axes``: a square per satellite, orange in the box, a green circle around the satellite
-    overhead.
+    """Draw a layout: a square per satellite, orange in the box, a green circle around the satellite overhead.
 
-    Servers that were handed over have a faint number at their old place and an arrow to the new place.
+    Servers that were handed over have an arrow from their old place.
     """
     from matplotlib.patches import Circle, Rectangle
 

@@ -1,7 +1,6 @@
 """Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
 
-Planes are rows, with north at the top; satellites of a plane are columns. They fly east, so the box overhead moves west
-over the map. Numbers are 1-based, as in the paper.
+Planes are rows, north at the top. Satellites fly east, so the box moves west over the map. Numbers are 1-based.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from skymemory.placement.locate import Moves, Placement, ServerHandover, server_
 from skymemory.text import flowed, wrapped
 
 WHOLE_MAP = 24
-"""Planes and slots up to which the whole torus is shown. A larger torus is cut to the box and its surroundings."""
+"""Planes and slots up to which the whole torus is shown."""
 SURROUNDINGS = 2
 LISTED_HANDOVERS = 12
 
@@ -25,13 +24,13 @@ _ORANGE, _GREEN, _PALE, _RED = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[4
 _FAINT, _RESET = "\x1b[2m", "\x1b[0m"
 
 CELL_WIDTH, LABEL_WIDTH = 4, 3
-"""Columns of a frame. Those of a map depend on its numbers."""
+"""Columns of a frame."""
 LEGEND = ("n a server", "(n) overhead", "□ in the box, no server", "+ holds chunks", "× dead", "· empty")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutMap:
-    """Servers placed at moves (0, 0), their positions at ``now_moves``, and the part of the torus to show."""
+    """Servers placed at moves (0, 0), their positions at ``now_moves``, and the shown part of the torus."""
 
     placement: Placement
     now_moves: Moves
@@ -50,7 +49,7 @@ class LayoutMap:
         return self.placement.server_at(satellite, (0, 0), self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
-        """Return True if the satellite is in the box overhead. With ``hop`` the box consists of its servers alone."""
+        """Return True if the satellite is in the box overhead; with ``hop`` that is its servers alone."""
         if self.placement.strategy == "hop":
             return self.server(satellite) is not None
         centre = self.placement.centre_of((0, 0), self.now_moves)
@@ -91,7 +90,7 @@ def paper_map(figure: int) -> LayoutMap:
 
 
 def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
-    """Return the map of a placement: all of a small torus, else the box and its surroundings."""
+    """Return the map of a placement: a whole small torus, else the box and its surroundings."""
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
         return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
@@ -125,11 +124,7 @@ def title(shown: LayoutMap) -> str:
 
 
 def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
-    """Return the map as text, at most ``columns`` wide. With ``colour`` the box is orange, the satellite overhead
-    green.
-
-    A map that is too wide has narrower cells, or shows fewer satellites around the box.
-    """
+    """Return the map as text, at most ``columns`` wide: narrower cells or fewer satellites."""
     torus = shown.placement.torus
     # Wide enough for the largest number in parentheses, and a space if there is room.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
@@ -201,7 +196,7 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrbitFrame:
-    """State at one moment. ``set_moves`` are the moves at which the values with numbered servers were stored."""
+    """State at one moment. ``set_moves`` are the moves at which the numbered values were stored."""
 
     placement: Placement
     set_moves: Moves
@@ -229,10 +224,9 @@ class OrbitFrame:
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -> list[str]:
-    """Return the frame's lines: slots, then a line per plane. Their number and width are constant for a torus and
-    ``width``.
+    """Return slots, then a line per plane, equal in number and width for a torus and ``width``.
 
-    If the torus is wider than ``width``, as many slots around the satellite overhead are shown as fit.
+    If the torus is too wide, it shows the slots around the satellite overhead.
     """
     torus = frame.placement.torus
     slots = _slots_around(frame.centre.slot, torus, max(1, (width - LABEL_WIDTH) // CELL_WIDTH))
@@ -244,7 +238,6 @@ def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -
 
 
 def _slots_around(centre: int, torus: Torus, most: int) -> list[int]:
-    """Return all slots of a plane, or ``most`` slots around ``centre``."""
     if torus.slots_per_plane <= most:
         return list(range(torus.slots_per_plane))
     return [(centre - most // 2 + at) % torus.slots_per_plane for at in range(most)]

@@ -1,6 +1,4 @@
-"""Mooncake's experiments by name and by published figure or table; experiments on popularity, hits, layer-wise
-storing.
-"""
+"""Mooncake's experiments by name and by published figure or table."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ class _Replay:
 
 
 def replayed(cell: _Replay) -> float:
-    """Return the hit rate of blocks in a single memory with a policy of the store."""
+    """Return the hit rate of blocks in a single memory with a policy."""
     prompts = [request.blocks(cell.partial) for request in cell.source.requests()]
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}
@@ -237,7 +235,7 @@ PUBLISHED = {
     "table1": "hits",
     "table3": "rejections",
 }
-"""Experiments by published figure or table. Figure 5 is FAST'25's; all others are numbered as on arXiv."""
+"""Experiments by published figure or table, numbered as on arXiv, but 5 as in FAST'25."""
 
 
 def chosen(names: Sequence[str]) -> list[str]:

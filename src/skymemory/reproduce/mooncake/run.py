@@ -1,4 +1,4 @@
-"""The command ``skymemory reproduce mooncake``: runs the experiments and prints the published values and ours."""
+"""The command ``skymemory reproduce mooncake``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def as_text(experiment: Experiment, width: int) -> list[str]:
 
 
 def as_markdown(experiment: Experiment) -> list[str]:
-    """Return the same as a Markdown section, for docs/reproduce/mooncake.md."""
+    """Return a Markdown section for docs/reproduce/mooncake.md."""
     lines = [
         "",
         f"### {experiment.title}",
