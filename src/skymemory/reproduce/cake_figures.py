@@ -1,4 +1,4 @@
-"""Drawings of the Cake paper's figures, by the names in a figure's header."""
+"""Drawings of the Cake paper's figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _records(result: Reproduction) -> list[Record]:
 
 
 def log_seconds(axes: Axes) -> None:
-    """Set a logarithmic axis of seconds with labels at 1, 2 and 5; all nine would overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")
@@ -124,7 +123,6 @@ _STAGES = 8
 
 
 def _meeting(result: Reproduction) -> Figure:
-    """Draw stages as rows: the chunks ready by then, by origin."""
     from matplotlib.patches import Rectangle
 
     records = _records(result)
@@ -182,7 +180,6 @@ def _whole_gpu(result: Reproduction) -> Figure:
 
 
 def _part_of_gpu(result: Reproduction) -> Figure:
-    """Draw a panel per length and share of the GPU, grouped by rate, then codec."""
     records = _records(result)
     lengths = sorted({r["tokens"] for r in records})
     shares = sorted({r["share"] for r in records}, key=float)

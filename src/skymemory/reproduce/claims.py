@@ -1,7 +1,4 @@
-"""The claims with a number in the five documents: by our run of the document's model, by physics, and measured.
-
-Measured values are read from the benchmarks' JSON in the repository.
-"""
+"""The claims with a number in the five documents: by our run of the document's model, by physics, and measured."""
 
 from __future__ import annotations
 
@@ -136,7 +133,6 @@ _RATES_SAID = "Starlink A, hybrid, 1.2 Gbit/s a beam, 10 between satellites"
 
 
 def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) -> float:
-    """Return the median time to read over an orbit."""
     preset = preset_named("starlink-a")
     times_s = [preset.shell.period_s * at / 24 for at in range(24)]
     sight = sight_of(preset, DEFAULT_MASK_DEG, "climbing")
@@ -336,7 +332,6 @@ _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
 
 
 def _saved(than: str, *, whole: bool, part: str) -> str:
-    """Return the saved time on our engine, with links set to multiples of its speed."""
     saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
     value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
@@ -401,7 +396,7 @@ _MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jso
 
 
 def _mooncake() -> Iterator[Claim]:
-    """Yield the claims of the kept run, which takes twenty minutes, without counts of requests."""
+    """Yield the claims of the kept run, which takes twenty minutes."""
     document = "Mooncake"
     if DOCS is None:
         yield Claim(
@@ -433,7 +428,6 @@ def _mooncake() -> Iterator[Claim]:
 
 
 def _routing() -> Iterator[Claim]:
-    """Yield the claims, which are orders only, with the hits that decide them."""
     document = "Prefix-aware routing"
 
     def hits(*players: str) -> str:

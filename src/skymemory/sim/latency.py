@@ -1,7 +1,7 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-All servers are requested at once; each answers after the one-way delay plus the processing of its chunks. The slowest
-counts. The settings are those of the authors' published script, not of their table 2 (2..21 MB, 160..2000 km).
+Each server answers after the one-way delay plus the processing of its chunks; the slowest counts. The settings are
+those of the authors' published script, not of their table 2 (2..21 MB, 160..2000 km).
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class Claim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each server's absolute distances from the centre, in slots and planes."""
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
@@ -120,7 +119,7 @@ def figure_16() -> list[SweepPoint]:
 
 
 def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
-    """Return the fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s`` of light."""
+    """Return the fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s``."""
     count = 2
     while neighbour_chord_m(count, altitude_m) / PAPER_LIGHT_M_S >= one_way_s:
         count += 1

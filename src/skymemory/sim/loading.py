@@ -89,8 +89,7 @@ def simulate_load(
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
 
-    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget. ``timer`` measures the
-    scheduler's own time.
+    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget.
 
     Raises:
         InvalidInput: the prompt can never be done.
@@ -167,7 +166,7 @@ def _budget_change(loader: BidirectionalLoader, tokens: int) -> Event:
 
 
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:
-    """Return the TTFT of the best split in hindsight: the first k chunks computed in full steps, the others loaded.
+    """Return the TTFT of the best split in hindsight: the first k chunks computed, the others loaded.
 
     Raises:
         InvalidInput: not all chunks can be loaded, or the budget is 0.
@@ -202,10 +201,9 @@ class PrefillModel:
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
     earlier tokens (Cake, figure 3).
 
-    The Cake paper prints only savings. Cake's time T follows from its saving against loading alone, hence the tokens x
-    computed in T; its saving against computing alone gives T(all). T(x) and T(all) are two equations for two
-    coefficients. A share of a GPU needs its own fit: other requests fill the batch, so a step takes the same time at
-    any share.
+    The Cake paper prints only savings. Its saving against loading alone gives Cake's time T, hence the tokens x
+    computed in T; its saving against computing alone gives T(all). T(x) and T(all) give both coefficients. A shared GPU
+    needs its own fit: other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
@@ -220,7 +218,6 @@ class PrefillModel:
         return -(-tokens // budget_tokens) * self.batch_s + self.token_s * tokens + self.pair_s * tokens * tokens
 
     def for_larger_model(self, name: str, weights_ratio: float, attention_ratio: float) -> PrefillModel:
-        """Return the same GPU with ``weights_ratio`` times the weights and ``attention_ratio`` times layers × width."""
         return replace(
             self,
             name=name,
@@ -265,7 +262,6 @@ def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
 
 
 def share_tokens(share: float) -> int:
-    """Return the tokens of a 512-token batch for a request with this share of the GPU."""
     return max(1, int(PAPER_STEP_TOKENS * share + 1e-9))
 
 
@@ -337,7 +333,7 @@ def leo_trace(
     """Return the link to the highest satellite, chosen at every multiple of 15 s, with an outage at each handover.
 
     Below the mask there is an outage until the next choice. ``start_s``, since the epoch, is time 0 of the trace. The
-    latency is the round trip of light at the start.
+    latency is that of the start.
 
     Raises:
         InvalidInput: no satellite is in sight at the end.

@@ -1,7 +1,7 @@
-"""Requests whose mix changes between readers (long prompts, short answers) and writers (short prompts, long answers).
+"""Requests whose mix changes between readers (long prompts, short answers) and writers (the reverse).
 
-Readers need prefill, writers decode instances. Both arrive as Poisson processes, readers at ``share`` of their peak,
-writers at ``1 - share`` of theirs. Prompts share nothing.
+Readers need prefill, writers decode instances. Both are Poisson processes, readers at ``share`` of their peak, writers
+at ``1 - share``. Prompts share nothing.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
-    """Conversations of a workload in ``workload.WORKLOADS``."""
-
     workload: str
     seed: int = 0
     duration_s: float = 3600.0

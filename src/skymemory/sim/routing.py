@@ -1,7 +1,7 @@
 """The routing simulator: a trace through the production picker and strategies to simulated servers.
 
-A server prefills one request at a time, in order of arrival, in the cost model's time; hits are determined at the
-start. Decoding takes ``decode_token_s`` per token and does not slow prefills down (Mooncake's separate decoders).
+A server prefills one request at a time, in order of arrival; hits are determined when a prefill starts. Decoding does
+not slow prefills down (Mooncake's separate decoders).
 
 The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events after
 ``event_delay_s``, first bytes and ends at once.
@@ -42,8 +42,6 @@ _SEED = seed(model="", adapter="", salt="")
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """Servers, and the delays of a router's information about them."""
-
     servers: int = 8
     cache_blocks: int = 5_000
     """Capacity of each server's cache, in blocks of 512 tokens."""
@@ -54,7 +52,7 @@ class RoutingSetup:
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Share of answers that are not streamed: the first byte comes last."""
+    """Share of answers that are not streamed."""
     seed: int = 0
     """Seed of ties and of the choice of streamed answers."""
 
@@ -66,8 +64,6 @@ class RoutingSetup:
 
 
 class CacheEvents(Protocol):
-    """Listener of cache changes."""
-
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
         """Report that ``gone`` were evicted, then ``chain`` stored, with its first ``had`` blocks cached before."""
         ...
@@ -110,7 +106,7 @@ def simulate(
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
 ) -> list[Outcome]:
-    """Return the results of ``requests``, which are in order of arrival. ``prompts`` are reused over several runs.
+    """Return the results of ``requests``, which are in order of arrival.
 
     Raises:
         InvalidInput: arrivals out of order.
@@ -155,7 +151,6 @@ class _Simulation:
         self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
-        """Update the reports to the last multiple of the period, before each event."""
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -233,10 +228,9 @@ class _Simulation:
 
 
 def as_routed(request: TraceRequest) -> Request:
-    """Return the request as a router reads it.
+    """Return the request as a router reads it: the tokens of a block are its id, repeated.
 
-    The tokens of a block are its id, repeated. The head has eight bytes per block, so strategies that hash it can
-    distinguish prompts after the block that all share.
+    The head has eight bytes per block, so hashes of it distinguish prompts after the block that all share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
@@ -266,7 +260,7 @@ class RoutingMetrics:
     token_hits: float
     block_hits: float
     worst_share: float
-    """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
+    """Largest share of a server in any window of 60 s, relative to the mean."""
     spread: float
 
     def as_json(self) -> dict[str, float]:
@@ -301,7 +295,7 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
 def worst_share(
     arrivals: Sequence[tuple[float, int]], servers: int, window_s: float = WINDOW_S, least: int = WINDOW_REQUESTS
 ) -> float:
-    """Return the largest ratio of a server's requests to the mean, over windows with at least ``least`` requests.
+    """Return a server's largest requests over the mean, in windows with at least ``least`` of them.
 
     ``arrivals`` are (s, server) in order of time.
     """
@@ -324,7 +318,7 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 class ErringLeastTtft(LeastTtft):
-    """``least-ttft`` with seeded errors in its estimates, which would otherwise equal the simulator's truth.
+    """``least-ttft`` with seeded errors in its estimates, which would otherwise be the truth.
 
     The factor per request and server is normal with mean 1 and standard deviation ``error``, at least 0.1.
 
@@ -395,10 +389,10 @@ class EngineEvents:
 def strategy_for(
     name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
 ) -> tuple[Scorer, CacheEvents | None]:
-    """Return the strategy of that name, and the listener of cache changes that it needs.
+    """Return the strategy of that name, and its listener of cache changes.
 
     ``error`` is the standard deviation of the estimates' relative errors. With ``given``, ``least-ttft`` knows the cost
-    model; otherwise it learns.
+    model.
 
     Raises:
         InvalidInput: unknown strategy.

@@ -1,6 +1,6 @@
 """Runs of a function over many cells: in sequence, in processes, or on Ray, with equal results.
 
-The function must depend on its cell alone, which includes any seeds. Both must be picklable.
+The function must depend on its cell alone, seeds included. Both must be picklable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 Progress = Callable[[int, int], None]
 """Callback with the numbers of cells done and of all cells."""
 Keep = Callable[[int, Any], None]
-"""Callback in this process with a cell's number and its answer, as soon as it is available."""
+"""Callback in this process with a cell's number and answer."""
 _AGAIN_S = 0.2
 
 
@@ -82,7 +82,7 @@ def sweep(
 
 
 def _interrupt(workers: Collection[BaseProcess]) -> None:
-    """Send SIGINT until the workers end: a worker that enters a blocking system call just after it does not notice."""
+    """Send SIGINT until the workers end: a signal just before a blocking system call goes unnoticed."""
     while alive := [worker for worker in workers if worker.is_alive()]:
         for worker in alive:
             if worker.pid is not None:
@@ -97,8 +97,7 @@ _is_interrupted = False
 def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:
     """Run the cell with SIGINT as an error of its own.
 
-    Elsewhere in a worker SIGINT would print a traceback, or leave half an answer in the pipe, for which the parent
-    would wait forever.
+    Elsewhere it would print a traceback, or leave half an answer in the pipe, for which the parent would wait forever.
     """
     global _is_interrupted
     try:
@@ -120,10 +119,7 @@ def has_ray() -> bool:
 def _on_ray(
     run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress, keep: Keep
 ) -> list[Answer]:
-    """Run on the cluster of RAY_ADDRESS, or on a local Ray instance for this call alone.
-
-    A cell on a lost node is computed again. ``jobs`` of None: as many as the cluster has room for.
-    """
+    """Run on the cluster of RAY_ADDRESS, or on a local Ray instance for this call alone."""
     try:
         import ray
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Request traces in Mooncake's format: reading, jitter, rate, statistics.
+"""Request traces in Mooncake's format.
 
 A line is a JSON object: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
 ``hash_ids`` (a number per 512 tokens; equal numbers mean equal prefixes). The last number usually belongs to a partial
 block, which engines do not cache but published tables count.
 
-``session`` is inferred: that of the deepest known block beyond the first, which all requests share.
+``session`` is inferred: that of the deepest known block after the first, which all requests share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
-    """Ids of the prompt's blocks, including the partial block."""
     session: int = 0
 
     def blocks(self, partial: bool = False) -> tuple[int, ...]:
@@ -103,11 +102,6 @@ def ideal_hits(requests: Iterable[TraceRequest], partial: bool = False) -> tuple
 
 
 def _parsed(line: str) -> TraceRequest:
-    """Parse a line.
-
-    Raises:
-        ValueError, TypeError: the line is invalid; the message is the reason.
-    """
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -202,7 +196,6 @@ def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
 
 
 def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[int]:
-    """Return the number of prompts with each block, descending."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.blocks(partial))

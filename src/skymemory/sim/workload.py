@@ -1,13 +1,13 @@
 """Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
 
 A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
-repeats all that and adds the answer and a new message. The result is as in a trace.
+repeats all that and adds the answer and a new message.
 
-``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS``: many system prompts with changing
-popularity. ``AGENTS``: long instructions, often a repository's files, then about fourteen short calls seconds apart.
+``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS`` has many system prompts with changing
+popularity, ``AGENTS`` long instructions and about fourteen short calls.
 
 ``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2), which gives no spread of lengths: here
-they are log-normal, and constant for the simulated prompts.
+they are log-normal, for the simulated prompts constant.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Workload:
     document: Spread = _NONE
     document_share: float = 0.0
     question: Spread
-    """Own text of the first turn."""
     job_share: float = 0.0
     """Share of conversations with a single request of ``job`` tokens."""
     job: Spread = _NONE
@@ -269,7 +268,6 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
 
 
 def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
-    """Return a log-normal distribution with that mean before clipping."""
     return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
@@ -291,7 +289,7 @@ def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
 
 
 class RequestSource(Protocol):
-    """A description of requests, so that sweeps need not send the requests to processes."""
+    """A picklable description of requests, smaller than the requests."""
 
     @property
     def name(self) -> str: ...
@@ -300,13 +298,13 @@ class RequestSource(Protocol):
 
 
 HOUR_S = 3_537.0
-"""Duration of the conversation trace and the generator."""
+"""Duration of the conversation trace."""
 QUICK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The conversation trace; without a trace, the generator with its statistics."""
+    """The conversation trace, or the generator with its statistics."""
 
     trace: Path | None
     seed: int = 0
@@ -345,7 +343,6 @@ class OpenSource:
     count: int
     seed: int = 0
     prefixes: int | None = None
-    """Number of shared prefixes; None: the workload's."""
 
     @property
     def name(self) -> str:

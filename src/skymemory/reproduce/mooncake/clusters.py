@@ -1,5 +1,5 @@
-"""Experiments on clusters: separate against coupled machines (arXiv figures 11, 12, 13), schedulers, network rates and
-prefill:decode ratios (FAST'25 figure 5, arXiv figure 8).
+"""Experiments on clusters: coupled machines (arXiv figures 11, 12, 13), schedulers, network rates and prefill:decode
+ratios (FAST'25 figure 5, arXiv figure 8).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from skymemory.sim.workload import SIMULATED, OpenSource
 
 REAL_SLO = Slo(30.0, 0.1)
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0
-"""Factors of the SLOs of the public and simulated workloads, relative to an unloaded machine."""
+"""Factors of the SLOs, relative to an unloaded machine."""
 COUNT, QUICK_COUNT = 500, 250
 CHUNK_TOKENS = 2_048
-"""Step size of coupled instances with chunked prefills."""
 RULES: tuple[Rule, ...] = ("p90", "p90 of the longest")
 _APART = ("3P+1D", "2P+2D")
 _COUPLED = ("4 coupled", "4 coupled, chunked")
@@ -268,7 +267,7 @@ GBIT_BYTES = 1e9 / 8
 NETWORK_GBIT = (24, 50, 100, 200, 400)
 NODES = 16
 NEAR = 0.001
-"""Relative difference within which splits count as equally good."""
+"""Relative difference within which splits are equally good."""
 PREFILLING = (4, 6, 7, 8, 9, 10, 12)
 RATIO_RATES = (1.0, 1.5, 2.0)
 

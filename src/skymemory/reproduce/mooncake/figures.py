@@ -1,6 +1,6 @@
 """Drawings and CSV files of Mooncake's experiments.
 
-The experiments take minutes; ``skymemory figures`` draws them from the full run kept in the repository.
+``skymemory figures`` draws the full run kept in the repository.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cells of sweeps over simulated clusters: metrics, capacity, swings of loads."""
+"""Cells of sweeps over simulated clusters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from skymemory.sim.workload import OpenSource, RequestSource
 Rule = Literal["p90", "p90 of the longest", "attainment"]
 """Criterion of capacity.
 
-``p90``: the 90th percentiles of TTFT and mean TBT meet the objectives. ``p90 of the longest``: the same with the
-longest TBT. ``attainment``: 90 % of the requests meet both.
+``p90``: the 90th percentiles of TTFT and mean (``of the longest``: longest) TBT meet the objectives. ``attainment``: 90
+% of the requests meet both.
 """
 PART = 0.9
 GRID_S = 1.0
 WINDOW_S = 256.0
 MOST_S = 1e7
 LONGEST_S, SHORTEST_S = 130.0, 8.0
-"""Range of periods: at least two in a window, and all above the 3 s arrival batches."""
+"""Range of periods: at least two in a window, all above the 3 s arrival batches."""
 CURVE_S = 2.0
 Series = NDArray[np.float64]
 Options = tuple[tuple[str, object], ...]
@@ -116,7 +116,7 @@ def _curves(run: ClusterRun, until_s: float) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class CapacityCell:
-    """Geometric bisection for the highest rate: requests per second of a Poisson source, speed factor of a trace."""
+    """Geometric bisection for the highest rate (requests per second, or a trace's speed factor)."""
 
     cell: ClusterCell
     lowest: float
@@ -133,12 +133,12 @@ class CapacityCell:
 class Capacity:
     rate: float
     saturated: bool
-    """True if the highest rate tried holds: the capacity may be larger."""
+    """True if the highest rate tried holds."""
     metrics: ClusterMetrics | None
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """Return the highest rate tried at which the rule holds, assuming that it holds at all lower rates; 0 if none."""
+    """Return the highest rate tried at which the rule holds, if it holds at all lower rates; else 0."""
     metrics = _at(search, search.lowest)
     if not _holds(metrics, search):
         return Capacity(0.0, False, None)
@@ -184,13 +184,12 @@ class Swings:
 
     prefill_mean: float
     prefill_amplitude: float
-    """Half the distance between the 5th and 95th percentiles."""
     decode_mean: float
     decode_amplitude: float
     correlation: float
     period_s: float | None
     phase_degrees: float | None
-    """Lag of decode after prefill, -180 to 180."""
+    """Lag of decode, -180 to 180."""
     coherence: float | None
     """Stability of the phase, 0 to 1. Below 0.5 the phase means little."""
 
@@ -236,7 +235,6 @@ def _amplitude(values: Series) -> float:
 
 
 def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, float | None]:
-    """Return the period (s), the lag of ``other`` (degrees), and the coherence."""
     size = int(WINDOW_S / GRID_S)
     if len(one) < size:
         return None, None, None

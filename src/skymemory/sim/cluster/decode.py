@@ -46,7 +46,7 @@ class CoupledInstance:
         self._underway: list[tuple[Job, int]] = []
         self._begun_s = 0.0
         self._planned = 0
-        """Steps in the current plan; 0: prefilling or idle."""
+        """Steps in the plan; 0: prefilling or idle."""
         self._idle = True
         self._version = 0
 
@@ -194,9 +194,8 @@ class CoupledInstance:
 class DecodeInstance:
     """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. While a first
-    token is computed here the batch waits, but runs a step between two of them, as engines that take one prompt per
-    turn.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. The batch
+    waits for first tokens computed here, but runs a step between two, as engines that take one prompt per turn.
     """
 
     def __init__(
@@ -259,7 +258,7 @@ class DecodeInstance:
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
     def needed_share(self) -> float:
-        """Return the share of the KV memory that all requests need, or of the longest batch, if larger."""
+        """Return the needed share of the KV memory, or of the longest batch, if larger."""
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 

@@ -83,7 +83,6 @@ class Stream:
 
     @property
     def kv_tokens(self) -> int:
-        """Memory reserved from its first step on, so it is never preempted."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -170,7 +169,6 @@ class Batch:
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, Stream]] = []
-        """Heap by the step after which a request is done."""
         self._fresh: list[Stream] = []
         self._runs = 0
         self._done = 0
@@ -286,8 +284,8 @@ class Batch:
 class Steps:
     """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
-    Contexts grow by a token per step, so reading and computing are linear in the step's number, and a step takes the
-    longer. ``kv_tokens`` are the context tokens at the first step.
+    Contexts grow by a token per step, so reading and computing are linear in the step's number; a step takes the
+    longer. ``kv_tokens`` are the first step's context tokens.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -345,7 +343,6 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
-    """Return about how many terms ``start + slope·i``, from ``i = begin``, sum to ``seconds``."""
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1

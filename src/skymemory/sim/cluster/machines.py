@@ -1,7 +1,6 @@
 """All instances of a simulated cluster, and the fleets from which schedulers choose.
 
-An elastic instance is in both fleets, closed in that of the other role; others still load its KV. Prefill slots are
-node numbers of the KV pool. Decode slots start with the initial decode instances.
+An elastic instance is in both fleets, closed in that of the other role. Prefill slots are node numbers of the KV pool.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class Listeners:
 
 
 class Machines:
-    """Instances of a run, numbered by slot."""
-
     def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         prefilling, decoding = setup.prefilling(), setup.decoding()
         self.elastic = setup.pools == "elastic"

@@ -29,7 +29,6 @@ class RequestOutcome:
     status: Status
     prompt_tokens: int
     output_tokens: int
-    """Requested length of the answer."""
     prefill: int | None = None
     """Prefill instance; None: never started."""
     decode: int | None = None
@@ -64,7 +63,6 @@ class LoadSample:
     prefill_mean: float = 0.0
     decode_mean: float = 0.0
     prefilling: int = 0
-    """Instances that prefill, including draining instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpan:
-    """Time of an elastic instance in one role, including its drain and the next set-up."""
+    """Time in one role, including its drain and the next set-up."""
 
     instance: str
     role: Role
@@ -95,7 +93,7 @@ class ClusterRun:
     decode_busy_s: Sequence[float]
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
-    """Mean of each class in the histogram of times between tokens."""
+    """Mean of each class of times between tokens."""
     gap_tokens: Sequence[int] = ()
     pool: Mapping[str, float] = field(default_factory=dict)
     roles: Sequence[RoleSpan] = ()
@@ -106,7 +104,7 @@ class ClusterRun:
 
 
 TbtRule = Literal["mean", "max"]
-"""Value that must meet the objective: a request's mean or longest time between tokens."""
+"""Rule for a request: its mean or longest time between tokens must meet the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class Hits:
     tokens_by_source: dict[str, float]
     blocks: float
     all_blocks: float
-    """Share of all blocks, including partial blocks, as published tables count."""
+    """Share including partial blocks, as published tables count."""
 
     @classmethod
     def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
@@ -283,7 +281,6 @@ def _part(count: float, of: float) -> float:
 
 
 def _to_json_value(value: object) -> object:
-    """Convert for JSON: six decimals, None for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     if isinstance(value, dict):
@@ -297,7 +294,7 @@ _COUNTERS_PID = 1
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
     """Export the run in Trace Event Format for chrome://tracing and Perfetto.
 
-    Each instance is a process with lanes (threads) of spans; loads are counters of another process.
+    Instances are processes with lanes (threads) of spans.
     """
     events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
     events += _counters(run.loads)

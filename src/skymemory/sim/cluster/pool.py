@@ -1,7 +1,7 @@
 """The simulated KV pool: the nodes' caches and the links between them.
 
-Nodes are numbered as instances: first prefill (or coupled), so a caching node's number is its fleet slot. A chain is a
-prompt's blocks from its beginning. Calls come in order of ``now_s``, simulated seconds.
+Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from its
+beginning. Calls come in order of ``now_s``, simulated seconds.
 
 Memory alone, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops
 in order of arrival, and used blocks return from the root on.
@@ -27,17 +27,16 @@ from skymemory.store.base import StoreTicket
 
 LOCAL = "dram"
 NODES = "node"
-"""Source of tokens in another node's memory."""
 SSD_TIER = "ssd"
 SKY_TIER = "sky"
 
 
 class Far(NamedTuple):
-    """A tier from which every node can load, for a prompt at this time."""
+    """A tier from which every node can load."""
 
     tier: str
     blocks: int
-    """Leading blocks of the prompt that it holds."""
+    """Leading blocks that it holds."""
     medium: Medium
     """Medium with the current queue in its latency."""
 
@@ -54,7 +53,6 @@ class Loaded:
     done_s: float
     sources: Mapping[str, int] = field(default_factory=dict)
     held_s: float = 0.0
-    """Time at which the held part is available."""
 
     @property
     def cached_tokens(self) -> int:
@@ -64,8 +62,8 @@ class Loaded:
 class Link:
     """One direction of a network interface, first come, first served.
 
-    A transfer occupies every link of its path for its bytes over that link's rate, and ends with the slowest. The end
-    is known at the start; fair sharing, though more realistic, would move other transfers' ends.
+    A transfer occupies each link of its path for its bytes over that link's rate, and ends with the slowest. The end is
+    known at the start; fair sharing would move other transfers' ends.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -88,7 +86,7 @@ class Link:
 
 
 def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
-    """Return the end of a transfer over all links of ``path``; ``now_s`` for 0 bytes."""
+    """Return the end of a transfer over all links of ``path``."""
     if size_bytes <= 0:
         return now_s
     return latency_s + max(link.take(size_bytes, now_s) for link in path)
@@ -97,7 +95,7 @@ def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s:
 def streamed_s(
     path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
 ) -> float:
-    """Return the end of a transfer whose bytes become available in ``parts`` equal parts, the last ``over_s`` from now.
+    """Return the end of a transfer whose ``parts`` become available one by one, the last ``over_s`` from now.
 
     All parts are booked now, so later transfers wait.
     """
@@ -109,7 +107,7 @@ def streamed_s(
 
 
 class PrefixCache:
-    """An LRU cache of blocks, closed under prefixes: touched from last to first, children are evicted first."""
+    """An LRU cache of blocks, closed under prefixes."""
 
     def __init__(self, capacity: int) -> None:
         """Initialise with ``capacity`` in blocks.
@@ -149,7 +147,7 @@ class PrefixCache:
 
 
 class ClusterPool:
-    """Caches of all nodes and the links between them, whose true state schedulers see.
+    """Caches and links of all nodes, whose true state schedulers see.
 
     It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``.
 
@@ -225,7 +223,7 @@ class ClusterPool:
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
         """Use what ``node`` has of the full blocks ``ids``, load what the plan says, and cache both.
 
-        It loads less if the node holds more by now or the source lost blocks; without a source only from the own SSD.
+        It loads less if the node holds more by now or the source lost blocks.
         """
         self._now_s = now_s
         # The node itself reads what is on its SSD, independent of the plan. It waits for blocks that are still being
@@ -330,8 +328,6 @@ class Memory(Protocol):
 
 
 class PolicyMemory:
-    """Memory with an eviction policy and the accounting of the production tiers."""
-
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
             raise InvalidInput(f"a memory of {capacity} blocks; expected at least 1")
@@ -397,7 +393,6 @@ class NodeMemory:
         self._ssd_blocks = ssd_blocks
         self._ssd: OrderedDict[int, None] = OrderedDict()
         self.coming: dict[int, float] = {}
-        """Blocks being loaded, with the end of their load."""
         self._last_comes_s = -math.inf
         self.evicted = 0
         self.dropped = 0
@@ -442,7 +437,7 @@ class NodeMemory:
         self._last_comes_s = max(self._last_comes_s, done_s)
 
     def ready_s(self, blocks: Sequence[int], now_s: float) -> float:
-        """Return the last end of these blocks' loads; ``now_s`` if none is loading."""
+        """Return when these blocks' loads have ended, at least ``now_s``."""
         if not self.coming:
             return now_s
         # All loads are complete: the dictionary need not be searched until the next load starts.

@@ -22,7 +22,7 @@ from skymemory.sim.cluster.pool import LOCAL, ClusterPool
 @dataclass(frozen=True, slots=True)
 class Service:
     front: tuple[int, int]
-    """Range of tokens computed during the load. Earlier tokens are held."""
+    """Range of tokens computed during the load."""
     after: int
     """First token computed after the load."""
     sources: Mapping[str, int]
@@ -35,7 +35,7 @@ class Service:
 
 
 class PrefillInstance:
-    """A prefill instance. ``begun`` is called at a prefill's start with its end, ``done`` at its first token."""
+    """A prefill instance. ``begun`` gets a prefill's start and end."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PrefillInstance:
         self._memory = pool.media()["dram"]
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
-        """Ends of the prefills in progress; several in a pipeline."""
+        """Ends of the prefills in progress."""
         self.busy_s = 0.0
         self._free = True
         self._lives = 0
@@ -171,7 +171,7 @@ class Pipeline:
         self._free_s = [0.0] * machines
 
     def chunks_s(self, begin: int, end: int) -> list[float]:
-        """Return the seconds per chunk of tokens ``begin`` to ``end - 1``, at one machine."""
+        """Return the seconds per chunk at one machine."""
         if end <= begin:
             return []
         flops = self._cost.prefill_flops

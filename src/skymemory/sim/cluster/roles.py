@@ -16,8 +16,6 @@ from skymemory.sim.cluster.setup import ClusterSetup
 
 
 class Roles:
-    """Roles of the instances in a run with elastic pools."""
-
     def __init__(self, setup: ClusterSetup, clock: Clock, machines: Machines) -> None:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())

@@ -1,7 +1,6 @@
-"""The production schedulers for a simulated cluster, with the information that they have in production.
+"""The production schedulers for a simulated cluster, with the believed cost model.
 
-They estimate with the believed cost model. The conductor's schedulers see the true caches; the router's strategies
-learn them from their requests.
+The conductor's schedulers see the true caches; the router's strategies learn them from their requests.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ _DRAWS = 4096
 
 
 class Estimates:
-    """Prefill times by the believed cost model, for pipelines."""
-
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
@@ -99,7 +96,6 @@ class ErringSpeeds(GivenSpeeds):
 class World:
     setup: ClusterSetup
     prefill: Fleet
-    """Prefill fleet, with the pool's node numbers as slots."""
     decode: Fleet | None
     """Decode fleet; None: coupled instances."""
     cost: CostModel

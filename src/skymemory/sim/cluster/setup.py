@@ -15,8 +15,6 @@ from skymemory.eviction import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class SkySetup:
-    """A ground station at the cluster, and a box of satellites above it."""
-
     bytes_per_s: float = 100e9 / 8
     """Rate between ground and satellites, per direction, shared by all nodes."""
     preset: str = "starlink-a"
@@ -34,7 +32,7 @@ class SkySetup:
     picky_queued_s: float = 5.0
     """Uplink queue above which only blocks offered before are written."""
     geometry_s: float = 10.0
-    """Interval of recomputed link lengths. Chunk locations are always exact."""
+    """Interval of recomputed link lengths."""
 
     def __post_init__(self) -> None:
         rates = (self.bytes_per_s, self.isl_bytes_per_s, self.memory_bytes_per_satellite, self.geometry_s)
@@ -56,7 +54,7 @@ class PoolSettings:
     dram: Medium = DRAM
     ssd: Medium = SSD
     jitter_s: float = 0.0
-    """Mean random delay of each transfer (exponential)."""
+    """Mean of each transfer's random delay (exponential)."""
     seed: int = 0
     sky: SkySetup | None = None
 
@@ -73,33 +71,24 @@ class Failure:
     """Failure of an instance, which returns empty after ``down_s``."""
 
     instance: str
-    """Instance name, such as ``prefill-0``, ``decode-3``, ``coupled-1``."""
     at_s: float
     down_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Transfer of a prompt through a store, with a two-step router.
-
-    The decode instance loads the stored values and computes the remaining tokens and the first token.
-    """
+    """Transfer of a prompt through a store, with a two-step router: the decode instance gives the first token."""
 
     save_s: float = 0.0
     """Fixed time from the prefill's end until its values are stored."""
     save_token_s: float = 0.0
-    """Additional time per computed token."""
     fetch_s: float = 0.0
-    """Fixed time to ask the decode instance, fetch, and queue the remaining prompt.
-
-    Fetching and queueing begin between steps, when the cache may be touched.
-    """
+    """Fixed time to ask the decode instance, fetch, and queue the remaining prompt, begun between steps."""
     fetch_token_s: float = 0.0
     """Additional time per token that the decode instance lacks."""
     take_s: float = 1e-3
     """Time to load the values and compute the last prompt tokens, while the batch waits."""
     take_token_s: float = 0.0
-    """Additional time per prompt token."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -116,7 +105,6 @@ POOLS: tuple[Pools, ...] = get_args(Pools)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
     prefill: int = 8
-    """Number of machines, in instances of ``pipeline`` machines."""
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
@@ -126,27 +114,27 @@ class ClusterSetup:
     """Standard deviation of the relative error of prefill estimates."""
     tells_output: bool = False
     output_error: float = 0.0
-    """Standard deviation of the relative error of the stated length."""
+    """Standard deviation of the stated length's relative error."""
     pools: Pools = "fixed"
     """Pool mode. ``elastic``: instances change roles but keep their names."""
     elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
     change_s: float = 2.0
-    """Set-up time for the other role, after a drain."""
+    """Set-up time after a drain."""
     pipeline: int = 1
     chunk_tokens: int = 4096
     layer_wise: bool = True
-    """True if KV is sent to the decode machine while it is computed, False if afterwards."""
+    """True if KV is sent to the decode machine while it is computed."""
     handover: Handover | None = None
     """Transfer through a store; None: KV streams between accelerators."""
     request_s: float = 0.0
-    """Time of every request before its prefill: client, router, parsing."""
+    """Time of a request before its prefill: client, router, parsing."""
     kv_tokens: int = 1_300_000
     """KV memory of a decode machine: 0.9 of 8×80 GB less the 70B weights, at 320 KiB per token."""
     most_batch: int = 256
     mixed_tokens: int = 0
-    """Tokens per step of coupled instances, decode tokens first; 0: prefills run first while decoding waits."""
+    """Tokens per step of coupled instances, decode tokens first; 0: decoding waits for prefills."""
     coupled_cache_tokens: int = 650_000
-    """Part of ``kv_tokens`` that a coupled instance uses as prefix cache."""
+    """Part of ``kv_tokens`` used as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
     failures: tuple[Failure, ...] = ()
@@ -155,7 +143,7 @@ class ClusterSetup:
     """True if a prompt's last, partial block is cached, as published tables count."""
     rate: float = 1.0
     jitter_s: float = 0.0
-    """Upper bound of the uniform random delay of arrivals."""
+    """Upper bound of the arrivals' uniform random delay."""
     sample_s: float = 1.0
     spans: bool = False
     seed: int = 0

@@ -4,8 +4,7 @@
 2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
 3. When all KV has arrived, it joins the decode batch until its last token.
    With a ``Handover`` its values go through a store, and the decode instance gives the first token.
-4. If an instance fails, its requests are placed again, ``retries`` times. A request also fails if its decode instance
-   is down when its KV arrives.
+4. If an instance fails, its requests are placed again, ``retries`` times.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ def run_cluster(
 
     Args:
         requests: in order of arrival.
-        setup: the cluster.
         scheduler, admission: names, with options, or a factory and a rule.
         asked: the requests as schedulers see them; only without jitter.
         pool: replaces the setup's pool; for a single run.
@@ -272,7 +270,6 @@ class Simulation:
         return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
-        """Queue the request at the decode instance, which has all its KV."""
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -347,7 +344,7 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
-        """Sample the loads every ``sample_s``, except in long idle stretches: a value holds until the next sample."""
+        """Sample the loads every ``sample_s``, except in long idle stretches."""
         self._loads.sample(now_s)
         if self._roles is not None:
             self._roles.observe(now_s)

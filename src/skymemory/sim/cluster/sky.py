@@ -1,8 +1,8 @@
 """The constellation as a tier of the simulated pool: blocks in chunks over all servers of a moving box.
 
-A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Writes run in the
-background. Eviction is LRU, children before parents. Moves cost no hits (copy, switch, delete), but each handover must
-pass an inter-satellite link before the next move, which limits a box's capacity.
+A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Eviction is LRU, children
+before parents. Moves cost no hits (copy, switch, delete), but each handover must pass an inter-satellite link before
+the next move, which limits a box's capacity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skymemory.testbed.plan import Ground, make_plan
 
 
 class SkyPool(ClusterPool):
-    """A pool with the constellation ``settings.sky`` as a tier of all nodes.
+    """A pool with the constellation as a tier of all nodes.
 
     Raises:
         InvalidInput: as ``ClusterPool`` and ``SkyTier``.
@@ -82,7 +82,7 @@ class SkyTier:
         """Time from which each block is readable, and the moves at its write."""
         self._set_at: Counter[Moves] = Counter()
         self._offered: set[int] = set()
-        """All blocks ever offered (``store.wrappers`` remembers only the latest)."""
+        """All blocks ever offered."""
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
         self._evicted = self._skipped = self._handovers = 0
@@ -135,7 +135,7 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """Write the missing blocks of a chain, as far as the uplink's queue allows.
+        """Write a chain's missing blocks as far as the uplink's queue allows.
 
         A busy uplink writes only blocks offered before: most are never requested again.
         """
@@ -245,7 +245,6 @@ class SkyGeometry:
         return self._moves
 
     def servers_at(self, set_moves: Moves, now_s: float) -> tuple[SatelliteId, ...]:
-        """Return each server's present satellite, for values written at ``set_moves``."""
         return self._sky.servers_at(self._strategy, self.plan.servers, set_moves, self.moves(now_s))
 
     def round_trip_s(self, set_moves: Moves, now_s: float) -> float:
