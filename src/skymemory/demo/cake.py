@@ -41,7 +41,7 @@ _UNLIMITED = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Result of a prompt up to its first new token, with the lookup and the last partial block."""
+    """Result of a prompt up to its first new token."""
 
     seconds: float
     computed_tokens: int
@@ -117,7 +117,6 @@ class CakeRuns:
 
 PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
 _AIM_S, _QUICK_AIM_S = 2.0, 0.8
-"""Intended seconds to compute the prompt: long enough to watch."""
 _LEAST_S = 10.0
 _PROBE_S = 1.5
 _MOST_PROBES = 12
@@ -166,7 +165,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
 
 
 def _probe(runs: CakeRuns) -> float:
-    """Return the mean seconds of many short prompts, because other programs disturb single runs."""
+    """Return the mean of many short prompts, because other programs disturb single runs."""
     runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # this run also selects kernels
     started_s, count = time.perf_counter(), 0
     while time.perf_counter() - started_s < _PROBE_S:
@@ -180,8 +179,7 @@ def plan_runs(
 ) -> tuple[int, tuple[float, ...], float]:
     """Return the prompt's tokens, the link rates, and the seconds of all runs. ``probe_s`` computes ``PROBE_TOKENS``.
 
-    The prompt is the longest up to the aim with which all rates fit into ``left_s``, else rates are left out, but never
-    the even rate. Given ``tokens`` are kept, with all rates.
+    The prompt is the longest with which all rates fit into ``left_s``, else rates other than 1 are left out.
     """
     if tokens is not None:
         tokens = tokens // STEP_TOKENS * STEP_TOKENS

@@ -1,7 +1,6 @@
 """``skymemory demo cells``: a drive through a grid of base stations with continuous reads, in virtual time.
 
-The state machines are those of flight. A hop between base stations takes 1 ms, the radio 4 ms, each way, without
-queues.
+The state machines are those of flight. A hop takes 1 ms, the radio 4 ms, each way, without queues.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HOP_S, RADIO_S = 0.001, 0.004
 READ_EVERY_S = 5.0
 _LEAST_LEG_M = 1000.0
 MAX_VALUE_BYTES = 1 << 28
-"""Limit of a value: one process holds all cells, and some hold their share twice for a moment."""
+"""Limit of a value: one process holds all cells, some with two shares for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Town:
 
     @property
     def margin(self) -> int:
-        """Distance in cells that the user keeps from the edge, for box and handovers."""
+        """Distance in cells that the user keeps from the edge."""
         side = 1
         while side * side < self.servers:
             side += 1
@@ -91,8 +90,6 @@ class Town:
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
-    """Results of a drive. Bytes are handed over between base stations."""
-
     strategy: str
     reads: int
     hits: int

@@ -40,11 +40,9 @@ from skymemory.view.drawing import drawing_path
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8
 PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
-"""Real time of the playback."""
 PART, QUICK_PART = 1.0, 0.4
 FRAMES_PER_S = 8.0
 _SIMULATED_S = 6.0
-"""Seconds to simulate on two cores of the reference computer."""
 
 
 def run_conductor(args: argparse.Namespace) -> int:
@@ -150,11 +148,6 @@ def _as_json(args: argparse.Namespace, source: Source, metrics: Sequence[Cluster
 
 
 def _check(metrics: Sequence[ClusterMetrics]) -> None:
-    """Check that all runs had the same requests and ended each once.
-
-    Raises:
-        SkyMemoryError: they did not.
-    """
     for name, result in zip(SCHEDULERS, metrics, strict=True):
         ended_requests = result.completed + result.refused + result.refused_after_prefill + result.failed
         if ended_requests != result.requests or result.requests != metrics[0].requests:
@@ -172,7 +165,7 @@ _FRAME_WORDS = (0, 1, 3)
 
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
-    """Return the lines of the moment: prefill queues, decode batches, counts."""
+    """Return the lines of the moment."""
     title = f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests arrived"
     rows = [_row(name, moment) for name, moment in zip(names, moments, strict=True)]
     return [*wrapped(title, width), *Table(_HEAD, rows, _FRAME_WORDS).lines(width)]
@@ -258,8 +251,6 @@ def _bars(counts: Sequence[int], step: int) -> str:
 
 @dataclass(slots=True)
 class Moment:
-    """Counts so far, and present places of the requests."""
-
     waiting: list[int]
     prefilling: list[int]
     decoding: list[int]

@@ -1,6 +1,6 @@
-"""`skymemory demo disagg`: prefill and decode on separate engines, with KV transfer through 95 satellites.
+"""`skymemory demo disagg`: prefill and decode on separate engines, with KV transfer through satellites.
 
-Sequential requests show which engine computed what. A burst shows that requests refused early cost no prefill.
+A burst shows that requests refused early cost no prefill.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from skymemory.text import Table, width_of, write
 
 _NEW_TOKENS = 16
 _AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
-"""Seconds of constellation and routers, engine start, and request, on the reference computer."""
+"""Seconds of constellation and routers, engine start, and request."""
 _CHECKED = 3
-"""Requests that the prefill engine also answers alone, with the same words."""
+"""Requests that the prefill engine also answers alone."""
 _PATIENCE_S = 300.0
 _QUESTIONS = (
     "How is a satellite started?",
@@ -80,10 +80,7 @@ class Row:
 
 
 def run_disagg(args: argparse.Namespace) -> int:
-    """Print the table and the burst.
-
-    Return 1 if an answer failed or differed, nothing was moved, or a refused request cost a prefill.
-    """
+    """Run the demo. Return 1 if an answer failed or differed, nothing was moved, or a refusal cost a prefill."""
     own = args.engine == "own" or (args.engine is None and not args.python.is_file())
     python = args.python if own else python_of_vllm(args.python, "; --engine own does without")
     if args.model is not None:
@@ -140,7 +137,6 @@ def run_disagg(args: argparse.Namespace) -> int:
 
 
 def _prompts(count: int) -> Iterator[str]:
-    """Yield each document twice, each time with another question."""
     text = shipped_document()
     for number in range(count):
         begin = 900 * (number // 2)
@@ -148,7 +144,6 @@ def _prompts(count: int) -> Iterator[str]:
 
 
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
-    """Print and return the rows, and True if the checked answers equal a single engine's."""
     rows, same = list[Row](), True
     _send_prompt(url, "The first request takes longer. " * 40)
     # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
@@ -201,7 +196,6 @@ def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tu
 
 
 def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
-    """Send ``count`` new prompts at once, each with a promised TTFT."""
     text = shipped_document()
     prompts = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
     for prompt in prompts[count:]:  # the router learns the engine's prefill speed

@@ -33,14 +33,14 @@ import importlib.util
 print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
 """
 _FIND_S = 120.0
-"""Timeout for finding a Python's packages, on a busy computer with a cold disk."""
+"""Timeout for finding packages, on a busy computer with a cold disk."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> Path:
     """Make a model of 280 million parameters, whose prefill takes seconds on two cores.
 
-    With ``windows``, five of six layers have a sliding window of 512 tokens and load only its KV.
+    With ``windows``, five of six layers have a sliding window of 512 tokens.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -217,7 +217,6 @@ def python_of_vllm(given: Path, otherwise: str = "") -> Path:
 
 
 def own_engine(folder: Path, name: str, store: str, role: str, *options: str) -> AbstractContextManager[HttpServer]:
-    """Run the project's engine with the small model and these `skymemory serve` options."""
     command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role, *options]
     return http_server(
         lambda port: [*command, "--listen", f"127.0.0.1:{port}"], "the engine", folder / f"{name}.log", _ONE_THREAD
@@ -233,5 +232,4 @@ def router(folder: Path, name: str, *options: str) -> AbstractContextManager[Htt
 
 
 def our_package() -> str:
-    """Return this package's path, for vLLM's environment."""
     return str(Path(__file__).parents[2])

@@ -38,8 +38,6 @@ from skymemory.view.layout_map import LEGEND, OrbitFrame, render_frame
 
 @dataclass(slots=True)
 class ReadTally:
-    """Counters of reads; ``seconds`` of correct reads."""
-
     right: int = 0
     wrong: int = 0
     missed: int = 0
@@ -165,7 +163,6 @@ Counts = tuple[int, int]
 
 
 def format_moves(moves: Moves) -> str:
-    """Format ``(1, 2)`` as "1 slot move and 2 plane moves"."""
     slots, planes = moves
     return f"{slots} slot move{'s' * (slots != 1)} and {planes} plane move{'s' * (planes != 1)}"
 
@@ -180,7 +177,7 @@ def minus(later: Counts, earlier: Counts) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """Reads of values with ``copies`` copies: before, during and after the plane's outage."""
+    """Reads before, during and after the plane's outage, with ``copies`` copies."""
 
     copies: int
     values: int
@@ -334,18 +331,16 @@ def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
 
 VALUES = {1: 4, 2: 4}
 CHUNKS_PER_VALUE = 480
-"""Chunks of a block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
+"""Chunks of a block of TinyLlama-1.1B."""
 KILL_AT, DOWN_FOR = 0.4, 0.2
 """Shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 AROUND_S = 2.0
-"""Seconds of start and end, on the reference computer."""
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 # Time after which a client counts an unanswered read as a miss. A dead plane never answers.
 GIVE_UP_S = 0.5
 PATIENCE_S = 20.0
-"""Timeout for stores and returns; an idle machine needs 5 s."""
 
 
 # The run: store known values (four with one copy, four with two), read them continuously in two threads, kill the
@@ -416,8 +411,6 @@ class _Flight:
 def _constellation(
     speed: float, satellite: Choice, gate: SignalGate, progress: Progress
 ) -> Iterator[tuple[Started, RunDirectory]]:
-    """Run a testbed whose processes end with this process."""
-
     def plan_at(ports: Ports | int) -> ConstellationPlan:
         return make_plan(
             hosts=local_hosts(DEFAULT_PRESET, 5, ports),

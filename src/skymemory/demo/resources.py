@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the cores that this process may use, by its affinity and control group."""
+    """Return the cores that this process may use."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = _words(cgroup / "cpu.max") or [
         *_words(cgroup / "cpu/cpu.cfs_quota_us"),

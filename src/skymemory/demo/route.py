@@ -43,20 +43,17 @@ from skymemory.text import Table, write, write_line
 #    engines' own counters.
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
-"""Rounds, and requests per round.
-
-The second round reverses the strategies, so a drift of the computer's load affects all equally.
+"""Rounds, and requests per round. The second round reverses the strategies, so a drift of the load affects all equally.
 """
 CACHE_SHARE = 1 / 3
-"""Share of all distinct blocks that an engine's cache holds."""
 BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96
-"""Characters per 512 tokens of the generator: 12,000 tokens become about 600 of the small model."""
+"""Characters per 512 generator tokens: 12,000 become about 600 of the small model."""
 MOST_TOKENS = 100_000
 """Limit in the generator's tokens."""
 NEW_TOKENS = (4, 12)
 TRACE_S_PER_REQUEST = 25.0
-"""Generator time per request, long enough that a short run contains later turns."""
+"""Generator time per request; a short run contains later turns."""
 PATIENCE_S = 120.0
 _CONTEXT = bytes(32)
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
@@ -66,21 +63,20 @@ OFFERED = 0.85
 PROBE_TOKENS = 600
 _PROBES = 2
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
-"""Limits of the plan, below the time that the README promises."""
+"""Limits below the time that the README promises."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
-"""Characters per block for slower and slower computers, in one round."""
+"""Characters per block for slower and slower computers."""
 _START_S, _ROUTER_S = 8.0, 1.2
-"""Seconds of the engines' start and of a router, on the reference computer."""
+"""Seconds of the engines' start and of a router."""
 _TAIL = 1.4
-"""Factor for answers that end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
-"""Keys of a backend's settings, and the fields of an engine's report of events."""
+"""Keys of a backend's settings, and fields of an engine's report of events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: time as a part of the whole run, prompt, answer length."""
+    """A request, with its time as a part of the whole run."""
 
     at: float
     prompt: str
@@ -210,7 +206,7 @@ class Stage:
         return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
     async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
-        """Send a round's requests through a router of this strategy, with empty caches."""
+        """Send a round's requests through a router, with empty caches."""
         await clear_caches(self.client, self.urls)
         before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
         async with service("the router", 1, *words) as (router,):
@@ -246,7 +242,6 @@ def router_words(strategy: str, folder: Path) -> list[str]:
 
 
 async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
-    """Write both files for ``router_words``."""
     common = [f"seed = {seed}", 'drain = "1s"']
     tokens = ["[prompts]", f"tokenizer = {json.dumps(str(small_model_folder()))}", f"block_tokens = {BLOCK_TOKENS}"]
     backends, followed = list[str](), list[str]()
@@ -289,7 +284,6 @@ def run_route(args: argparse.Namespace) -> int:
 
 
 async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
-    """Return the measurements, the loads, and the estimate of the whole."""
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
@@ -386,7 +380,7 @@ def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound
 
 
 async def _until_interrupted(work: Any) -> Any:
-    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP. Later signals are ignored."""
+    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -405,7 +399,6 @@ class Row:
     answers: list[Outcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
-    """Present requests at each engine."""
     seconds: float = 0.0
 
     @property
@@ -414,7 +407,6 @@ class Row:
 
     @property
     def hits(self) -> float:
-        """Share of the prompts' tokens that caches supplied."""
         return self.total("cached_tokens") / max(1, self.total("prompt_tokens"))
 
     def total(self, name: str) -> int:
@@ -454,7 +446,6 @@ class Row:
 
 
 def frame(rows: Sequence[Row], current: Row | None) -> Table:
-    """Return all strategies in order, the current with the present load of each engine."""
     cells = []
     for row in rows:
         has_started = bool(row.answers) or row is current

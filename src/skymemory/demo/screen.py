@@ -1,6 +1,6 @@
 """Drawing of the animated demos: in place on a terminal, as plain lines otherwise.
 
-A drawing has the alternate screen, so a resized terminal leaves no pieces of older frames.
+The alternate screen leaves no pieces of older frames when resized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ Draw = Callable[[int], Sequence[str]]
 """Picture for a terminal of this width; lines may have ANSI colours."""
 
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
-"""Limits of a drawing; a smaller terminal gets lines of words."""
 _INDENT = " " * 10
 _REDRAWN_PER_S = 4.0
 """Redraws without a new frame, for resized terminals."""
@@ -37,7 +36,6 @@ class Screen:
     def __init__(
         self, stream: TextIO, began_s: float, line_every_s: float = 2.0, progress: Progress | None = None
     ) -> None:
-        """Initialise; lines go above the bar of ``progress``, which has the same stream."""
         columns, rows = size_of(stream)
         self.live = is_terminal(stream) and columns >= LEAST_COLUMNS and rows >= LEAST_ROWS
         self._stream = stream
@@ -119,7 +117,7 @@ class Screen:
         return live
 
     def render(self, width: int, rows: int) -> list[str]:
-        """Return the frame below the latest events, as many as fit."""
+        """Return the frame below the latest events."""
         frame = self._frame(width)
         free_rows = rows - len(frame) - 1
         events = [line for event in self._events for line in wrapped(event, width, _INDENT)]

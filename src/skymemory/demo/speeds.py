@@ -1,4 +1,4 @@
-"""Measurement of this computer's present speed. It takes one or two seconds and imports torch."""
+"""Measurement of this computer's speed. It takes one or two seconds and imports torch."""
 
 from __future__ import annotations
 

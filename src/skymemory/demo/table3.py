@@ -50,7 +50,6 @@ _NEXT = {
 
 @contextmanager
 def _constellation(progress: Progress) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
-    """Run the testbed with real delays. Its processes end with this process."""
     with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
         running: Started | None = None
@@ -141,7 +140,6 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
 
 
 def _size(args: argparse.Namespace, speeds: Speeds, promised_s: float, progress: Progress) -> tuple[Size, list[str]]:
-    """Return the size and the lines that describe it; chosen unless the options ask for a size."""
     options = list(sizes(PAPER, quick=args.quick))
     if args.model is not None or args.tokens is not None:
         shape = options[0].shape if args.model is None else shape_of(args.model)

@@ -1,7 +1,4 @@
-"""Measurements of ``skymemory demo``: outputs with and without the cache, then the paper's table 3.
-
-The module imports torch, which takes seconds, so it is loaded after the constellation is up.
-"""
+"""Measurements of ``skymemory demo``. The module imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -81,8 +78,6 @@ class _FirstToken:
 
 
 class Generated(NamedTuple):
-    """New tokens, and the seconds to the first and the last."""
-
     tokens: list[int]
     first_s: float
     seconds: float
@@ -140,7 +135,7 @@ class Table3:
         self._say = run.progress.say
 
     def check_identity(self, document: str) -> bool:
-        """Check that the small trained model (float32) gives the same greedy tokens with and without the cache."""
+        """Check that the small trained model gives the same greedy tokens with and without the cache."""
         with self._run.part("the identity check: a small trained model with and without the cache", "identity"):
             ready = ready_model("small", dtype="float32")
             model, tokenizer = ready.model, ready.tokenizer

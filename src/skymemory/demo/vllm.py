@@ -1,7 +1,7 @@
-"""`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation of 95 satellites.
+"""`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation.
 
-The first computes a document's KV and is stopped. The second has never seen the document and loads its KV. Requests are
-made by the openai client in vLLM's environment (``client``).
+The first computes a document's KV and is stopped. The second loads it. Requests are made by the openai client in vLLM's
+environment.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from skymemory.progress import Progress
 from skymemory.text import Table, write
 
 _SAVED_S = 6.0
-"""Wait before vLLM is stopped, which kills its workers: values are stored after the answers."""
+"""Wait before vLLM is stopped: values are stored after the answers."""
 _AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
-"""Seconds of model and constellation, of a server's start, and of its answers, on the reference computer."""
+"""Seconds of model and constellation, of a server's start, and of its answers."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 

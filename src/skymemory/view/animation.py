@@ -1,6 +1,6 @@
 """A scenario as an HTML page without network access.
 
-The page computes positions by the closed form of ``Shell.positions_m`` and shows the difference of some from Python's.
+The page computes positions itself and shows their difference from Python's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DAY_S = 86_400.0
 
 
 def data_of(scenario: Scenario) -> dict[str, Any]:
-    """Return the input of the page, in metres and radians. ``t`` are seconds after the constellation's epoch.
+    """Return the input of the page, in metres, radians and seconds after the constellation's epoch.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
@@ -81,11 +81,6 @@ def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
 
 
 def page_of(scenario: Scenario) -> str:
-    """Return the page.
-
-    Raises:
-        InvalidInput: as ``data_of``.
-    """
     data = data_of(scenario)
     # A script element ends at the first "</" anywhere in its text.
     written = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")

@@ -1,7 +1,7 @@
-"""A scenario as CZML, the format that Cesium plays: satellites, hosts, the box with its links, and the beams.
+"""A scenario as CZML, the format that Cesium plays.
 
-Positions are Earth-fixed, sampled every minute. (Cesium's inertial frame is ICRF, from which precession since 2000 is
-42 km in orbit.) A large or long scenario has only satellites that are ever in the box or carry a beam.
+Positions are Earth-fixed: Cesium's inertial frame is ICRF, from which precession since 2000 is 42 km in orbit. A large
+or long scenario has only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from skymemory.testbed.connect import clock_of, sky_of
 
 SAMPLE_S = 60.0
 INTERPOLATION_DEGREE = 5
-"""Degree of interpolation, with an error of a few metres at most."""
 MOST_SHOWN_S = 7200.0
-"""Limit of the shown time."""
 _MOST_SAMPLES = 40_000
 _STEPS = 2000
 _BOX, _REST = [245, 169, 78, 255], [147, 161, 173, 160]
@@ -46,7 +44,7 @@ class Spell:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Changes of a scenario: the box, and each host's beams."""
+    """Changes of the box, and of each host's beams."""
 
     shown_s: float
     box: tuple[Spell, ...]

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ELEVATION_DEG, _AZIMUTH_DEG = 50, -154
-"""View of the torus with the centre's slot in front."""
 GRID, GRID_CENTRE = Torus(5, 7), SatelliteId(2, 3)
 
 
@@ -101,7 +100,6 @@ def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
 
 
 def _alpha(point: tuple[float, float, float]) -> float:
-    """Return the opacity of a point: fainter towards the back."""
     up, around = math.radians(_ELEVATION_DEG), math.radians(_AZIMUTH_DEG)
     towards = math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)
     near = sum(a * b for a, b in zip(point, towards, strict=True)) / 1.42
@@ -267,13 +265,12 @@ def _geometry_numbers() -> Numbers:
 
 
 def _elevation_deg(shell: Shell, slant_m: float) -> float:
-    """Return the elevation of a satellite at this distance from the host."""
     r, e = shell.radius_m, EARTH_RADIUS_M
     return math.degrees(math.asin((r * r - e * e - slant_m * slant_m) / (2 * e * slant_m)))
 
 
 def draw_geometry() -> Figure:
-    """Draw figure 12: the paper's triangle, and the same over a round Earth, to scale."""
+    """Draw figure 12: the paper's triangle, and the same over a round Earth."""
     shell = _paper_shell()
     figure = new_figure(WIDE_IN, 4.9)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1.0))

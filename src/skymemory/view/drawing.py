@@ -1,4 +1,4 @@
-"""Common drawing code: matplotlib without a display, deterministic files, figures with their numbers.
+"""Common drawing code: matplotlib without a display, deterministic files.
 
 Text has at least 7 points in print; figures are at most ``WIDE_IN`` wide.
 """
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 PRINT_DPI, SCREEN_DPI = 300, 110
 WIDE_IN = 7.0
-"""Width of two columns and their gap."""
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
 """Tints of the box by hops from the centre; the last for all further hops."""
@@ -133,7 +132,7 @@ class Exhibit:
     table: bool = False
 
     def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
-        """Write the drawing in each format, the numbers as CSV, and a table as Markdown. Return the files.
+        """Write the drawing in each format, the numbers as CSV, and a table as Markdown.
 
         Raises:
             MissingExtra: matplotlib is not installed.
@@ -187,7 +186,6 @@ def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str
 
 
 _NO_LETTERS = str.maketrans("", "", "$_")
-"""Marks of mathematical text, which take no space."""
 
 
 def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -216,10 +214,7 @@ def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]
 
 
 def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
-    """Draw a layout: a square per satellite, orange in the box, a green circle around the satellite overhead.
-
-    Servers that were handed over have an arrow from their old place.
-    """
+    """Draw a layout: orange in the box, a green circle around the satellite overhead, arrows at servers handed over."""
     from matplotlib.patches import Circle, Rectangle
 
     # Lines, not a square per satellite: 225 squares took seconds and made large files.

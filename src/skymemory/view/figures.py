@@ -61,7 +61,7 @@ _PANELS: dict[Parameter, tuple[str, str, float, Sequence[int]]] = {
 
 
 def link_delays_ms() -> Iterator[tuple[int, int, float]]:
-    """Yield satellites in a plane, altitude (km), one-way light time to the neighbour (ms, equation 1)."""
+    """Yield satellites in a plane, altitude (km), light time to the neighbour (ms, equation 1)."""
     for count in SATELLITE_COUNTS:
         for altitude_km in ALTITUDES_KM:
             yield count, altitude_km, neighbour_chord_m(count, altitude_km * 1e3) / SPEED_OF_LIGHT_M_S * 1e3
@@ -92,7 +92,7 @@ def draw_link_delay_surface() -> Figure:
 
 
 def draw_link_delay_contours() -> Figure:
-    """Draw figure 2: contours with the paper's 2 ms line at 50 satellites."""
+    """Draw figure 2: contours with the paper's 2 ms line."""
     import numpy as np
 
     figure = new_figure(5.2, 3.5)
@@ -149,7 +149,6 @@ def draw_layout(shown: LayoutMap) -> Figure:
 
 
 def draw_layouts(number: int) -> Figure:
-    """Draw figures 13 to 15: 3×3 to 9×9 servers on 15 planes of 15 satellites."""
     strategy, name = LAYOUT_FIGURES[number]
     figure = new_figure(WIDE_IN, 7.4)
     for panel, servers, letter in zip(figure.subplots(2, 2).flat, LAYOUT_SIZES, "abcd", strict=True):
@@ -174,7 +173,6 @@ def _layout_numbers(number: int) -> Numbers:
 
 
 def draw_latency() -> Figure:
-    """Draw figure 16: the worst server's latency."""
     points = figure_16()
     figure = new_figure(WIDE_IN, 5.2)
     panels = figure.subplots(2, 2)
@@ -241,7 +239,7 @@ def _memory_numbers() -> Numbers:
 
 
 def _configuration() -> Numbers:
-    """Return table 2, and the sweep of the authors' published script, which figure 16 follows."""
+    """Return table 2, and the sweep of the authors' published script."""
 
     def swept(parameter: Parameter, scale: float, unit: str) -> str:
         values = [value * scale for value in SWEEPS[parameter]]
@@ -424,7 +422,6 @@ TABLES: dict[str, Exhibit] = {
         table=True,
     ),
 }
-"""The paper's tables, except the third, which is measured."""
 
 DISCLOSURE: dict[str, Exhibit] = {
     "constellations": Exhibit(

@@ -1,6 +1,6 @@
 """Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
 
-Planes are rows, north at the top. Satellites fly east, so the box moves west over the map. Numbers are 1-based.
+Planes are rows, north at the top. Satellites fly east. Numbers are 1-based.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _ORANGE, _GREEN, _PALE, _RED = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[4
 _FAINT, _RESET = "\x1b[2m", "\x1b[0m"
 
 CELL_WIDTH, LABEL_WIDTH = 4, 3
-"""Columns of a frame."""
 LEGEND = ("n a server", "(n) overhead", "□ in the box, no server", "+ holds chunks", "× dead", "· empty")
 
 
@@ -64,7 +63,7 @@ class PaperMap:
     caption: str
 
     def map(self) -> LayoutMap:
-        """Return the map on 5 planes of 7 satellites, with satellite 4 of plane 3 overhead at first."""
+        """Return the map, with satellite 4 of plane 3 overhead at first."""
         placement = Placement.of(self.strategy, self.servers, Torus(5, 7), SatelliteId(2, 3))
         return layout_map(placement, (self.slot_moves, 0))
 
@@ -124,7 +123,7 @@ def title(shown: LayoutMap) -> str:
 
 
 def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
-    """Return the map as text, at most ``columns`` wide: narrower cells or fewer satellites."""
+    """Return the map as text, at most ``columns`` wide."""
     torus = shown.placement.torus
     # Wide enough for the largest number in parentheses, and a space if there is room.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
@@ -224,10 +223,7 @@ class OrbitFrame:
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -> list[str]:
-    """Return slots, then a line per plane, equal in number and width for a torus and ``width``.
-
-    If the torus is too wide, it shows the slots around the satellite overhead.
-    """
+    """Return slots, then a line per plane, equal in number and width for a torus and ``width``."""
     torus = frame.placement.torus
     slots = _slots_around(frame.centre.slot, torus, max(1, (width - LABEL_WIDTH) // CELL_WIDTH))
     lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in slots)]

@@ -1,7 +1,6 @@
 """Figures 9 and 10 of the SkyMemory paper, recorded from a run: a block is set, the box moves, the block is read.
 
-The state machines of flight run in virtual time on the map of figures 7 and 8, with Starlink A's links and the beams of
-equations 3 and 4.
+The state machines of flight run in virtual time on the map of figures 7 and 8.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TORUS, CENTRE = Torus(5, 7), SatelliteId(2, 3)
 _READ_AFTER_S = 2.0
 """Time from the move to the read, by which the handover has ended."""
 _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": "#d9822b"}
-"""Colours by operation; LINKS are recorded but not drawn."""
+"""Colours by operation; LINKS are not drawn."""
 _GROUND = "ground"
 
 
@@ -234,7 +233,7 @@ def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
 
 
 def draw_set() -> Figure:
-    """Draw figure 9: a block is cut, set on its satellites, and handed over at the next rotation."""
+    """Draw figure 9: a block is set on its satellites, and handed over."""
     run = record()
     figure = new_figure(WIDE_IN, 7.6)
     grid = figure.add_gridspec(3, 2, height_ratios=(1.35, 1.5, 2.0))
