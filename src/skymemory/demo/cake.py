@@ -179,7 +179,8 @@ def plan_runs(
 ) -> tuple[int, tuple[float, ...], float]:
     """Return the prompt's tokens, the link rates, and the seconds of all runs. ``probe_s`` computes ``PROBE_TOKENS``.
 
-    The prompt is the longest with which all rates fit into ``left_s``, else rates other than 1 are left out.
+    The prompt is the longest with which all rates fit into ``left_s``; if none does, the slowest rates but 1 are left
+    out.
     """
     if tokens is not None:
         tokens = tokens // STEP_TOKENS * STEP_TOKENS

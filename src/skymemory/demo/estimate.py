@@ -23,7 +23,6 @@ class Part:
 
 class Estimate:
     def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
-        """Initialise; ``spent_s`` are seconds before the first part."""
         self._waiting = list(parts)
         self._ratios: dict[str, float] = {}
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)

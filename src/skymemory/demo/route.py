@@ -50,7 +50,6 @@ BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96
 """Characters per 512 generator tokens: 12,000 become about 600 of the small model."""
 MOST_TOKENS = 100_000
-"""Limit in the generator's tokens."""
 NEW_TOKENS = (4, 12)
 TRACE_S_PER_REQUEST = 25.0
 """Generator time per request; a short run contains later turns."""
@@ -65,13 +64,11 @@ _PROBES = 2
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
 """Limits below the time that the README promises."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
-"""Characters per block for slower and slower computers."""
 _START_S, _ROUTER_S = 8.0, 1.2
 """Seconds of the engines' start and of a router."""
 _TAIL = 1.4
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
-"""Keys of a backend's settings, and fields of an engine's report of events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Drawing of the animated demos: in place on a terminal, as plain lines otherwise.
 
-The alternate screen leaves no pieces of older frames when resized.
+On the alternate screen a resize leaves no pieces of older frames.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ PLANNED_SHARE = 0.85
 """Share of the promised time, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
-"""Bytes of a number; the paper's type first."""
 _WORTH_LEAVING_16_BIT = 0.67
 """Share of bfloat16's time below which float32 is used."""
 _TAIL_TOKENS = 12
@@ -89,7 +88,6 @@ class Speeds:
     """Present speeds of this computer, for a layer of TinyLlama's shape."""
 
     prefill_s: Mapping[str, float]
-    """Seconds for ``PROBED_TOKENS`` at once, by data type."""
     decode_s: Mapping[str, float]
     build_s: float
     digest_s: float

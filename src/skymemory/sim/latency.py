@@ -60,8 +60,6 @@ class Setting:
 
 
 class SweepPoint(NamedTuple):
-    """The worst server's latency with ``parameter`` at ``value``."""
-
     parameter: Parameter
     value: float
     strategy: Strategy
@@ -69,8 +67,6 @@ class SweepPoint(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claim of the paper and the result of its model."""
-
     what: str
     paper: str
     model: str

@@ -201,9 +201,8 @@ class PrefillModel:
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
     earlier tokens (Cake, figure 3).
 
-    The Cake paper prints only savings. Its saving against loading alone gives Cake's time T, hence the tokens x
-    computed in T; its saving against computing alone gives T(all). T(x) and T(all) give both coefficients. A shared GPU
-    needs its own fit: other requests fill the batch, so a step takes the same time at any share.
+    The Cake paper prints only savings, from which both coefficients follow (``fit_whole_gpu``). A shared GPU needs its own
+    fit: other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
@@ -308,7 +307,7 @@ class LinkBudget:
     g_over_t_db: float = 15.9
     """Receiver quality: 39.7 dBi − 10·log10(150 K sky + 92 K receiver of 1.2 dB)."""
     channels: int = 1
-    """Parallel channels for one user; more than 1 is an assumption."""
+    """Parallel channels for one user; above 1 is an assumption."""
 
     def bytes_per_s(self, slant_m: float) -> float:
         """Return the Shannon bound at this distance: clear sky, free space loss, one user."""

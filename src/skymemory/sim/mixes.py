@@ -36,7 +36,7 @@ SHAPES: Mapping[str, Share] = {
     "switch": lambda part: float(part < 0.5),
     "ramp": lambda part: max(0.0, 1 - part),
 }
-"""Shapes. ``day``: readers by day, writers by night; ``turns``: the same with abrupt changes."""
+"""Shapes; ``turns``: ``day`` with abrupt changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,7 +253,6 @@ WINDOW_REQUESTS = 80
 class RoutingMetrics:
     requests: int
     mean_s: float
-    """Mean time to the first token."""
     p50_s: float
     p90_s: float
     p99_s: float
@@ -295,7 +294,7 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
 def worst_share(
     arrivals: Sequence[tuple[float, int]], servers: int, window_s: float = WINDOW_S, least: int = WINDOW_REQUESTS
 ) -> float:
-    """Return a server's largest requests over the mean, in windows with at least ``least`` of them.
+    """Return the largest ratio of a server's requests to the mean, in windows with at least ``least`` requests.
 
     ``arrivals`` are (s, server) in order of time.
     """
@@ -366,8 +365,6 @@ class ErringLeastTtft(LeastTtft):
 
 
 class EngineEvents:
-    """Publisher of cache changes in the way of engines: numbered batches."""
-
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
         self._batches: dict[int, int] = {}

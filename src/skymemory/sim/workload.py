@@ -1,10 +1,10 @@
 """Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
 
 A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
-repeats all that and adds the answer and a new message.
+adds the answer and a new message.
 
 ``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS`` has many system prompts with changing
-popularity, ``AGENTS`` long instructions and about fourteen short calls.
+popularity, ``AGENTS`` long instructions and short calls.
 
 ``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2), which gives no spread of lengths: here
 they are log-normal, for the simulated prompts constant.
@@ -62,7 +62,7 @@ _ONE = Popularity(1, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Parameters of the generator: seconds, tokens, shares of conversations (0 to 1)."""
+    """Parameters of the generator: seconds, tokens, shares (0 to 1)."""
 
     name: str
     conversations_per_s: float
@@ -289,7 +289,7 @@ def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
 
 
 class RequestSource(Protocol):
-    """A picklable description of requests, smaller than the requests."""
+    """A short description of requests, which sweeps send to processes instead of the requests."""
 
     @property
     def name(self) -> str: ...

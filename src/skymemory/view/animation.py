@@ -66,12 +66,10 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def _spells(spells: tuple[Spell, ...]) -> list[list[Any]]:
-    """Return rows of ``[from_s, [[plane, slot], …]]``."""
     return [[round(spell.from_s, 3), [list(satellite) for satellite in spell.satellites]] for spell in spells]
 
 
 def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
-    """Return ``[t, plane, slot, x, y, z]`` all over the shell and the shown period."""
     shell, rows = scenario.preset.shell, []
     for number in range(_CHECKS):
         t = scenario.start_s + shown_s * number / (_CHECKS - 1)

@@ -93,7 +93,6 @@ def draw_grid() -> Figure:
 
 
 def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
-    """Return a point of the torus: slots on the large circle, planes on the small."""
     around, across = 2 * math.pi * slot / GRID.slots_per_plane, 2 * math.pi * plane / GRID.planes
     radius = 1 + 0.42 * math.cos(across)
     return radius * math.cos(around), radius * math.sin(around), 0.42 * math.sin(across)
@@ -253,7 +252,6 @@ _SEEN_SLOTS = 2
 
 
 def _geometry_numbers() -> Numbers:
-    """Return the offset from overhead, the paper's distances, the exact distance, and the elevation."""
     shell = _paper_shell()
     rows = []
     for d_plane in range(-4, 5):

@@ -70,7 +70,7 @@ _STYLE: dict[str, Any] = {
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Return an empty figure in the common style, without a display.
+    """Return an empty figure in the common style.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A figure or a table of a document: its drawing and its numbers."""
+    """A figure or table of a document, with its numbers."""
 
     stem: str
     title: str
@@ -171,7 +171,7 @@ ROW_IN = 0.235
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """Draw a table in the style of journals. ``heads`` replaces the header."""
+    """Draw a table in the style of journals."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)

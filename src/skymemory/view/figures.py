@@ -1,4 +1,4 @@
-"""The figures and tables of the SkyMemory paper and of the disclosure, computed by this project's code.
+"""The figures and tables of the SkyMemory paper and of the disclosure.
 
 Figures 3, 11 and 12 are in ``diagrams``, 9 and 10 in ``protocol_sequence``.
 """
@@ -126,7 +126,7 @@ def draw_paper_map(number: int) -> Figure:
 
 
 def _map_numbers(number: int) -> Numbers:
-    """Return the map's numbers, 1-based. ``from`` is a moved server's place before the rotation."""
+    """Return the map's numbers, 1-based; ``from``: a moved server's earlier place."""
     shown_map = paper_map(number)
     sources = {server: source for server, source, _ in shown_map.handovers}
     rows = []

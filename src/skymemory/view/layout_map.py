@@ -185,7 +185,6 @@ def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) ->
 
 
 def _figure_style(satellite: SatelliteId) -> str:
-    """Format as ``(satellite, plane)``, 1-based, as in figure 8."""
     return f"({satellite.slot + 1},{satellite.plane + 1})"
 
 

@@ -43,7 +43,6 @@ TORUS, CENTRE = Torus(5, 7), SatelliteId(2, 3)
 _READ_AFTER_S = 2.0
 """Time from the move to the read, by which the handover has ended."""
 _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": "#d9822b"}
-"""Colours by operation; LINKS are not drawn."""
 _GROUND = "ground"
 
 
@@ -69,7 +68,7 @@ class Recording:
     after: LayoutMap
 
     def handed_over(self) -> list[tuple[SatelliteId, SatelliteId]]:
-        """Return the source and target satellite of each chunk handed over: the ends of each MIGRATE's path."""
+        """Return source and target of each chunk handed over: the ends of a MIGRATE's path."""
         hops = [(datagram.sender, datagram.receiver) for datagram in self.move if datagram.operation == "MIGRATE"]
         froms, tos = {sender for sender, _ in hops}, {receiver for _, receiver in hops}
         starts = sorted(node for node in froms - tos if isinstance(node, SatelliteId))
@@ -104,7 +103,7 @@ class _Recorded(SimulatedConstellation):
 
 @lru_cache(maxsize=1)
 def record() -> Recording:
-    """Set a block of nine chunks, let the box move by a slot, and read the block."""
+    """Set a block of nine chunks, let the box move by a slot, and read it."""
     period_s = slot_move_period_s(PRESETS["starlink-a"].shell)
     clock = MoveClock(slot_period_s=period_s, time_scale=1.0)
     sky = _Recorded(SkyMap(TORUS, CENTRE), clock)
@@ -163,7 +162,7 @@ def _lifelines(run: Recording) -> list[Node]:
 
 
 def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, shown: LayoutMap, title: str) -> None:
-    """Draw lifelines side by side, time downwards, an arrow per datagram."""
+    """Draw lifelines side by side, time downwards."""
     nodes = _lifelines(run)
     # A gap between planes, and after the ground.
     at: dict[Node, float] = {}

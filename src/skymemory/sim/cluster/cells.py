@@ -24,8 +24,8 @@ from skymemory.sim.workload import OpenSource, RequestSource
 Rule = Literal["p90", "p90 of the longest", "attainment"]
 """Criterion of capacity.
 
-``p90``: the 90th percentiles of TTFT and mean (``of the longest``: longest) TBT meet the objectives. ``attainment``: 90
-% of the requests meet both.
+``p90``: the 90th percentiles of TTFT and mean TBT meet the objectives. ``p90 of the longest``: those of TTFT and
+longest TBT. ``attainment``: 90 % of the requests meet both.
 """
 PART = 0.9
 GRID_S = 1.0
@@ -138,7 +138,7 @@ class Capacity:
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """Return the highest rate tried at which the rule holds, if it holds at all lower rates; else 0."""
+    """Return the highest rate tried at which the rule holds, or 0. It is assumed to hold at all lower rates."""
     metrics = _at(search, search.lowest)
     if not _holds(metrics, search):
         return Capacity(0.0, False, None)
@@ -178,8 +178,8 @@ def _holds(found: ClusterMetrics, search: CapacityCell) -> bool:
 class Swings:
     """Swings of the prefill and decode loads, and their phase relation (Mooncake, figures 9 and 10).
 
-    Period and phase are of the strongest cross spectrum, averaged over half-overlapping Hann windows; 180 degrees is
-    opposition. They are None if the run is shorter than a window or a load is constant.
+    Period and phase are of the strongest cross spectrum over half-overlapping Hann windows; 180 degrees is opposition.
+    They are None if the run is shorter than a window or a load is constant.
     """
 
     prefill_mean: float

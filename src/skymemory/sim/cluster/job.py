@@ -178,8 +178,9 @@ class Batch:
         """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
         self._peaks_s: list[float] = []
-        """Decreasing stack of the longest gaps; positions in ``_peak_runs`` are twice the run's number, plus 1 after
-        its first step.
+        """Decreasing stack of the longest gaps.
+
+        Positions in ``_peak_runs``: twice the run's number for its first step, plus 1 for later steps.
         """
 
     def __len__(self) -> int:
@@ -285,7 +286,7 @@ class Steps:
     """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
     Contexts grow by a token per step, so reading and computing are linear in the step's number; a step takes the
-    longer. ``kv_tokens`` are the first step's context tokens.
+    longer.
     """
 
     def __init__(self, cost: CostModel) -> None:

@@ -3,8 +3,8 @@
 Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from its
 beginning. Calls come in order of ``now_s``, simulated seconds.
 
-Memory alone, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops
-in order of arrival, and used blocks return from the root on.
+Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops in
+order of arrival, and used blocks return from the root on.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s:
 def streamed_s(
     path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
 ) -> float:
-    """Return the end of a transfer whose ``parts`` become available one by one, the last ``over_s`` from now.
+    """Return the end of a transfer whose bytes become available in ``parts``, the last ``over_s`` from now.
 
     All parts are booked now, so later transfers wait.
     """

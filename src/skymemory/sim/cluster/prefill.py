@@ -35,8 +35,6 @@ class Service:
 
 
 class PrefillInstance:
-    """A prefill instance. ``begun`` gets a prefill's start and end."""
-
     def __init__(
         self,
         number: int,
