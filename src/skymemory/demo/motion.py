@@ -100,7 +100,7 @@ class Reader(threading.Thread):
             self.join()
 
     def read(self, key: bytes) -> bool:
-        """Read and verify a value."""
+        """Return True if the value is read with the right bytes."""
         tally, value = self.tally, self._values[key]
         started_s = time.perf_counter()
         ticket = self._store.prepare_load([key])

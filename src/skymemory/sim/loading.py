@@ -201,8 +201,8 @@ class PrefillModel:
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
     earlier tokens (Cake, figure 3).
 
-    The Cake paper prints only savings, from which both coefficients follow (``fit_whole_gpu``). A shared GPU needs its own
-    fit: other requests fill the batch, so a step takes the same time at any share.
+    The Cake paper prints only savings, from which both coefficients follow (``fit_whole_gpu``). A shared GPU needs its
+    own fit: other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
