@@ -1,7 +1,7 @@
 """The ``skymemory`` command: loads a verb, runs it, and prints its errors in one line.
 
-A verb is a module with ``add_parser(subparsers)`` and ``run(args) -> int``: of this folder, or an entry point of another
-distribution in the group ``skymemory.verbs``. Only its module is imported, and heavy modules only inside ``run``.
+A verb is a module with ``add_parser(subparsers)`` and ``run(args) -> int``: of this folder, or an entry point
+``skymemory.verbs`` of another distribution. Only its module is imported, and heavy modules only inside ``run``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Demos of the `skymemory demo` command, one file per demo."""
+"""Demos of the `skymemory demo` command."""

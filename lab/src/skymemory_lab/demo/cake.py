@@ -1,4 +1,4 @@
-"""``skymemory demo cake``: a prompt computed, loaded, and both at once from its two ends, at several link rates."""
+"""``skymemory demo cake``: a prompt computed, loaded, and both at once from its two ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _UNLIMITED = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Result of a prompt up to its first new token. Seconds include the lookup and the tokens after the last block."""
+    """Result of a prompt up to its first new token."""
 
     seconds: float
     computed_tokens: int
@@ -54,7 +54,7 @@ class Prompt:
 class RateRow:
     bytes_per_s: float
     ratio: float
-    """Link rate relative to the rate at which loading and computing take equally long."""
+    """Link rate over the rate at which loading and computing take equally long."""
     compute: Prompt
     load: Prompt
     both: Prompt
@@ -107,7 +107,7 @@ class CakeRuns:
         return Prompt(seconds, computed, loaded, met, first)
 
     def learn(self, bytes_per_s: float) -> None:
-        """Measure the pace of both sides with a short prompt, as a serving process would have done by then."""
+        """Measure the pace of both sides with a short prompt."""
         if self._steps is None:
             self._steps = self.kvc.cake.cake.pace = Pace()
             self.run(PROBE_TOKENS, "compute", bytes_per_s)
@@ -117,17 +117,15 @@ class CakeRuns:
 
 PROMISED_S, QUICK_PROMISED_S = 50.0, 25.0
 _AIM_S, _QUICK_AIM_S = 2.0, 0.8
-"""Intended seconds to compute the prompt: long enough to watch."""
 _LEAST_S = 10.0
-"""Time for the runs even if loading torch has used up the promised time."""
 _PROBE_S = 1.5
 _MOST_PROBES = 12
 _AROUND = 1.2
-"""Factor for the runs and the work between them, measured on two cores of an Intel Xeon with and without AMX."""
+"""Factor for the work between the runs, measured on two cores of an Intel Xeon."""
 
 
 def run_cake(args: argparse.Namespace, progress: Progress) -> int:
-    """Run the demo. Return 1 if the three ways gave different tokens or a way did not work as intended."""
+    """Run the demo. Return 1 if the three ways gave different tokens or did not work as intended."""
     transformers_logging.set_verbosity_error()
     with progress.wait("a model with random weights is built", 1.0):
         runs = CakeRuns(args)
@@ -167,7 +165,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
 
 
 def _probe(runs: CakeRuns) -> float:
-    """Return the mean seconds of many runs of a short prompt, because other programs disturb single runs."""
+    """Return the mean of many short prompts, because other programs disturb single runs."""
     runs.run(PROBE_TOKENS, "compute", _UNLIMITED)  # this run also selects kernels
     started_s, count = time.perf_counter(), 0
     while time.perf_counter() - started_s < _PROBE_S:
@@ -181,8 +179,8 @@ def plan_runs(
 ) -> tuple[int, tuple[float, ...], float]:
     """Return the prompt's tokens, the link rates, and the seconds of all runs. ``probe_s`` computes ``PROBE_TOKENS``.
 
-    The prompt is the longest up to the aim with which all rates fit into ``left_s``. If not even the shortest prompt
-    fits, as many rates as fit are kept, and always the even rate. Given ``tokens`` are kept, with all rates.
+    The prompt is the longest with which all rates fit into ``left_s``; if none does, the slowest rates but 1 are left
+    out.
     """
     if tokens is not None:
         tokens = tokens // STEP_TOKENS * STEP_TOKENS
@@ -200,7 +198,6 @@ def plan_runs(
 
 
 def _seconds_of(probe_s: float, tokens: int, ratios: Sequence[float], *, quick: bool) -> float:
-    """Return the seconds of all runs: storing, two runs alone, and at each rate the probe and the three ways."""
     compute_s = probe_s * tokens / PROBE_TOKENS
     total_s = 4 * compute_s
     for at, ratio in enumerate(ratios):
@@ -264,7 +261,7 @@ def bar(computed: int, width: int) -> str:
 
 
 class Bars:
-    """Three bars that fill, drawn in place on a terminal, or printed as lines. Thread-safe."""
+    """Three bars, drawn in place on a terminal, or printed as lines. Thread-safe."""
 
     def __init__(self, progress: Progress, *, colour: bool) -> None:
         self._screen = Screen(progress.stream, progress.began_s, line_every_s=float("inf"), progress=progress)
@@ -294,7 +291,7 @@ class Bars:
             self._screen.say(words)
 
     def way(self, word: str) -> None:
-        """Select the next bar, or no bar if this way is complete already."""
+        """Select the next bar, or none if this way is complete already."""
         with self._lock:
             self._way = word if word not in self._words else ""
 
@@ -339,7 +336,6 @@ class Bars:
         ]
 
     def _line(self, way: str, words: str, width: int) -> str:
-        """Return a way's bar with its name and ``words``, at most ``width`` wide. All bars are equally long."""
         label_width = _NAME + max(_WORDS, *(1 + len(text) for text in [words, *self._words.values()]))
         return f"{way:<{_NAME}}{self._bar(way, max(LEAST_WIDTH, min(MOST_WIDTH, width - label_width)))} {words}"
 

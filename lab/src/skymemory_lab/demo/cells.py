@@ -1,7 +1,6 @@
-"""``skymemory demo cells``: a user drives through a grid of base stations and reads continuously, in virtual time.
+"""``skymemory demo cells``: a drive through a grid of base stations with continuous reads, in virtual time.
 
-The state machines are those of flight, on a grid of cells (``constellation.ground_track``). A hop between base stations
-takes 1 ms (switches and some fibre) and the radio 4 ms, each one way. There are no queues and no limits.
+The state machines are those of flight. A hop takes 1 ms, the radio 4 ms, each way, without queues.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ HOP_S, RADIO_S = 0.001, 0.004
 READ_EVERY_S = 5.0
 _LEAST_LEG_M = 1000.0
 MAX_VALUE_BYTES = 1 << 28
-"""Limit of a value. The cells are simulated in one process, and some hold their share twice for a moment."""
+"""Limit of a value: one process holds all cells, some with two shares for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Town:
-    """The grid and its content: one value of ``value_bytes`` on the ``servers`` cells around the user."""
+    """A grid with a value on the ``servers`` cells around the user."""
 
     grid: CellGrid
     cell_m: float = 500.0
@@ -63,14 +62,14 @@ class Town:
 
     @property
     def margin(self) -> int:
-        """Distance in cells that the user keeps from the edge: half of the box, and one cell for handovers."""
+        """Distance in cells that the user keeps from the edge."""
         side = 1
         while side * side < self.servers:
             side += 1
         return side // 2 + 1
 
     def drive(self, seed: int, legs: int, speed_m_s: float) -> list[Stop]:
-        """Draw a drive from the middle of the town, straight from one random place to the next.
+        """Draw a drive, straight from one random place to the next.
 
         Each leg is at least a kilometre, or a quarter of a smaller town.
         """
@@ -91,8 +90,6 @@ class Town:
 
 @dataclass(frozen=True, slots=True)
 class DriveReport:
-    """Results of a drive. Bytes are those of chunks handed over between base stations, and the least possible."""
-
     strategy: str
     reads: int
     hits: int
@@ -113,9 +110,9 @@ def run_drive(
     value: bytes,
     on_read: Callable[[float, int, int], None] | None = None,
 ) -> DriveReport:
-    """Store the value at the start of the drive and read it every 5 s until its end.
+    """Store the value, and read it every 5 s of the drive.
 
-    ``on_read`` is called after each read with the time, the reads so far and their hits.
+    ``on_read`` gets the time, the reads so far and their hits.
     """
     clock = MoveClock(time_scale=1.0, track=town.grid.track(path, town.margin))
     sky = SkyMap(town.grid.torus, town.grid.centre(path, town.margin))
@@ -176,9 +173,9 @@ def _delay_s(sender: Node, receiver: Node) -> float:
 SCHEMES: tuple[tuple[Strategy, str], ...] = (("rotation_hop", "follows the user"), ("hop", "stays in its place"))
 SAY_EVERY_S = 300.0
 _READ_S, _CHUNK_S = 0.0023, 44e-6
-"""Time of a read and of each of its chunks, on the reference computer."""
+"""Time of a read and of each chunk, on the reference computer."""
 _FARTHER = 1.7
-"""Factor for a value that stays: its chunks cross more cells, and every hop is simulated."""
+"""Factor for a value that stays: its chunks cross more cells."""
 
 
 def run_cells(args: argparse.Namespace) -> int:

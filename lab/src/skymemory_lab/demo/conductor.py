@@ -40,14 +40,9 @@ from skymemory_lab.view.drawing import drawing_path
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
 PREFILL, DECODE = 8, 8
 PLAYED_S, QUICK_PLAYED_S = 30.0, 10.0
-"""Real time of the playback, from the first arrival to the last."""
 PART, QUICK_PART = 1.0, 0.4
 FRAMES_PER_S = 8.0
 _SIMULATED_S = 6.0
-"""Seconds on two cores of the reference computer.
-
-They simulate ten minutes at twice the workload's rate under all schedulers.
-"""
 
 
 def run_conductor(args: argparse.Namespace) -> int:
@@ -153,11 +148,6 @@ def _as_json(args: argparse.Namespace, source: Source, metrics: Sequence[Cluster
 
 
 def _check(metrics: Sequence[ClusterMetrics]) -> None:
-    """Check that all runs had the same requests and that each request ended once.
-
-    Raises:
-        SkyMemoryError: they did not.
-    """
     for name, result in zip(SCHEDULERS, metrics, strict=True):
         ended_requests = result.completed + result.refused + result.refused_after_prefill + result.failed
         if ended_requests != result.requests or result.requests != metrics[0].requests:
@@ -175,7 +165,7 @@ _FRAME_WORDS = (0, 1, 3)
 
 
 def frame(names: Sequence[str], moments: Sequence[Moment], now_s: float, speed: float, width: int) -> list[str]:
-    """Return the lines of the moment: prefill queues, decode batches, and counts until now."""
+    """Return the lines of the moment."""
     title = f"{now_s / 60:5.1f} min, {speed:.0f} times as fast as it would be; {moments[0].arrived:,} requests arrived"
     rows = [_row(name, moment) for name, moment in zip(names, moments, strict=True)]
     return [*wrapped(title, width), *Table(_HEAD, rows, _FRAME_WORDS).lines(width)]
@@ -256,14 +246,11 @@ def _milliseconds(value: float) -> str:
 
 
 def _bars(counts: Sequence[int], step: int) -> str:
-    """Return a bar of at most eight steps for each machine; blank at 0."""
     return "".join(_BARS[min(8, -(-count // step))] for count in counts)
 
 
 @dataclass(slots=True)
 class Moment:
-    """Counts so far, and the present places of the requests."""
-
     waiting: list[int]
     prefilling: list[int]
     decoding: list[int]
@@ -277,7 +264,7 @@ class Moment:
     held_tokens: int = 0
     loaded_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
-    """TTFTs of the first tokens so far, in order of their time."""
+    """TTFTs in order of their time."""
 
     @property
     def hits(self) -> float:

@@ -1,8 +1,6 @@
-"""`skymemory demo disagg`: prefill and decode on separate engines, with KV transfer through the satellites.
+"""`skymemory demo disagg`: prefill and decode on separate engines, with KV transfer through satellites.
 
-The demo starts a constellation of 95 satellites with the delays of its geometry, its store daemon, two engines (vLLM,
-or the project's own engine without vLLM), and `skymemory route`, which takes the two steps of each request. Ten
-sequential requests show which engine computed what. A burst shows that requests refused early cost no prefill.
+A burst shows that requests refused early cost no prefill.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ from skymemory_lab.demo.resources import contention, slowdown
 
 _NEW_TOKENS = 16
 _AROUND_S, _OWN_START_S, _VLLM_START_S, _OWN_REQUEST_S, _VLLM_REQUEST_S = 13.0, 10.0, 60.0, 0.2, 3.0
-"""Seconds of constellation and routers, of the start of two engines, and of a request, on the reference computer."""
+"""Seconds of constellation and routers, engine start, and request."""
 _CHECKED = 3
-"""Requests that the prefill engine also answers alone. The words must be the same."""
+"""Requests that the prefill engine also answers alone."""
 _PATIENCE_S = 300.0
 _QUESTIONS = (
     "How is a satellite started?",
@@ -56,12 +54,9 @@ _QUESTIONS = (
 _COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 _PROMPTS = "vllm:request_prompt_tokens_sum"
 _LOADED = ("vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
-"""Counters of loaded tokens.
-
-vLLM counts what its connector loads. The project's engine counts the hits of its prefix cache, into which it loads.
-"""
+"""Counters of loaded tokens: vLLM's connector, or the project engine's prefix cache."""
 _TTFT_TIMES = 2.5
-"""Promise of the burst, as a multiple of the slowest first token among the sequential requests."""
+"""Promise of the burst over the slowest sequential first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +80,7 @@ class Row:
 
 
 def run_disagg(args: argparse.Namespace) -> int:
-    """Print the table and the burst.
-
-    Return 1 if an answer failed or differed, nothing was moved, or a refused request cost a prefill.
-    """
+    """Run the demo. Return 1 if an answer failed or differed, nothing was moved, or a refusal cost a prefill."""
     own = args.engine == "own" or (args.engine is None and not args.python.is_file())
     python = args.python if own else python_of_vllm(args.python, "; --engine own does without")
     if args.model is not None:
@@ -145,7 +137,6 @@ def run_disagg(args: argparse.Namespace) -> int:
 
 
 def _prompts(count: int) -> Iterator[str]:
-    """Yield a document with a question each. Each document comes twice, so its second request finds it prefilled."""
     text = shipped_document()
     for number in range(count):
         begin = 900 * (number // 2)
@@ -153,7 +144,6 @@ def _prompts(count: int) -> Iterator[str]:
 
 
 def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
-    """Print and return the rows, and return True if the checked answers have the words of a single engine."""
     rows, same = list[Row](), True
     _send_prompt(url, "The first request takes longer. " * 40)
     # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
@@ -182,7 +172,7 @@ _Figures = dict[str, float]
 
 
 def _settled(prefill: str, decode: str, before: tuple[_Figures, _Figures]) -> tuple[_Figures, _Figures]:
-    """Return the engines' counters after they have counted the request, which may be after the answer."""
+    """Return the counters after they include the request, which may be after the answer."""
     ends_s = time.monotonic() + 5.0
     while True:
         now = _figures(prefill), _figures(decode)
@@ -206,7 +196,6 @@ def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tu
 
 
 def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
-    """Send ``count`` new prompts at once, each with the promise of a first token within ``promise_s``."""
     text = shipped_document()
     prompts = [f"Number {number}. {text[500 * number : 500 * number + 1800]}\n\nAnswer:" for number in range(count + 3)]
     for prompt in prompts[count:]:  # the router learns the engine's prefill speed
@@ -266,7 +255,7 @@ _SAMPLE = re.compile(r"^([\w:]+?)(_count)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULT
 
 
 def _figures(url: str) -> _Figures:
-    """Return an engine's counters, as sums over labels; for a histogram also ``…_sum/count``."""
+    """Return an engine's counters, summed over labels; for a histogram also ``…_sum/count``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
         text = page.read().decode()
     counters: _Figures = dict.fromkeys((*_LOADED, _COMPUTED, f"{_COMPUTED}/count", _PROMPTS), 0.0)

@@ -34,14 +34,14 @@ import importlib.util
 print(*(name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None), sep=" and no ", end="")
 """
 _FIND_S = 120.0
-"""Timeout for finding a Python's packages: 0.1 s usually, some seconds on a busy computer with a cold disk."""
+"""Timeout for finding packages, on a busy computer with a cold disk."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def random_model(folder: Path, progress: Progress, *, windows: bool = False) -> Path:
-    """Make a model of 280 million parameters, whose prefill takes seconds on two cores, so that loading pays.
+    """Make a model of 280 million parameters, whose prefill takes seconds on two cores.
 
-    With ``windows``, five of six layers have a sliding window of 512 tokens and load only the KV inside it.
+    With ``windows``, five of six layers have a sliding window of 512 tokens.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -95,10 +95,9 @@ def constellation(folder: Path) -> Iterator[None]:
 def _process(
     command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in its own group.
+    """Run a process in its own group, ended with all that it started, also when this process is killed.
 
-    It is ended by SIGTERM, and later by force, with all processes that it started. It also ends when this process is
-    killed: `skymemory` commands by their standard input, others by a guard.
+    `skymemory` commands notice that by their standard input, others by a guard.
     """
     ours = command[: len(_SKYMEMORY)] == [*_SKYMEMORY]
     with log.open("ab") as file:
@@ -136,7 +135,7 @@ def _until(ready: Callable[[], bool], started: subprocess.Popen[bytes], what: st
 
 @contextmanager
 def store_daemon(folder: Path, store: str = "") -> Iterator[str]:
-    """Yield the address of a daemon for ``store``; empty: for the constellation of this folder."""
+    """Yield the address of a daemon for ``store``; empty: the folder's constellation."""
     command = [*_SKYMEMORY, "store", "serve", store or f"constellation://{folder / 'run'}"]
     log, path = folder / "daemon.log", folder / "sky.sock"
     with _process([*command, "--listen", f"unix://{path}"], log) as process:
@@ -199,11 +198,10 @@ def vllm_server(
 
 
 def python_of_vllm(given: Path, otherwise: str = "") -> Path:
-    """Return the absolute path of ``given``, a Python that finds vLLM and the openai client.
+    """Return the absolute path of ``given``, a Python with vLLM and the openai client.
 
     Raises:
-        InvalidInput: it is no such Python; the message says how to make an environment. ``otherwise`` is an alternative
-            for the message.
+        InvalidInput: it is no such Python; the message says how to make an environment, or ``otherwise``.
     """
     python = given.absolute()
     if not python.is_file():
@@ -220,7 +218,6 @@ def python_of_vllm(given: Path, otherwise: str = "") -> Path:
 
 
 def own_engine(folder: Path, name: str, store: str, role: str, *options: str) -> AbstractContextManager[HttpServer]:
-    """Run the project's own engine with the shipped small model. ``options`` are those of `skymemory serve`."""
     command = [*_SKYMEMORY, "serve", "--name", "sky", "--store", store, "--role", role, *options]
     return http_server(
         lambda port: [*command, "--listen", f"127.0.0.1:{port}"], "the engine", folder / f"{name}.log", _ONE_THREAD
@@ -236,5 +233,4 @@ def router(folder: Path, name: str, *options: str) -> AbstractContextManager[Htt
 
 
 def our_package() -> str:
-    """Return the path of the product's package, for vLLM's environment, in which it need not be installed."""
     return str(Path(skymemory.__file__).parents[1])

@@ -1,7 +1,4 @@
-"""Run time of a demo: estimated part by part before the start, and corrected by the measured parts.
-
-Parts of the same ``kind`` are estimated from one speed: if the first takes twice as long, so will the others.
-"""
+"""Run time of a demo: estimated part by part, and corrected by the measured parts of the same ``kind``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from skymemory.progress import Progress, Wait
 
 _CORRECTED_FROM = 0.15
-"""Share of the last printed estimate by which a new estimate must differ to be printed."""
+"""Relative change from which a new estimate is printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +18,11 @@ class Part:
     name: str
     seconds: float
     kind: str = ""
-    """Parts with the same kind are corrected together; empty: the part's own name."""
+    """Kind of parts corrected together; empty: the part's name."""
 
 
 class Estimate:
     def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
-        """Initialise; ``spent_s`` are seconds before the first part, such as the probe's."""
         self._waiting = list(parts)
         self._ratios: dict[str, float] = {}
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
@@ -43,7 +39,7 @@ class Estimate:
         raise KeyError(name)
 
     def on_part(self, name: str, seconds: float) -> None:
-        """Correct the waiting parts by the ``seconds`` that this part took.
+        """Correct the waiting parts by the ``seconds`` of this part.
 
         Raises:
             KeyError: no such part is waiting.
@@ -64,7 +60,7 @@ class Estimate:
         return sum(self._corrected_s(part) for part in self._waiting)
 
     def correction(self, elapsed_s: float) -> str:
-        """Return words for a changed estimate, ``elapsed_s`` after the start; empty if it changed little."""
+        """Return words for a changed estimate; empty if it changed little."""
         total_s = elapsed_s + self.remaining_s
         if abs(total_s - self._printed_s) <= max(2.0, _CORRECTED_FROM * self._printed_s):
             return ""
@@ -91,18 +87,13 @@ def format_took(seconds: float, estimated_s: float) -> str:
 
 
 class TimedRun:
-    """A run with its estimate: each part is a wait with progress, and its time corrects the other parts."""
-
     def __init__(self, progress: Progress, estimate: Estimate) -> None:
         self.progress = progress
         self.estimate = estimate
 
     @contextmanager
     def part(self, words: str, *names: str) -> Iterator[Wait]:
-        """Show the parts ``names`` as one wait with the text ``words``.
-
-        Of several parts the block reports the seconds by ``on_part``; a single part takes the block's time.
-        """
+        """Show the parts ``names`` as one wait; the block reports their seconds if there are several."""
         expected_s = sum(self.estimate.seconds_of(name) for name in names)
         with self.progress.wait(words, expected_s) as wait:
             yield wait
@@ -110,7 +101,6 @@ class TimedRun:
             self.on_part(names[0], wait.seconds)
 
     def on_part(self, name: str, seconds: float) -> None:
-        """Record the time of a part, and print the estimate if it changed much."""
         self.estimate.on_part(name, seconds)
         if words := self.estimate.correction(self.progress.seconds):
             self.progress.say(words)

@@ -1,8 +1,4 @@
-"""`skymemory demo motion`: a fast orbit with continuous reads, in which a plane is killed and revived.
-
-``Reader`` reads known values, compares them byte for byte and stores lost values again. ``Watch`` polls the satellites.
-``MotionReport`` is the result.
-"""
+"""`skymemory demo motion`: a fast orbit with continuous reads, in which a plane is killed and revived."""
 
 from __future__ import annotations
 
@@ -42,8 +38,6 @@ from skymemory_lab.view.layout_map import LEGEND, OrbitFrame, render_frame
 
 @dataclass(slots=True)
 class ReadTally:
-    """Counters of reads. ``seconds`` are of correct reads, in order."""
-
     right: int = 0
     wrong: int = 0
     missed: int = 0
@@ -67,7 +61,7 @@ class ReadTally:
 
 
 class Reader(threading.Thread):
-    """Thread that reads ``values`` in turn until stopped. After a miss the (known) value is stored again."""
+    """Thread that reads ``values`` in turn and stores lost values again."""
 
     def __init__(self, store: ConstellationStore, values: Mapping[bytes, bytes], pause_s: float) -> None:
         super().__init__(name="reader", daemon=True)
@@ -106,7 +100,7 @@ class Reader(threading.Thread):
             self.join()
 
     def read(self, key: bytes) -> bool:
-        """Read and verify a value. Return True if its bytes are correct. A miss is stored again."""
+        """Return True if the value is read with the right bytes."""
         tally, value = self.tally, self._values[key]
         started_s = time.perf_counter()
         ticket = self._store.prepare_load([key])
@@ -165,11 +159,10 @@ class Reader(threading.Thread):
 
 
 Counts = tuple[int, int]
-"""Numbers of correct reads and of all reads."""
+"""Correct reads, all reads."""
 
 
 def format_moves(moves: Moves) -> str:
-    """Format ``(1, 2)`` as "1 slot move and 2 plane moves"."""
     slots, planes = moves
     return f"{slots} slot move{'s' * (slots != 1)} and {planes} plane move{'s' * (planes != 1)}"
 
@@ -184,7 +177,7 @@ def minus(later: Counts, earlier: Counts) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """Reads of values with ``copies`` copies: before the plane died, while it was dead, after its return."""
+    """Reads before, during and after the plane's outage, with ``copies`` copies."""
 
     copies: int
     values: int
@@ -212,7 +205,7 @@ _HEAD = ("right", "before", "while dead", "after", "recomputed", "p50", "p99")
 
 @dataclass(frozen=True, slots=True)
 class MotionReport:
-    """Counts, bytes and seconds of a run. Moved chunks and bytes are between satellites."""
+    """Result of a run. Moved chunks and bytes are between satellites."""
 
     seconds: float
     satellite_seconds: float
@@ -272,7 +265,7 @@ _EVERY_S = 0.6
 
 
 class Watch(threading.Thread):
-    """Thread that polls all satellites. Counters of a restarted satellite continue from their last values."""
+    """Thread that polls all satellites. Counters of a restarted satellite continue."""
 
     def __init__(self, plan: ConstellationPlan) -> None:
         super().__init__(name="watch", daemon=True)
@@ -305,7 +298,7 @@ class Watch(threading.Thread):
             return sum(answer is not None for answer in answers.values())
 
     def died(self, satellites: Iterable[SatelliteId]) -> tuple[int, int]:
-        """Remove dead satellites. Return the ``(chunks, bytes)`` that they held at their last answer."""
+        """Remove dead satellites. Return their last ``(chunks, bytes)``."""
         with self._asking:
             last_answers = [
                 answer for satellite in satellites if (answer := self._latest.pop(satellite, None)) is not None
@@ -338,18 +331,16 @@ def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
 
 VALUES = {1: 4, 2: 4}
 CHUNKS_PER_VALUE = 480
-"""Chunks of a block of TinyLlama-1.1B: 2.9 MB of 16-bit keys and values."""
+"""Chunks of a block of TinyLlama-1.1B."""
 KILL_AT, DOWN_FOR = 0.4, 0.2
-"""Time of the kill and duration of the outage, as shares of the run."""
+"""Shares of the run."""
 LEAST_SECONDS, MOST_SECONDS = 5.0, 86_400.0
 AROUND_S = 2.0
-"""Seconds to start the constellation, store the values and check the end state, on the reference computer."""
 FRAME_S = 0.2
 READ_PAUSE_S = 0.01
 # Time after which a client counts an unanswered read as a miss. A dead plane never answers.
 GIVE_UP_S = 0.5
 PATIENCE_S = 20.0
-"""Timeout for the first stores, and for the last values and satellites to return. An idle machine needs 5 s."""
 
 
 # The run: store known values (four with one copy, four with two), read them continuously in two threads, kill the
@@ -420,8 +411,6 @@ class _Flight:
 def _constellation(
     speed: float, satellite: Choice, gate: SignalGate, progress: Progress
 ) -> Iterator[tuple[Started, RunDirectory]]:
-    """Run a testbed whose processes always end with this process. Its directory is removed."""
-
     def plan_at(ports: Ports | int) -> ConstellationPlan:
         return make_plan(
             hosts=local_hosts(DEFAULT_PRESET, 5, ports),
@@ -490,7 +479,7 @@ def _revive(flight: _Flight, host: HostShare, started: Started) -> None:
 
 
 def _closing(flight: _Flight) -> tuple[int, int]:
-    """Read all values once more and store lost values. Return ``(values readable, satellites that answer)``."""
+    """Read all values and store lost values. Return ``(values readable, satellites that answer)``."""
     for reader in flight.readers:
         reader.stop()
     readable, deadline_s = 0, time.monotonic() + PATIENCE_S

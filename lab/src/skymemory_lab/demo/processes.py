@@ -1,4 +1,4 @@
-"""Processes of the routing demo: engines and the router, started with the `skymemory` command."""
+"""Processes of the routing demo: engines and the router."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 @asynccontextmanager
 async def service(what: str, addresses: int, *words: str) -> AsyncIterator[list[str]]:
-    """Run ``skymemory WORDS``, and yield its first ``addresses`` addresses as soon as it has printed them.
+    """Run ``skymemory WORDS``, and yield its first ``addresses`` printed addresses.
 
-    It has its own session, so Ctrl-C reaches only this process. It ends with this process, because its standard input
-    is a pipe from this process.
+    Its own session shields it from Ctrl-C. It ends with this process, whose pipe is its standard input.
 
     Raises:
-        SkyMemoryError: the command ended, or made no progress (``testbed.liveness``), before it printed its addresses.
+        SkyMemoryError: the command ended, or made no progress (``testbed.liveness``).
     """
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
@@ -76,7 +75,6 @@ def _read(log: IO[bytes]) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Close its input, which ends it. Kill it after ``GRACE_S``."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,4 +1,4 @@
-"""Cores, memory and Python speed that are available to this process now, by its computer and control group."""
+"""Cores, memory and Python speed available to this process now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the cores that this process may use, by its affinity and the quota of its control group."""
+    """Return the cores that this process may use."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     words = _words(cgroup / "cpu.max") or [
         *_words(cgroup / "cpu/cpu.cfs_quota_us"),
@@ -51,14 +51,13 @@ def _words(path: Path) -> list[str]:
 
 _LOOP = 4_000_000
 _REFERENCE_LOOP_S = 0.12
-"""Seconds of ``_LOOP`` additions on the reference computer, where the demos' constants were measured."""
+"""Seconds of ``_LOOP`` additions on the reference computer."""
 
 
 def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the time of plain Python now, relative to the reference computer.
 
-    The loop is long enough for other processes to take their turns. Use ``time.thread_time`` as the ``clock`` to ignore
-    them.
+    ``time.thread_time`` as ``clock`` ignores other processes.
     """
     started_s = clock()
     total = 0
@@ -68,7 +67,7 @@ def slowdown(clock: Callable[[], float] = time.perf_counter) -> float:
 
 
 def contention(processes: int) -> float:
-    """Return the slowdown of ``processes`` concurrent processes against a core each, by usable cores and other load."""
+    """Return the slowdown of ``processes`` concurrent processes against a core each."""
     other_running = math.inf
     for _ in range(5):  # the least of several samples: a program that runs for a moment slows nothing
         running = _words(Path("/proc/loadavg"))[3:4]

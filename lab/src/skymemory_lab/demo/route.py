@@ -43,47 +43,37 @@ from skymemory_lab.sim.workload import WORKLOADS, generate, render_text
 #    engines' own counters.
 ENGINES = 4
 ROUNDS, REQUESTS, QUICK_REQUESTS = 2, 50, 32
-"""Rounds, and requests per round.
-
-The second round has other prompts and the strategies in reverse order, so a drift of the computer's load affects all
-strategies equally. ``--quick`` has one round.
+"""Rounds, and requests per round. The second round reverses the strategies, so a drift of the load affects all equally.
 """
 CACHE_SHARE = 1 / 3
-"""Share of all distinct blocks that an engine's cache holds: no engine has room for everything."""
 BLOCK_TOKENS = 16
 CHARACTERS_PER_BLOCK = 96
-"""Characters per 512 tokens of the generator: prompts of 12,000 tokens become about 600 tokens of the small model."""
+"""Characters per 512 generator tokens: 12,000 become about 600 of the small model."""
 MOST_TOKENS = 100_000
-"""Limit in the generator's tokens. Longer prompts are left out."""
 NEW_TOKENS = (4, 12)
 TRACE_S_PER_REQUEST = 25.0
-"""Generator time per request: conversations start so rarely that a short run contains their later turns."""
+"""Generator time per request; a short run contains later turns."""
 PATIENCE_S = 120.0
 _CONTEXT = bytes(32)
 BLOCK_BYTES = 128 + BLOCK_TOKENS * 2 * 6 * 2 * 64 * 4
-"""Block bytes of the small model in float32, with the value's header: tokens, keys and values, layers, heads, numbers,
-bytes.
-"""
+"""Bytes of header, tokens, keys and values, layers, heads, numbers, float32."""
 OFFERED = 0.85
-"""Offered share of what the engines together can answer with nothing cached."""
+"""Offered share of what the engines can answer with nothing cached."""
 PROBE_TOKENS = 600
 _PROBES = 2
 _PROMISED_S, _QUICK_PROMISED_S = 80.0, 36.0
-"""Limits of the plan, with a margin to the time that the README promises."""
+"""Limits below the time that the README promises."""
 _SHORTER = (CHARACTERS_PER_BLOCK, 64, 48, 32, 24)
-"""Characters per block that slower and slower computers send, in one round: as many requests, with the same shares."""
 _START_S, _ROUTER_S = 8.0, 1.2
-"""Seconds to start the engines, and to start and end a router, on the reference computer."""
+"""Seconds of the engines' start and of a router."""
 _TAIL = 1.4
-"""Factor for the last answers, which end after the last request was sent."""
 WATCH_S = 0.4
 EVENT_KEYS = {"events": "endpoint", "replay": "replay_endpoint", "topic": "topic"}
-"""Keys of a backend's settings, and the fields of an engine's report of events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: its time as a part of the whole run, the prompt, and the answer length."""
+    """A request, with its time as a part of the whole run."""
 
     at: float
     prompt: str
@@ -96,7 +86,7 @@ class Load:
     asked: tuple[Asked, ...]
     tokens: int
     distinct_blocks: int
-    """Blocks of 16 tokens that a single cache needs to hold everything."""
+    """Blocks of 16 tokens in a single cache of everything."""
     best_hits: float
     """Share of tokens that such a cache would supply."""
 
@@ -105,7 +95,6 @@ class Load:
 class Speed:
     tokens_per_s: float
     request_s: float
-    """Additional time of an answer."""
 
     def span_s(self, load: Load) -> float:
         """Return the time in which to send a load, so that queues form but do not grow without end."""
@@ -160,7 +149,7 @@ async def replay(
 
 
 def error_of(answer: Outcome) -> str:
-    """Return the reason that an answer does not count; empty for a complete answer."""
+    """Return the reason that an answer does not count, or an empty string."""
     if answer.status is not Status.COMPLETED:
         return answer.error or str(answer.status)
     is_complete = (
@@ -214,7 +203,7 @@ class Stage:
         return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
     async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
-        """Send the requests of a round through a router of this strategy, with empty caches."""
+        """Send a round's requests through a router, with empty caches."""
         await clear_caches(self.client, self.urls)
         before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
         async with service("the router", 1, *words) as (router,):
@@ -250,7 +239,6 @@ def router_words(strategy: str, folder: Path) -> list[str]:
 
 
 async def write_settings(client: aiohttp.ClientSession, urls: Sequence[str], seed: int, folder: Path) -> None:
-    """Write both files for ``router_words``. The engines report their event endpoints."""
     common = [f"seed = {seed}", 'drain = "1s"']
     tokens = ["[prompts]", f"tokenizer = {json.dumps(str(small_model_folder()))}", f"block_tokens = {BLOCK_TOKENS}"]
     backends, followed = list[str](), list[str]()
@@ -293,7 +281,6 @@ def run_route(args: argparse.Namespace) -> int:
 
 
 async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
-    """Return the measurements, the loads that were sent, and the estimate of the whole."""
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
@@ -367,7 +354,6 @@ def _distinct(loads: Sequence[Load]) -> float:
 
 
 def _seconds_of(loads: Sequence[Load], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
-    """Return the seconds of all requests under all strategies. ``around_s`` is for the router starts of one round."""
     return len(strategies) * sum(map(speed.span_s, loads)) * _TAIL + len(loads) * around_s
 
 
@@ -391,7 +377,7 @@ def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound
 
 
 async def _until_interrupted(work: Any) -> Any:
-    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP. Later signals are ignored."""
+    """Await ``work``, cancelled by the first SIGINT, SIGTERM or SIGHUP."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -410,7 +396,6 @@ class Row:
     answers: list[Outcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
-    """Requests at each engine now: queued, in prefill, being answered."""
     seconds: float = 0.0
 
     @property
@@ -419,7 +404,6 @@ class Row:
 
     @property
     def hits(self) -> float:
-        """Share of the prompts' tokens that caches supplied, by the engines' reports."""
         return self.total("cached_tokens") / max(1, self.total("prompt_tokens"))
 
     def total(self, name: str) -> int:
@@ -459,7 +443,6 @@ class Row:
 
 
 def frame(rows: Sequence[Row], current: Row | None) -> Table:
-    """Return all strategies in order; for the current strategy with the present load of each engine."""
     cells = []
     for row in rows:
         has_started = bool(row.answers) or row is current
@@ -491,5 +474,4 @@ def _each(counts: Sequence[int]) -> str:
 
 
 def _bars(loads: Sequence[int]) -> str:
-    """Return a bar per engine, with a step per request and at most eight steps."""
     return " ".join(" ▁▂▃▄▅▆▇█"[min(8, load)] for load in loads)

@@ -1,7 +1,6 @@
 """Drawing of the animated demos: in place on a terminal, as plain lines otherwise.
 
-A drawing has the whole terminal (the alternate screen) while it moves, so a resized terminal leaves no pieces of older
-frames. Afterwards the terminal is as before, with the reported events and the last frame printed below.
+On the alternate screen a resize leaves no pieces of older frames.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
     from skymemory.progress import Progress
 
 Draw = Callable[[int], Sequence[str]]
-"""Picture for a terminal of this width. Its lines may have ANSI colours."""
+"""Picture for a terminal of this width; lines may have ANSI colours."""
 
 LEAST_COLUMNS, LEAST_ROWS = 40, 12
-"""Limits of a drawing; a smaller terminal gets lines of words."""
 _INDENT = " " * 10
 _REDRAWN_PER_S = 4.0
-"""Redraws without a new frame, so that a frame that no longer fits a resized terminal is cut soon."""
+"""Redraws without a new frame, for resized terminals."""
 
 
 class Screen:
@@ -38,7 +36,6 @@ class Screen:
     def __init__(
         self, stream: TextIO, began_s: float, line_every_s: float = 2.0, progress: Progress | None = None
     ) -> None:
-        """Initialise; ``progress`` belongs to the same stream if it may show a wait: lines then go above its bar."""
         columns, rows = size_of(stream)
         self.live = is_terminal(stream) and columns >= LEAST_COLUMNS and rows >= LEAST_ROWS
         self._stream = stream
@@ -56,7 +53,7 @@ class Screen:
         return width_of(self._stream)
 
     def say(self, words: str, picture: Draw | None = None) -> None:
-        """Report an event. ``picture`` is printed with it if no frames are drawn."""
+        """Report an event, with ``picture`` if no frames are drawn."""
         event = as_displayed(f"[{time.monotonic() - self._began_s:5.1f} s] {words}", self._stream)
         if self._live is not None:
             self._events.append(event)
@@ -67,7 +64,7 @@ class Screen:
         self._print(lines)
 
     def show(self, picture: Draw, figures: Sequence[str] = ()) -> None:
-        """Draw the moment over the last frame; without a terminal, print its figures as a line now and then."""
+        """Draw the moment; without a terminal, print its figures now and then."""
         if self.live:
             self._draw, self._figures = picture, figures
             if self._live is None:
@@ -120,7 +117,7 @@ class Screen:
         return live
 
     def render(self, width: int, rows: int) -> list[str]:
-        """Return the frame with the latest events above it, as many as fit."""
+        """Return the frame below the latest events."""
         frame = self._frame(width)
         free_rows = rows - len(frame) - 1
         events = [line for event in self._events for line in wrapped(event, width, _INDENT)]

@@ -1,7 +1,7 @@
-"""Choice of the size of ``skymemory demo`` from measured speeds: data type, layers, prompt and new tokens.
+"""Choice of the size of ``skymemory demo`` from measured speeds.
 
-The paper's model and prompt are used if they fit into the promised time. Otherwise generated tokens are cut first,
-because they only repeat what a single token shows, then layers, then the prompt.
+If the paper's size takes too long, first generated tokens are cut, because they only repeat what a single token shows,
+then layers, then the prompt.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from skymemory.engine.inputs import is_model_name, small_model_folder
 from skymemory_lab.demo.estimate import Part
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
-"""Limits of the whole demo, from its first line to its last."""
 PLANNED_SHARE = 0.85
-"""Share of the promised time that the estimate may take, because other programs may start meanwhile."""
+"""Share of the promised time, because other programs may start meanwhile."""
 PROBED_TOKENS = 512
 DTYPES = {"bfloat16": 2, "float32": 4}
-"""Bytes of a number; the paper's type first."""
 _WORTH_LEAVING_16_BIT = 0.67
-"""Share of bfloat16's time below which float32 is used although both fit: the paper ran 16 bit."""
+"""Share of bfloat16's time below which float32 is used."""
 _TAIL_TOKENS = 12
 _STAYS_FREE_BYTES = 700 << 20
-"""Memory of torch, the constellation's processes and the prompt's keys and values, without the weights."""
+"""Memory besides the weights."""
 CODECS = ("raw", "quanto8", "hqq8")
 
 
@@ -38,7 +36,6 @@ class Shape:
     head_parameters: int
     kv_numbers: int
     name: str = ""
-    """Name of a model that is not of TinyLlama's shape."""
 
     @property
     def parameters(self) -> int:
@@ -53,7 +50,7 @@ PAPER_TOKENS, PAPER_NEW_TOKENS = 524, 30
 
 
 def shape_of(model: str) -> Shape:
-    """Return a model's shape by name or folder, from its configuration; the paper's shape if that is unreadable."""
+    """Read a model's shape from its configuration; the paper's shape if that is unreadable."""
     if is_model_name(model) and model != "small":
         named = {"small-random": SMALL_RANDOM, "tinyllama-6-random": replace(PAPER, layers=6)}
         return named.get(model, PAPER)
@@ -88,15 +85,13 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Present speeds of this computer, with its other load. Times are those of a layer of TinyLlama's shape."""
+    """Present speeds of this computer, for a layer of TinyLlama's shape."""
 
     prefill_s: Mapping[str, float]
-    """Seconds for ``PROBED_TOKENS`` at once, by data type."""
     decode_s: Mapping[str, float]
     build_s: float
     digest_s: float
     slowdown: float
-    """Time of plain Python relative to the reference computer, from ``resources.slowdown``."""
     threads: int
     free_bytes: int
 
@@ -114,9 +109,8 @@ def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
 
 
 def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
-    """Return the first option that takes at most ``left_s``, in its better data type, and True.
-
-    If no option does, return the quickest option whose weights fit into memory, and False.
+    """Return the first option that takes at most ``left_s``, in its better data type, and True; else the quickest that
+    fits into memory, and False.
     """
     for option in options:
         size = _in_best_dtype(speeds, option)
@@ -153,7 +147,7 @@ _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 
 def parts(speeds: Speeds, size: Size) -> list[Part]:
-    """Return the parts of the run in order. Names are those that ``table3_measure`` reports."""
+    """Return the parts of the run in order, as ``table3_measure`` names them."""
     shape, slow, dtype = size.shape, speeds.slowdown, size.dtype
     layers = shape.layers * shape.layer_parameters / PAPER.layer_parameters
     head_s = speeds.decode_s[dtype] * shape.head_parameters / PAPER.layer_parameters
@@ -191,7 +185,7 @@ def parts(speeds: Speeds, size: Size) -> list[Part]:
 
 
 def reasons(speeds: Speeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
-    """Return lines for the table's caption: the chosen size, and the reasons if it is not the paper's."""
+    """Return lines for the table's caption: the size and its reason."""
     shape = size.shape
     name = shape.name or f"TinyLlama-1.1B's shape, {_layers(shape.layers)}"
     lines = [f"{name}, {size.tokens} tokens of prompt, {size.new_tokens} generated, {size.dtype}"]

@@ -1,4 +1,4 @@
-"""Measurement of this computer's present speed, for ``sizing``. It takes one or two seconds and imports torch."""
+"""Measurement of this computer's speed. It takes one or two seconds and imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skymemory_lab.demo.sizing import DTYPES, PROBED_TOKENS, Speeds
 
 _WIDTH = TINYLLAMA_SHAPE["hidden_size"]
 _SLICE_S = 0.06
-"""Least time of a measurement: many turns of the scheduler, so that other load has its effect."""
+"""Least time of a measurement: many turns of the scheduler."""
 _FEW_TOKENS = 64
 
 
@@ -54,7 +54,7 @@ def measure_speeds() -> Speeds:
 
 
 def _best_threads(cores: int) -> int:
-    """Return the fastest number of threads for a linear: fewer than ``cores`` if other programs use some."""
+    """Return the fastest number of threads: below ``cores`` if other programs run."""
     times = {}
     for threads in sorted({cores, max(1, cores // 2), max(1, cores - 1), 1}, reverse=True):
         torch.set_num_threads(threads)
@@ -65,7 +65,7 @@ def _best_threads(cores: int) -> int:
 
 
 def _linear_s(dtype: str, tokens: int, copies: int = 1) -> float:
-    """Return the seconds of a linear of the model's width; with ``copies`` in turn, the weights come from memory."""
+    """Return the seconds of a linear of the model's width; with ``copies`` its weights come from memory."""
     kind = TORCH_DTYPES[dtype]
     weights = [torch.full((_WIDTH, _WIDTH), 0.01, dtype=kind) for _ in range(copies)]
     inputs = torch.full((tokens, _WIDTH), 0.01, dtype=kind)
@@ -80,7 +80,6 @@ def _linear_s(dtype: str, tokens: int, copies: int = 1) -> float:
 
 
 def _seconds(compute: Callable[[], object]) -> float:
-    """Return the mean of the runs that fit into ``_SLICE_S``, at least one."""
     started_s, runs = time.perf_counter(), 0
     while True:
         compute()

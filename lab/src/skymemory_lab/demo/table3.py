@@ -46,12 +46,10 @@ _NEXT = {
     "skymemory demo --tokens 2048": "a longer context: the cache wins by more",
     "skymemory layout --rotations 1": "where the chunks are, and where they go",
 }
-"""Commands to try after the demo, and what they show."""
 
 
 @contextmanager
 def _constellation(progress: Progress) -> Iterator[tuple[ConstellationPlan, RunDirectory]]:
-    """Run the testbed with real delays in its own run directory. Its processes always end with this process."""
     with temporary_run_directory() as folder:
         directory = RunDirectory(folder)
         running: Started | None = None
@@ -142,7 +140,6 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
 
 
 def _size(args: argparse.Namespace, speeds: Speeds, promised_s: float, progress: Progress) -> tuple[Size, list[str]]:
-    """Return the size of the run and the lines that describe it; chosen unless the options ask for a size."""
     options = list(sizes(PAPER, quick=args.quick))
     if args.model is not None or args.tokens is not None:
         shape = options[0].shape if args.model is None else shape_of(args.model)

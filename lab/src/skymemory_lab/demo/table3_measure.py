@@ -1,7 +1,4 @@
-"""Measurements of ``skymemory demo``: outputs with and without the cache, then the paper's table 3, and its output.
-
-The module imports torch, which takes seconds, so ``table3`` loads it after its constellation is up.
-"""
+"""Measurements of ``skymemory demo``. The module imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ from skymemory_lab.demo.estimate import TimedRun
 from skymemory_lab.demo.sizing import CODECS, Size
 
 TAIL_TOKENS = 12
-"""Tokens that a question adds to a cached context."""
 _PAPER = {"quanto8": (6.2, 4.9), "hqq8": (10.2, 7.8)}
 """Table 3 of the paper: seconds of 30 tokens on a Jetson Nano without and with the cache."""
 _NAMES = {"raw": "none", "quanto8": "Optimum Quanto", "hqq8": "HQQ"}
@@ -47,7 +43,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A codec's line of table 3. Seconds; TTFT is the time to the first new token, including the lookup."""
+    """A codec's line of table 3, in seconds; TTFT includes the lookup."""
 
     codec: str
     plain_ttft_s: float
@@ -67,8 +63,6 @@ class Row:
 
 
 class _FirstToken:
-    """A streamer that measures the time to the first new token."""
-
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.first_s = 0.0
@@ -84,15 +78,13 @@ class _FirstToken:
 
 
 class Generated(NamedTuple):
-    """New tokens, and the seconds to the first and to the last of them."""
-
     tokens: list[int]
     first_s: float
     seconds: float
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cache: Any) -> Generated:
-    """Generate greedily. The call of ``cache`` is part of the time."""
+    """Generate greedily, in a time that includes the call of ``cache``."""
     clock = _FirstToken()
     options = cache_option(model, cache()) if cache is not None else {}
     out = model.generate(
@@ -130,7 +122,7 @@ def _store(plan: ConstellationPlan, directory: RunDirectory) -> Iterator[Constel
 # 3. Generate again with the cache: the time with it, and the tokens that came from the satellites.
 # 4. Compute the logits once more, which generate() does not return.
 class Table3:
-    """The measurements, each a part of the estimated run (``sizing.parts`` has their names)."""
+    """Measurements, each a part named as in ``sizing.parts``."""
 
     def __init__(
         self, args: argparse.Namespace, size: Size, plan: ConstellationPlan, directory: RunDirectory, run: TimedRun
@@ -143,7 +135,7 @@ class Table3:
         self._say = run.progress.say
 
     def check_identity(self, document: str) -> bool:
-        """Check that the small trained model (float32) generates the same greedy tokens with and without the cache."""
+        """Check that the small trained model gives the same greedy tokens with and without the cache."""
         with self._run.part("the identity check: a small trained model with and without the cache", "identity"):
             ready = ready_model("small", dtype="float32")
             model, tokenizer = ready.model, ready.tokenizer
@@ -255,7 +247,6 @@ class Table3:
         way: str,
         suffix: str,
     ) -> Generated:
-        """Generate once. ``suffix`` belongs to the names of the two parts."""
         run, new_tokens = self._run, self._size.new_tokens
         first, later = f"{codec}: first token{suffix}", f"{codec}: other tokens{suffix}"
         first_s, later_s = run.estimate.seconds_of(first), run.estimate.seconds_of(later)
@@ -317,10 +308,7 @@ _MORE = ("block", "chunks", "sats", "resent", "rms error", "|Δlogit|", "same")
 
 
 def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
-    """Print the paper's table 3 for this machine, in blocks if the terminal is narrow.
-
-    ``caption`` says what was run, and why.
-    """
+    """Print table 3 for this machine, in blocks if the terminal is narrow."""
     if not rows:
         return
     print()
@@ -337,7 +325,6 @@ def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
 
 
 def _cells(row: Row) -> Iterator[list[str]]:
-    """Yield the row, then the paper's row."""
     times = []
     for before_s, after_s in ((row.plain_ttft_s, row.sky_ttft_s), (row.plain_total_s, row.sky_total_s)):
         times += [f"{before_s:.2f}", f"{after_s:.2f}", _change(before_s, after_s)]

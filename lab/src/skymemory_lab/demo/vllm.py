@@ -1,9 +1,7 @@
-"""`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation through the store daemon.
+"""`skymemory demo vllm`: two vLLM servers, one after the other, that share a constellation.
 
-The demo starts a constellation of 95 satellites with the delays of its geometry, `skymemory store serve` in front of
-it, and vLLM with the connector. The first server computes a document's keys and values and is stopped. The second has
-never seen the document and loads them. Requests are made by the openai client in vLLM's environment (`client`, below),
-which is not the demo's own.
+The first computes a document's KV and is stopped. The second loads it. Requests are made by the openai client in vLLM's
+environment.
 """
 
 from __future__ import annotations
@@ -35,16 +33,14 @@ from skymemory_lab.demo.estimate import format_took, say_estimate
 from skymemory_lab.demo.resources import contention, slowdown
 
 _SAVED_S = 6.0
-"""Wait before vLLM is stopped: computed values still go to the satellites after the answers, and vLLM kills its
-workers.
-"""
+"""Wait before vLLM is stopped: values are stored after the answers."""
 _AROUND_S, _START_S, _ASK_S = 11.0, 20.0, 8.0
-"""Seconds of the model and the constellation, of a server's start, and of its answers, on the reference computer."""
+"""Seconds of model and constellation, of a server's start, and of its answers."""
 _QUESTIONS = ("How is a satellite started?", "Who is informed of a fault?", "What is done once a year?")
 
 
 def run_vllm(args: argparse.Namespace) -> int:
-    """Print tokens and times of each request. Return 1 if the second server loaded nothing or answered differently."""
+    """Run the demo. Return 1 if the second server loaded nothing or answered differently."""
     if args.model is None:
         check_engine_installed("small")
     else:

@@ -1,1 +1,1 @@
-"""Reproduction of the figures of the Cake and Mooncake papers by our code (`skymemory reproduce`)."""
+"""Reproduction of the figures of the Cake and Mooncake papers."""

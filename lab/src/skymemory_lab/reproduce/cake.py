@@ -1,8 +1,6 @@
-"""Figures of the Cake paper, computed by our loader in virtual time, and its headline values next to ours.
+"""Figures of the Cake paper, computed by our loader in virtual time.
 
-Settings are those of its section 5: LongAlpaca-7B, 32k tokens on a whole A100 or H100 (figure 5), 9k and 14k on a part
-of an A100 (figures 6 and 8), 2000, 5000 and 10000 Mbit/s, steps of 512 tokens. Our choices for settings that the paper
-leaves open are stated in the code.
+Settings are those of its section 5: LongAlpaca-7B, steps of 512 tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ from skymemory_lab.sim.loading import (
 MBIT_BYTES = 125_000
 PAPER_MBIT = (2_000, 5_000, 10_000)
 CODECS = {"raw": 1.0, "8 bit": 1.95, "CacheGen": 7.97}
-"""Transfer speed-up of each codec, as measured in the paper (section 5.4); not reproduced."""
+"""Transfer speed-up of each codec, as the paper measured it (section 5.4)."""
 _KNOWN = 3
-"""Number of warm-up prompts, after which the loader knows the speeds."""
+"""Number of warm-up prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CakeRun:
-    """Seconds to the complete prompt: computing alone, loading alone, Cake, and the best split in hindsight."""
+    """Seconds to the complete prompt; ``hindsight_s`` with the best split."""
 
     compute_s: float
     load_s: float
@@ -61,7 +59,6 @@ class CakeRun:
 
 
 def prompt_chunks(tokens: int, chunk_tokens: int, token_bytes: float = PAPER_TOKEN_BYTES) -> tuple[PromptChunk, ...]:
-    """Return a fully stored prompt."""
     sizes = [(at, min(chunk_tokens, tokens - at)) for at in range(0, tokens, chunk_tokens)]
     return tuple(PromptChunk(at, count, round(count * token_bytes), True) for at, count in sizes)
 
@@ -97,7 +94,7 @@ def load_with_cake(
 def cake_run(
     gpu: PrefillModel, share: float, tokens: int, mbit_per_s: int, codec: str = "raw", chunk_tokens: int | None = None
 ) -> CakeRun:
-    """Return all variants in a setting. A chunk is a step's budget, as in the paper's appendix B."""
+    """Return all variants in a setting. A chunk is a step's budget (appendix B)."""
     model, budget = with_share(gpu, share), share_tokens(share)
     size, trace = chunk_tokens or budget, LinkTrace.constant(mbit_per_s * MBIT_BYTES)
     pace = Pace()
@@ -115,7 +112,7 @@ def cake_run(
 
 
 def fluid_run(gpu: PrefillModel, tokens: int, mbit_per_s: int) -> CakeRun:
-    """Return ``cake_run`` on a whole GPU in the limit without chunks: both sides meet at any token."""
+    """Return ``cake_run`` on a whole GPU in the limit without chunks."""
     load_token_s = PAPER_TOKEN_BYTES / (mbit_per_s * MBIT_BYTES)
     # Computing x tokens from the front takes token_s·x + pair_s·x² (attention grows with the tokens before);
     # loading the others takes load_token_s each. Both end together at the positive root of:
@@ -141,11 +138,9 @@ _DEVICES = {"HDD": 0.2, "SATA SSD": 0.6, "NVMe SSD": 3.0, "network, 20 Gbit/s": 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """Value stated in the paper, with ours."""
-
     what: str
     unit: str
-    """Unit; deviations of ``%`` and ``points`` are differences, of other units ratios."""
+    """Unit; deviations of ``%`` and ``points`` are differences, others ratios."""
     paper: float
     ours: float
     kind: Kind = "ours"
@@ -161,8 +156,6 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """Data of a figure, and the paper's values with ours."""
-
     figure: int
     title: str
     header: tuple[str, ...]
@@ -171,7 +164,7 @@ class Reproduction:
 
 
 def figure_1() -> Reproduction:
-    """Return the loading time of 32k tokens from each device of the paper's section 3, alone and with Cake."""
+    """Return the loading time of 32k tokens from each device, alone and with Cake."""
     rows: list[tuple[object, ...]] = []
     for name, gb_per_s in sorted(_DEVICES.items(), key=lambda device: device[1]):
         run = cake_run(A100, 1.0, _32K, round(gb_per_s * 8_000))
@@ -186,7 +179,7 @@ def figure_1() -> Reproduction:
 
 
 def figure_4() -> Reproduction:
-    """Return origin and time of each chunk of 16k tokens, recorded from our loader (A100, 10,000 Mbit/s)."""
+    """Return origin and time of each chunk of 16k tokens (A100, 10,000 Mbit/s)."""
     chunks = prompt_chunks(_16K, PAPER_STEP_TOKENS)
     steps: list[int] = []
 
@@ -217,7 +210,7 @@ def figure_4() -> Reproduction:
 
 
 def figure_2() -> Reproduction:
-    """Return the link bandwidth at which loading is as fast as computing 32k tokens."""
+    """Return the bandwidth at which loading is as fast as computing 32k tokens."""
     rows: list[tuple[object, ...]] = []
     for name, model, token_bytes in (("7B", A100, PAPER_TOKEN_BYTES), ("13B", _13B, _13B_TOKEN_BYTES)):
         rows.append((name, "A100, 100 %", _32K * token_bytes / model.prompt_s(_32K) / 1e9))
@@ -241,7 +234,7 @@ def figure_2() -> Reproduction:
 
 
 def figure_3() -> Reproduction:
-    """Return the time of each 512-token step of 32k tokens, and the size of the KV cache after it."""
+    """Return the time of each 512-token step of 32k tokens, and the KV cache's size after it."""
     steps = range(0, _32K, PAPER_STEP_TOKENS)
     rows = tuple(
         (
@@ -262,7 +255,7 @@ def figure_3() -> Reproduction:
 
 
 def figure_5() -> Reproduction:
-    """Return whole GPUs: 32k tokens at three rates, then 2k to 32k tokens at 10000 Mbit/s on the A100."""
+    """Return whole GPUs: 32k tokens at three rates, and 2k to 32k tokens at 10000 Mbit/s."""
     rows: list[tuple[object, ...]] = []
     runs: dict[tuple[str, int], CakeRun] = {}
     for gpu in GPUS:
@@ -328,7 +321,6 @@ def _row(panel: str, gpu: str, tokens: int, mbit: int, grain: object, run: CakeR
 
 
 def _parts(tokens: int) -> dict[tuple[float, int, str], CakeRun]:
-    """Return all shares, rates and codecs of figures 6 and 8 for a prompt of ``tokens``."""
     return {
         (share, mbit, codec): cake_run(A100, share, tokens, mbit, codec)
         for share in SHARES
@@ -395,7 +387,7 @@ def figure_6() -> Reproduction:
 def figure_8(seed: int = 0) -> Reproduction:
     """Return 9k and 14k tokens on a share of an A100, and averages over 20 prompts of 5k to 16k tokens.
 
-    The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 % of the A100.
+    The paper does not state the settings of its averages; ours: all rates, and 10, 50 and 90 %.
     """
     # Seeded, so that the printed averages are the same on every computer.
     draw = random.Random(seed)
@@ -414,7 +406,7 @@ def figure_8(seed: int = 0) -> Reproduction:
 
 
 def figure_7(repeats: int = 3) -> Reproduction:
-    """Return the time of each step with and without the loader, whose overhead is measured on this computer."""
+    """Return the time of each step with and without the loader, measured here."""
     rows: list[tuple[object, ...]] = []
     headlines = []
     for gpu in GPUS:

@@ -1,4 +1,4 @@
-"""Drawings of the Cake paper's figures. They read a figure's rows by the names in its header."""
+"""Drawings of the Cake paper's figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _records(result: Reproduction) -> list[Record]:
 
 
 def log_seconds(axes: Axes) -> None:
-    """Set a logarithmic axis of seconds with labels at 1, 2 and 5 of each decade; labels at all nine would overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axes.set_yscale("log")
@@ -56,7 +55,6 @@ def _bars(axes: Axes, places: list[float], records: list[Record]) -> None:
 
 
 def _workflow(result: Reproduction) -> Figure:
-    """Draw the phases of a request, and the times of the phase in which Cake works."""
     from matplotlib.patches import FancyArrowPatch, Rectangle
 
     figure = new_figure(WIDE_IN, ROW_IN * (len(result.rows) + 2.2) + 2.0)
@@ -125,7 +123,6 @@ _STAGES = 8
 
 
 def _meeting(result: Reproduction) -> Figure:
-    """Draw stages as rows: the chunks ready by then, by origin."""
     from matplotlib.patches import Rectangle
 
     records = _records(result)
@@ -183,7 +180,6 @@ def _whole_gpu(result: Reproduction) -> Figure:
 
 
 def _part_of_gpu(result: Reproduction) -> Figure:
-    """Draw a panel per length and share of the GPU, grouped by rate, then by codec."""
     records = _records(result)
     lengths = sorted({r["tokens"] for r in records})
     shares = sorted({r["share"] for r in records}, key=float)
@@ -275,7 +271,7 @@ def _computed(number: int) -> Exhibit:
 
 
 def _later(number: int) -> Exhibit:
-    """Return an exhibit that is computed when it is drawn, so that a list of all figures computes none."""
+    """Return an exhibit that is computed when it is drawn."""
     return Exhibit(
         f"cake-{number:02d}",
         f"Figure {number}. {TITLES[number]}",

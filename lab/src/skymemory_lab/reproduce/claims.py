@@ -1,8 +1,4 @@
-"""The claims with a number in the five documents: by our run of the document's model, by physics, and measured.
-
-Measured values are read from the JSON that the benchmarks left in the repository; only what the documents state is
-typed in here. ``PHYSICS`` maps the key of a claim to what a physical model of the sky adds to it.
-"""
+"""The claims with a number in the five documents: by our run of the document's model, by physics, and measured."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from skymemory_lab.view.protocol_sequence import label, record
 
 _CHECKOUT = find_checkout()
 DOCS = None if _CHECKOUT is None else _CHECKOUT / "docs"
-"""Documentation with the kept runs, if the package runs from a checkout of the repository."""
+"""Documentation with the kept runs, in a checkout of the repository."""
 
 NO_SKY = "— (nothing of the sky in it)"
 NO_RATES = "— (needs rates and queues of links)"
@@ -46,7 +42,7 @@ NO_CHECKOUT = "— (runs are kept in a checkout of the repository)"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Claim as its document states it, and our three values. Instead of a value there may be a reason: "— (…)"."""
+    """Claim as its document states it, and our three values, or instead a reason: "— (…)"."""
 
     key: str
     document: str
@@ -59,7 +55,7 @@ class Claim:
 
 
 def all_claims(physics: Mapping[str, Callable[[], str]] | None = None) -> list[Claim]:
-    """Return all claims, document by document. ``physics`` adds to ``PHYSICS``, by the claim's key."""
+    """Return all claims. ``physics`` adds to ``PHYSICS``, by the claim's key."""
     known = {**PHYSICS, **(physics or {})}
     listed = [*_paper(), *_disclosure(), *_cake(), *_mooncake(), *_routing()]
     return [
@@ -126,7 +122,7 @@ def _near_neighbours() -> str:
 
 
 def _flat_sky() -> str:
-    """Return the error of equations 3 and 4 at the box's corner: the part of the claim that is geometry."""
+    """Return the error of equations 3 and 4 at the box's corner."""
     shell = Shell(15, 15, PaperSetting().altitude_m, 53.0)
     flat, real = (shell.slant_one_way_s(4, 4, model=model) * 1e3 for model in ("paper", "exact"))
     return f"light to the corner of 9 × 9: {flat:.0f} ms by equations 3 and 4, {real:.0f} over a round Earth"
@@ -137,7 +133,6 @@ _RATES_SAID = "Starlink A, hybrid, 1.2 Gbit/s a beam, 10 between satellites"
 
 
 def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) -> float:
-    """Return the median time to read over an orbit."""
     preset = preset_named("starlink-a")
     times_s = [preset.shell.period_s * at / 24 for at in range(24)]
     sight = sight_of(preset, DEFAULT_MASK_DEG, "climbing")
@@ -337,7 +332,6 @@ _MEASURED_OF: dict[tuple[int, str], tuple[Callable[[], str], str]] = {
 
 
 def _saved(than: str, *, whole: bool, part: str) -> str:
-    """Return the saved time on our engine on a CPU, with links set to multiples of its own speed."""
     saved = [100 * (1 - row["cake_s"] / row[than]) for row in _rows("cake") if (row["share"] == 1.0) == whole]
     value = min(saved) if part == "least" else max(saved) if part == "most" else mean(saved)
     return f"{value:.1f} % (CPU, {len(saved)} other settings)"
@@ -402,9 +396,7 @@ _MOONCAKE_COMMAND = "skymemory reproduce mooncake --trace conversation_trace.jso
 
 
 def _mooncake() -> Iterator[Claim]:
-    """Yield the claims of the kept run, which takes twenty minutes, without counts of requests (their share
-    follows).
-    """
+    """Yield the claims of the kept run, which takes twenty minutes."""
     document = "Mooncake"
     if DOCS is None:
         yield Claim(
@@ -436,7 +428,6 @@ def _mooncake() -> Iterator[Claim]:
 
 
 def _routing() -> Iterator[Claim]:
-    """Yield the claims, which are orders only, with the hits that decide them."""
     document = "Prefix-aware routing"
 
     def hits(*players: str) -> str:

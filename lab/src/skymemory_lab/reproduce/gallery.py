@@ -1,4 +1,4 @@
-"""Gallery of all figures and tables of the documents, by the names of ``skymemory figures``; table 3."""
+"""Gallery of all figures and tables of the documents."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ TABLE_3_COMMAND = "skymemory demo"
 
 
 def _table_3() -> Numbers:
-    """Return the paper's table 3 next to the kept run of the demo.
-
-    Raises:
-        InvalidInput: there is no kept run.
-    """
     path = None if DOCS is None else DOCS / "benchmarks" / "table_3.json"
     if path is None or not path.is_file():
         raise InvalidInput(
@@ -80,8 +75,6 @@ def _draw_table_3() -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document with its figures and tables, by their names on the command line."""
-
     title: str
     remark: str
     exhibits: dict[str, Exhibit]
@@ -118,7 +111,7 @@ PAPER = "SkyMemory paper"
 
 
 def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
-    """Return the exhibits of these names, in this order; without names those of the SkyMemory paper, or all.
+    """Return the exhibits of these names; without names the SkyMemory paper's, or all.
 
     Raises:
         InvalidInput: an unknown name.
@@ -136,7 +129,7 @@ def chosen(names: Iterable[str], everything: bool) -> dict[str, Exhibit]:
 
 
 def formats_of(text: str) -> tuple[str, ...]:
-    """Return the formats of a text such as ``png,svg``.
+    """Parse a text such as ``png,svg``.
 
     Raises:
         InvalidInput: a format is not in ``FORMATS``.
@@ -149,7 +142,7 @@ def formats_of(text: str) -> tuple[str, ...]:
 
 
 def gallery_page() -> str:
-    """Return the page docs/figures.md: each figure as a thumbnail that links to its SVG."""
+    """Return the page docs/figures.md."""
     lines = [
         "<!-- Generated: python -m tools.gallery -->",
         "",

@@ -1,1 +1,1 @@
-"""Simulators and models: latency of the constellation, KV loading, routing, clusters, and their requests."""
+"""Simulators and models."""

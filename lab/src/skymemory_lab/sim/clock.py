@@ -1,4 +1,4 @@
-"""Virtual time: events run in order of their time, and in order of scheduling at equal times."""
+"""Virtual time: events in order of their time, then of scheduling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from skymemory.errors import InvalidInput
 
 Event = Callable[[float], None]
-"""Callback of an event, called with the event's time."""
 
 
 class Clock:
@@ -33,7 +32,7 @@ class Clock:
         event(self.now_s)
 
     def run(self, until_s: float = math.inf, max_events: int = 500_000_000) -> None:
-        """Run all events until ``until_s``, including those that they schedule.
+        """Run all events until ``until_s``.
 
         Raises:
             InvalidInput: there are more than ``max_events``.

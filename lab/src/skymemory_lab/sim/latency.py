@@ -1,11 +1,7 @@
 """The SkyMemory paper's latency model (§4, equations 1 to 4) and the sweep of its figure 16.
 
-A KV cache is cut into chunks that go to the servers in turn. All servers are requested at once. Each answers after the
-one-way delay plus the sequential processing of its chunks, and the slowest server counts. From the ground the distance
-is that of equations 3 and 4. ``hop`` is on board, so its distance is the (Manhattan) distance along the links.
-
-The settings are those of the authors' published script, not of their table 2 (which says 2..21 MB and
-160..2000 km).
+Each server answers after the one-way delay plus the processing of its chunks; the slowest counts. The settings are
+those of the authors' published script, not of their table 2 (2..21 MB, 160..2000 km).
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ SWEEPS: dict[Parameter, tuple[float, ...]] = {
     "processing_s": tuple(milliseconds / 1000 for milliseconds in range(2, 21, 2)),
     "altitude_m": tuple(range(160_000, 2_000_000, 220_000)),
 }
-"""Values of figure 16, varied one parameter at a time. The other parameters keep their last value."""
+"""Values of figure 16, varied one parameter at a time. The others keep their last value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +60,6 @@ class Setting:
 
 
 class SweepPoint(NamedTuple):
-    """A point of figure 16: the worst server's latency with ``parameter`` at ``value``."""
-
     parameter: Parameter
     value: float
     strategy: Strategy
@@ -73,8 +67,6 @@ class SweepPoint(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claim of the paper and the result of its model."""
-
     what: str
     paper: str
     model: str
@@ -82,7 +74,6 @@ class Claim(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the absolute distances of every server from the centre, in slots and planes."""
     cells = np.array(layout(strategy, servers, PAPER_TORUS).cells, dtype=np.float64)
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
@@ -124,7 +115,7 @@ def figure_16() -> list[SweepPoint]:
 
 
 def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
-    """Return the fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s`` of light."""
+    """Return the fewest satellites per plane (or planes) with neighbours nearer than ``one_way_s``."""
     count = 2
     while neighbour_chord_m(count, altitude_m) / PAPER_LIGHT_M_S >= one_way_s:
         count += 1
@@ -132,7 +123,7 @@ def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
 
 
 def claims() -> list[Claim]:
-    """Return the paper's conclusions from figures 1, 2 and 16 with the results of its model."""
+    """Compare the paper's conclusions from figures 1, 2 and 16 with its model."""
     fewest, most = Setting(servers=9), Setting(servers=81)
     saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
     rotation_s = worst_latency_s(Setting("rotation"))

@@ -1,8 +1,4 @@
-"""Simulated KV loading: the production scheduler (``cache.cake.scheduler``) over a modelled GPU and link.
-
-``simulate_load`` runs it in virtual time. ``best_split_s`` is the optimum in hindsight. ``PrefillModel`` is fitted to
-the Cake paper's GPUs. ``LinkTrace`` is a link with changing rate, random or of a passing satellite.
-"""
+"""Simulated KV loading: the production scheduler over a modelled GPU and link."""
 
 from __future__ import annotations
 
@@ -24,18 +20,18 @@ from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory_lab.sim.clock import Clock, Event
 
 StepSeconds = Callable[[int, int], float]
-"""Seconds of one prefill step, given its first token and the request's tokens in it."""
+"""Seconds of a prefill step, given its first token and its number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTrace:
-    """A link with a piecewise constant rate. The last rate lasts; a rate of 0 is an outage."""
+    """A link with a piecewise constant rate. The last rate lasts; 0 is an outage."""
 
     since_s: tuple[float, ...]
-    """Start times of the rates: ascending, beginning with 0."""
+    """Ascending start times of the rates, from 0."""
     bytes_per_s: tuple[float, ...]
     latency_s: float = 0.0
-    """Time from a request to its first byte. Of queued fetches only the latency of the first counts."""
+    """Time from a request to its first byte. Of queued fetches only the first waits for it."""
 
     def __post_init__(self) -> None:
         if (
@@ -69,11 +65,10 @@ class LinkTrace:
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
     ttft_s: float
-    """Time until all chunks are present and no step is running."""
     result: LoaderResult
     origins: tuple[str, ...]
     scheduling_s: tuple[float, ...] = ()
-    """Real time of the scheduler between step starts, if a ``timer`` was given."""
+    """Real time of the scheduler between step starts."""
 
 
 def simulate_load(
@@ -94,11 +89,10 @@ def simulate_load(
 ) -> SimulatedLoad:
     """Run the loader from second 0 until it is done.
 
-    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget. ``timer``, such as
-    ``time.perf_counter``, measures the scheduler's own time.
+    Chunks in ``failing`` fail after their transfer. ``budgets`` maps seconds to a new budget.
 
     Raises:
-        InvalidInput: the prompt can never be done, for example with a budget of 0.
+        InvalidInput: the prompt can never be done.
     """
     loader = BidirectionalLoader(
         max_in_flight_bytes=max_in_flight_bytes,
@@ -172,9 +166,7 @@ def _budget_change(loader: BidirectionalLoader, tokens: int) -> Event:
 
 
 def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: LinkTrace, *, budget_tokens: int) -> float:
-    """Return the TTFT of the best split in hindsight: the first k chunks computed, the others loaded, for the best k.
-
-    Steps are full, across chunk borders.
+    """Return the TTFT of the best split in hindsight: the first k chunks computed, the others loaded.
 
     Raises:
         InvalidInput: not all chunks can be loaded, or the budget is 0.
@@ -198,22 +190,19 @@ def best_split_s(chunks: Sequence[PromptChunk], step_s: StepSeconds, trace: Link
 
 
 PAPER_TOKEN_BYTES = 2**19
-"""KV of one token of LongAlpaca-7B in 16 bit: 2 · 32 layers · 4096 · 2 bytes, "0.5MB" in the paper's section 5.1."""
+"""KV of a token of LongAlpaca-7B in 16 bit: 2 · 32 layers · 4096 · 2 bytes (Cake, section 5.1)."""
 PAPER_STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Prefill times of a GPU: per step, per token, and per pair of a token and an earlier token (halved).
+    """Prefill times of a GPU.
 
     A step over tokens ``a .. b`` takes ``batch_s + token_s · (b − a) + pair_s · (b² − a²)``: weights, then attention to
-    the earlier tokens. So a chunk's time grows linearly with its index (the paper's figure 3), a prompt's quadratically
-    (finding 2).
+    earlier tokens (Cake, figure 3).
 
-    The Cake paper prints no times, only savings, which determine the model. Cake's time T over a link of known rate
-    follows from its saving against loading alone; then follow the tokens x computed in T, hence T(x). Its saving
-    against computing alone gives T(all). These are two equations for two coefficients per GPU. A share of a GPU needs
-    its own fit: other requests fill the batch up to 512 tokens, so a step takes the same time at any share.
+    The Cake paper prints only savings, from which both coefficients follow (``fit_whole_gpu``). A shared GPU needs its
+    own fit: other requests fill the batch, so a step takes the same time at any share.
     """
 
     name: str
@@ -228,10 +217,6 @@ class PrefillModel:
         return -(-tokens // budget_tokens) * self.batch_s + self.token_s * tokens + self.pair_s * tokens * tokens
 
     def for_larger_model(self, name: str, weights_ratio: float, attention_ratio: float) -> PrefillModel:
-        """Return the same GPU with a larger model.
-
-        The model has ``weights_ratio`` times the weights and ``attention_ratio`` times layers × width.
-        """
         return replace(
             self,
             name=name,
@@ -243,8 +228,6 @@ class PrefillModel:
 
 def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> PrefillModel:
     """Fit the model in which Cake saves these shares against computing and loading alone: 32k tokens at 10000 Mbit/s.
-
-    Section 5.2 of the paper: 31.5 % and 76.9 % on the A100, 26.7 % and 80.2 % on the H100.
 
     Raises:
         InvalidInput: no such model fits the shares.
@@ -263,10 +246,8 @@ def fit_whole_gpu(name: str, saved_of_compute: float, saved_of_load: float) -> P
 
 
 def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
-    """Fit the model in which 14k tokens take longer with 10 % of each batch than with 90 %.
-
-    The time is ``ratio`` times as long, and ``added_s`` longer. Section 5.3 of the paper: 8.22 times and 14.34 s on the
-    A100.
+    """Fit the model in which 14k tokens take ``ratio`` times as long, and ``added_s`` longer, with 10 % of each batch
+    as with 90 % (Cake, section 5.3).
     """
     tokens = 14_336
     # T = steps · batch_s + pair_s · tokens². ``added_s`` comes from the difference in steps alone; the ratio gives
@@ -280,7 +261,6 @@ def fit_shared_gpu(name: str, ratio: float, added_s: float) -> PrefillModel:
 
 
 def share_tokens(share: float) -> int:
-    """Return the tokens of a 512-token batch for a request with this share of the GPU."""
     return max(1, int(PAPER_STEP_TOKENS * share + 1e-9))
 
 
@@ -288,20 +268,16 @@ A100 = fit_whole_gpu("A100", 0.315, 0.769)
 H100 = fit_whole_gpu("H100", 0.267, 0.802)
 A100_SHARED = fit_shared_gpu("A100, shared", 8.22, 14.34)
 H100_SHARED = replace(A100_SHARED, name="H100, shared", batch_s=A100_SHARED.batch_s * H100.token_s / A100.token_s)
-"""Extrapolation: the paper shares only the A100, so this is scaled as the whole GPUs."""
+"""Extrapolation: the paper shares only the A100."""
 _SHARED = {A100: A100_SHARED, H100: H100_SHARED}
 
 
 def with_share(gpu: PrefillModel, share: float) -> PrefillModel:
-    """Return ``gpu``, one of the paper's two, exclusive (share 1) or shared."""
     return gpu if share >= 1 else _SHARED[gpu]
 
 
 REASSIGN_S = 15.0
-"""Interval at which Starlink reassigns terminals to satellites.
-
-15 s by Tanveer et al., "Making Sense of Constellations", CoNEXT 2023, and measurements since.
-"""
+"""Interval at which Starlink reassigns terminals (Tanveer et al., CoNEXT 2023)."""
 HANDOVER_S = 0.1
 """Outage while the antenna turns to the next satellite (an assumption)."""
 _BOLTZMANN_DB = -228.6
@@ -310,10 +286,7 @@ _BOLTZMANN_DB = -228.6
 def random_trace(
     seed: int, mean_bytes_per_s: float, *, spread: float = 0.5, every_s: float = 0.5, duration_s: float = 120.0
 ) -> LinkTrace:
-    """Return a trace whose rate is drawn every ``every_s``, uniformly from ``mean · (1 ± spread)``.
-
-    After ``duration_s`` the rate is the mean.
-    """
+    """Return a trace with rates drawn uniformly from ``mean · (1 ± spread)``; after ``duration_s`` the mean."""
     if not 0 <= spread < 1 or mean_bytes_per_s <= 0 or every_s <= 0:
         raise InvalidInput(
             f"random link: mean {mean_bytes_per_s:g}, spread {spread:g}, every {every_s:g} s; expected > 0, [0, 1), > 0"
@@ -332,12 +305,12 @@ class LinkBudget:
     channel_hz: float = 400e6
     eirp_dbw_per_mhz: float = 4.0
     g_over_t_db: float = 15.9
-    """Receiver quality: 39.7 dBi against 150 K of sky and a receiver of 1.2 dB: 39.7 − 10·log10(150 + 92) = 15.9."""
+    """Receiver quality: 39.7 dBi − 10·log10(150 K sky + 92 K receiver of 1.2 dB)."""
     channels: int = 1
-    """Parallel channels for one user. More than one is an assumption, for faster links."""
+    """Parallel channels for one user; above 1 is an assumption."""
 
     def bytes_per_s(self, slant_m: float) -> float:
-        """Return the Shannon bound at this distance: clear sky, free space loss, the whole channel for one user."""
+        """Return the Shannon bound at this distance: clear sky, free space loss, one user."""
         path_db = 20 * math.log10(4 * math.pi * slant_m * self.frequency_hz / SPEED_OF_LIGHT_M_S)
         # −60: density is per MHz, and noise per Hz. The channel's width cancels out of signal to noise.
         snr_db = self.eirp_dbw_per_mhz - 60 + self.g_over_t_db - path_db - _BOLTZMANN_DB
@@ -358,8 +331,8 @@ def leo_trace(
 ) -> LinkTrace:
     """Return the link to the highest satellite, chosen at every multiple of 15 s, with an outage at each handover.
 
-    Below the mask, or with no satellite in sight, there is an outage until the next choice. ``start_s`` is since the
-    epoch and is time 0 of the trace. The latency is the round trip of light at the start.
+    Below the mask there is an outage until the next choice. ``start_s``, since the epoch, is time 0 of the trace. The
+    latency is that of the start.
 
     Raises:
         InvalidInput: no satellite is in sight at the end.

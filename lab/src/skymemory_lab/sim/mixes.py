@@ -1,8 +1,7 @@
-"""Requests whose mix changes between readers (long prompts, short answers) and writers (short prompts, long answers).
+"""Requests whose mix changes between readers (long prompts, short answers) and writers (the reverse).
 
-Readers need prefill instances and writers need decode instances, so each shape needs different pools over time. Both
-kinds arrive as Poisson processes whose rates follow the shape: readers at ``share`` of their peak, writers at
-``1 - share`` of theirs. Prompts share nothing, so caches have no effect. Times are seconds from the beginning.
+Readers need prefill, writers decode instances. Both are Poisson processes, readers at ``share`` of their peak, writers
+at ``1 - share``. Prompts share nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ READERS = Kind(Spread(14_000, 0.5, 1_000, 64_000), Spread(110, 0.5, 10, 600))
 WRITERS = Kind(Spread(900, 0.7, 50, 8_000), Spread(900, 0.4, 100, 3_000))
 
 Share = Callable[[float], float]
-"""Share of the readers' peak, as a function of the elapsed part of a period, 0 to 1."""
+"""Share of the readers' peak, by the elapsed part of a period, 0 to 1."""
 SHAPES: Mapping[str, Share] = {
     "even": lambda part: 0.5,
     "day": lambda part: (1 + math.cos(2 * math.pi * part)) / 2,
@@ -37,10 +36,7 @@ SHAPES: Mapping[str, Share] = {
     "switch": lambda part: float(part < 0.5),
     "ramp": lambda part: max(0.0, 1 - part),
 }
-"""Shapes. ``day``: readers by day, writers by night. ``turns``: the same with abrupt changes.
-
-``switch``: readers in the first half, writers in the second. ``ramp``: a linear change from readers to writers.
-"""
+"""Shapes; ``turns``: ``day`` with abrupt changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,6 @@ def _mixed(source: MixSource) -> list[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
-    """Source for sweeps: ``duration_s`` of a workload of conversations (``workload.WORKLOADS``)."""
-
     workload: str
     seed: int = 0
     duration_s: float = 3600.0

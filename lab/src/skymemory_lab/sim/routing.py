@@ -1,11 +1,10 @@
-"""The routing simulator: a trace's requests through the production picker and strategies to simulated servers.
+"""The routing simulator: a trace through the production picker and strategies to simulated servers.
 
-Each server prefills one request at a time, in order of arrival, in the cost model's time. Hits are determined when a
-prefill starts. After the first token the request counts as running for ``decode_token_s`` per further token. Decoding
-does not slow prefills down (Mooncake's separate decoders), but engines report it.
+A server prefills one request at a time, in order of arrival; hits are determined when a prefill starts. Decoding does
+not slow prefills down (Mooncake's separate decoders).
 
-The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events
-``event_delay_s`` after their prefill, and first bytes and ends at once. Estimates have errors (``ErringLeastTtft``).
+The router sees what a real router would: reports as of the last multiple of ``scrape_s``, cache events after
+``event_delay_s``, first bytes and ends at once.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ _SEED = seed(model="", adapter="", salt="")
 
 @dataclass(frozen=True, slots=True)
 class RoutingSetup:
-    """The servers, and the delays of a router's information about them."""
-
     servers: int = 8
     cache_blocks: int = 5_000
-    """Capacity of each server's prefix cache, in blocks of 512 tokens."""
+    """Capacity of each server's cache, in blocks of 512 tokens."""
     cost: CostModel = LLAMA_70B_8xA800
     decode_token_s: float = 0.04
     scrape_s: float = 0.2
@@ -55,9 +52,9 @@ class RoutingSetup:
     reports_prefills: bool = True
     """True if reports have totals of prefill times, as vLLM's do."""
     whole: float = 0.0
-    """Share of answers that are not streamed: their first byte comes with their last token."""
+    """Share of answers that are not streamed."""
     seed: int = 0
-    """Seed of ties and of the choice of streamed answers. Jitter and errors have their own seeds."""
+    """Seed of ties and of the choice of streamed answers."""
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.scrape_s <= 0 or self.event_delay_s < 0 or self.decode_token_s < 0:
@@ -67,12 +64,8 @@ class RoutingSetup:
 
 
 class CacheEvents(Protocol):
-    """Listener of cache changes, for strategies fed by events."""
-
     def changed(self, server: Server, chain: Sequence[int], had: int, gone: Sequence[int]) -> None:
-        """Report that blocks ``gone`` were evicted, then ``chain`` was stored, whose first ``had`` blocks were cached
-        before.
-        """
+        """Report that ``gone`` were evicted, then ``chain`` stored, with its first ``had`` blocks cached before."""
         ...
 
 
@@ -114,8 +107,6 @@ def simulate(
     prompts: Sequence[Request] | None = None,
 ) -> list[Outcome]:
     """Return the results of ``requests``, which are in order of arrival.
-
-    ``prompts`` come from ``as_routed``, to reuse them over several runs.
 
     Raises:
         InvalidInput: arrivals out of order.
@@ -160,10 +151,6 @@ class _Simulation:
         self._clock.at(at_s, run)
 
     def _scrape(self, now_s: float) -> None:
-        """Update the reports to the last multiple of the period.
-
-        It is called before each event, so the state is still that of the scrape.
-        """
         scrapes = math.floor(now_s / self._setup.scrape_s)
         if scrapes == self._scrapes:
             return
@@ -241,10 +228,9 @@ class _Simulation:
 
 
 def as_routed(request: TraceRequest) -> Request:
-    """Return the request as a router reads it.
+    """Return the request as a router reads it: the tokens of a block are its id, repeated.
 
-    A trace has no text. The tokens of a block are its id, repeated. The head has eight bytes per block, so strategies
-    that hash the beginning can distinguish prompts after the block that all of them share.
+    The head has eight bytes per block, so hashes of it distinguish prompts after the block that all share.
     """
     tokens = tokens_of(request.blocks())
     block_bytes = BLOCK_TOKENS * tokens.itemsize
@@ -267,14 +253,13 @@ WINDOW_REQUESTS = 80
 class RoutingMetrics:
     requests: int
     mean_s: float
-    """Mean time to the first token. ``p50_s``, ``p90_s``, ``p99_s`` are its percentiles."""
     p50_s: float
     p90_s: float
     p99_s: float
     token_hits: float
     block_hits: float
     worst_share: float
-    """Largest share of a server in any window of 60 s, relative to the mean; 0 without a window."""
+    """Largest share of a server in any window of 60 s, relative to the mean."""
     spread: float
 
     def as_json(self) -> dict[str, float]:
@@ -309,10 +294,9 @@ def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> 
 def worst_share(
     arrivals: Sequence[tuple[float, int]], servers: int, window_s: float = WINDOW_S, least: int = WINDOW_REQUESTS
 ) -> float:
-    """Return the largest ratio of a server's requests to the mean, over windows with at least ``least`` requests.
+    """Return the largest ratio of a server's requests to the mean, in windows with at least ``least`` requests.
 
-    ``arrivals`` are (s, server) in order of time. Windows of ``window_s`` include their start and exclude their end;
-    every distinct window is checked.
+    ``arrivals`` are (s, server) in order of time.
     """
     arriving = [(at_s, 1, server) for at_s, server in arrivals]
     leaving = [(at_s + window_s, 0, server) for at_s, server in arrivals]
@@ -333,11 +317,9 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 class ErringLeastTtft(LeastTtft):
-    """``least-ttft`` with errors in its estimates, which would otherwise equal the simulator's truth.
+    """``least-ttft`` with seeded errors in its estimates, which would otherwise be the truth.
 
-    Each request's estimates at each server have a random factor: normal with mean 1 and standard deviation ``error``,
-    at least 0.1, drawn from the seed, the request and the time. Compute, wait and the booked backlog have the same
-    factor. Equal calls give equal results.
+    The factor per request and server is normal with mean 1 and standard deviation ``error``, at least 0.1.
 
     Raises:
         InvalidInput: an error outside 0 to 1.
@@ -383,8 +365,6 @@ class ErringLeastTtft(LeastTtft):
 
 
 class EngineEvents:
-    """Publisher of cache changes to a ``PreciseIndex`` in the way of engines: numbered batches, tokens once."""
-
     def __init__(self, index: PreciseIndex) -> None:
         self.index = index
         self._batches: dict[int, int] = {}
@@ -406,10 +386,10 @@ class EngineEvents:
 def strategy_for(
     name: str, setup: RoutingSetup, error: float, *, given: bool = False, **options: Any
 ) -> tuple[Scorer, CacheEvents | None]:
-    """Return the strategy of that name, and the listener of cache changes that it needs.
+    """Return the strategy of that name, and its listener of cache changes.
 
-    ``error`` is the standard deviation of the relative errors of estimates. With ``given``, ``least-ttft`` knows the
-    servers' cost model; otherwise it learns.
+    ``error`` is the standard deviation of the estimates' relative errors. With ``given``, ``least-ttft`` knows the cost
+    model.
 
     Raises:
         InvalidInput: unknown strategy.

@@ -1,7 +1,6 @@
 """Runs of a function over many cells: in sequence, in processes, or on Ray, with equal results.
 
-The function must depend on its cell alone, which includes any seeds. Both must be picklable: a function of a module,
-and frozen dataclasses. Answers are in the order of the cells.
+The function must depend on its cell alone, seeds included. Both must be picklable.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Answer = TypeVar("Answer")
 Way = Literal["sequence", "processes", "ray"]
 WAYS: tuple[Way, ...] = get_args(Way)
 Progress = Callable[[int, int], None]
-"""Callback with the number of cells done and the number of all cells."""
+"""Callback with the numbers of cells done and of all cells."""
 Keep = Callable[[int, Any], None]
-"""Callback with the number of a cell and its answer, called in this process as soon as the answer is available."""
+"""Callback in this process with a cell's number and answer."""
 _AGAIN_S = 0.2
 
 
@@ -41,9 +40,7 @@ def sweep(
     progress: Progress = lambda done, of: None,
     keep: Keep = lambda number, answer: None,
 ) -> list[Answer]:
-    """Return ``run`` of each cell.
-
-    ``jobs`` is the number of parallel runs; None: one per core. ``keep`` is for sweeps that are resumed.
+    """Return ``run`` of each cell, in order. ``jobs`` run in parallel; None: one per core.
 
     Raises:
         InvalidInput: unknown way, or no jobs.
@@ -85,10 +82,7 @@ def sweep(
 
 
 def _interrupt(workers: Collection[BaseProcess]) -> None:
-    """Send SIGINT to the workers repeatedly until they end.
-
-    A worker that enters a blocking system call just after the signal does not notice it until the call returns.
-    """
+    """Send SIGINT until the workers end: a signal just before a blocking system call goes unnoticed."""
     while alive := [worker for worker in workers if worker.is_alive()]:
         for worker in alive:
             if worker.pid is not None:
@@ -101,10 +95,9 @@ _is_interrupted = False
 
 
 def _run_in_worker(run: Callable[[Cell], Answer], cell: Cell) -> Answer:
-    """Run the cell so that SIGINT, which a terminal sends to all processes, becomes an answer as any other error.
+    """Run the cell with SIGINT as an error of its own.
 
-    Anywhere else in a worker, SIGINT would print a traceback, or leave half an answer in the pipe, for which the parent
-    would wait forever.
+    Elsewhere it would print a traceback, or leave half an answer in the pipe, for which the parent would wait forever.
     """
     global _is_interrupted
     try:
@@ -126,10 +119,7 @@ def has_ray() -> bool:
 def _on_ray(
     run: Callable[[Cell], Answer], cells: Sequence[Cell], jobs: int | None, progress: Progress, keep: Keep
 ) -> list[Answer]:
-    """Run on the cluster of RAY_ADDRESS, or on a local Ray instance for this call alone.
-
-    A cell on a lost node is computed again on another node. ``jobs`` of None: as many as the cluster has room for.
-    """
+    """Run on the cluster of RAY_ADDRESS, or on a local Ray instance for this call alone."""
     try:
         import ray
     except ImportError as error:

@@ -1,12 +1,10 @@
-"""Request traces in Mooncake's format: reading, jitter, rate, statistics.
+"""Request traces in Mooncake's format.
 
 A line is a JSON object: ``timestamp`` (ms, never falling), ``input_length`` and ``output_length`` (tokens),
-``hash_ids`` (one number per 512 tokens of the prompt; equal numbers mean equal prefixes). The last number usually
-belongs to a partial block, which engines do not cache but published tables count. Both counts are available.
+``hash_ids`` (a number per 512 tokens; equal numbers mean equal prefixes). The last number usually belongs to a partial
+block, which engines do not cache but published tables count.
 
-The conversation trace has arrivals in batches 3 s apart; ``jittered`` spreads them. It has no clients, so ``session``
-is inferred: a request belongs to the session of its deepest known block, or to a new session if that is only the block
-that all requests share.
+``session`` is inferred: that of the deepest known block after the first, which all requests share.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
-    """Ids of the prompt's blocks, including the partial block. Equal ids mean equal prefixes."""
     session: int = 0
 
     def blocks(self, partial: bool = False) -> tuple[int, ...]:
@@ -43,7 +40,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceRequest]:
-    """Return the first ``most`` requests of a trace, in its order.
+    """Return the first ``most`` requests of a trace.
 
     Raises:
         InvalidInput: an invalid line, with its number, or no request.
@@ -85,7 +82,7 @@ def at_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceRequest]
 
 
 def split_at(requests: Sequence[TraceRequest], share: float) -> float:
-    """Return the time (s) at which ``share`` of the trace has passed, to tune on the requests before it."""
+    """Return the time (s) at which ``share`` of the trace has passed."""
     if not 0 < share < 1:
         raise InvalidInput(f"share {share:g}: expected between 0 and 1")
     first_s, last_s = requests[0].at_s, requests[-1].at_s
@@ -105,11 +102,6 @@ def ideal_hits(requests: Iterable[TraceRequest], partial: bool = False) -> tuple
 
 
 def _parsed(line: str) -> TraceRequest:
-    """Parse a line.
-
-    Raises:
-        ValueError, TypeError: the line is invalid; the message is the reason.
-    """
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -161,12 +153,11 @@ class TraceStatistics:
     all_blocks: int
     all_distinct_blocks: int
     once_share: float
-    """Share of the distinct blocks (with partial blocks) in one prompt only, which no cache can hit."""
+    """Share of the distinct blocks in one prompt only, which no cache can hit."""
     most_uses: int
     ideal_block_hits: float
     """Hit rate of a single cache that never evicts."""
     ideal_all_block_hits: float
-    """The same with partial blocks, as published tables count."""
     ideal_token_hits: float
 
     def as_json(self) -> dict[str, float]:
@@ -205,7 +196,6 @@ def statistics_of(requests: Sequence[TraceRequest]) -> TraceStatistics:
 
 
 def block_uses(requests: Iterable[TraceRequest], partial: bool = False) -> list[int]:
-    """Return the number of prompts with each block, the most popular first."""
     counts: Counter[int] = Counter()
     for request in requests:
         counts.update(request.blocks(partial))

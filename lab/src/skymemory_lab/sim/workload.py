@@ -1,17 +1,13 @@
 """Synthetic workloads: seeded conversations, open-loop Poisson requests, and their text.
 
-A workload consists of conversations. Each starts with its tenant's system prompt, sometimes a shared document, then its
-own text. Each further turn repeats all that and adds the answer and a new message. The result is as in a trace
-(``trace.TraceRequest``), with block ids that form a prefix tree.
+A conversation starts with its tenant's system prompt, sometimes a shared document, then its own text. Each further turn
+adds the answer and a new message.
 
-``CONVERSATIONS`` has the statistics of Mooncake's conversation trace (compared in tests). ``TENANTS``: many system
-prompts with changing popularity, short questions, long answers, no batches. ``AGENTS``: agents with tools and long
-instructions, often the files of a repository, then about fourteen short calls and results, seconds apart.
+``CONVERSATIONS`` has the statistics of Mooncake's conversation trace. ``TENANTS`` has many system prompts with changing
+popularity, ``AGENTS`` long instructions and short calls.
 
-``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2): ArXiv summarization (8,088 tokens in, 229
-out, nothing shared), L-Eval (19,019 in, 72 out, over 80 % cached), and simulated prompts of 16k to 128k tokens (512
-out, half of each cached). Only lengths and sharing matter to a simulator. The paper does not give the spread of
-lengths; here they are log-normal, and constant for the simulated prompts. A prompt is a shared prefix and its own text.
+``OpenLoop`` has the workloads of Mooncake's end-to-end experiments (table 2), which gives no spread of lengths: here
+they are log-normal, for the simulated prompts constant.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Zipf popularity of ``count`` items, ``1 / rank ** skew``, with ranks that rotate over time."""
+    """Zipf popularity, ``1 / rank ** skew``, with ranks that rotate over time."""
 
     count: int
     skew: float
@@ -66,7 +62,7 @@ _ONE = Popularity(1, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Parameters of the generator: seconds, tokens, and shares of conversations (0 to 1)."""
+    """Parameters of the generator: seconds, tokens, shares (0 to 1)."""
 
     name: str
     conversations_per_s: float
@@ -76,13 +72,12 @@ class Workload:
     document: Spread = _NONE
     document_share: float = 0.0
     question: Spread
-    """Own text of the first turn."""
     job_share: float = 0.0
     """Share of conversations with a single request of ``job`` tokens."""
     job: Spread = _NONE
     goes_on: float
     goes_on_growth: float = 0.0
-    """Exponent by which later ends become less likely: the factor is ``turn ** -goes_on_growth``."""
+    """Exponent by which later ends become less likely: ``turn ** -goes_on_growth``."""
     message: Spread
     long_message_share: float = 0.0
     long_message: Spread = _NONE
@@ -91,14 +86,12 @@ class Workload:
     curt_share: float
     """Share of answers of a few tokens."""
     batch_s: float = 0.0
-    """Arrivals are delayed to the next multiple of this; 0: no delay."""
+    """Multiple to which arrivals are delayed; 0: no delay."""
     most_tokens: int = 126_000
 
 
 def generate(workload: Workload, duration_s: float, seed: int) -> list[TraceRequest]:
     """Return ``duration_s`` of requests in order of arrival. Equal arguments give equal requests.
-
-    Conversations also start before second 0, so that the first requests have the same statistics.
 
     Raises:
         InvalidInput: a duration of 0 or less.
@@ -204,10 +197,7 @@ WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AG
 
 
 class BlockNames:
-    """Ids of blocks, numbered by first appearance as in traces.
-
-    A block's id is determined by the prompt up to its end, so equal ids mean equal prefixes.
-    """
+    """Ids of blocks, numbered by first appearance; equal ids mean equal prefixes."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -240,7 +230,7 @@ class OpenLoop:
     prompt: Spread
     answer: Spread
     shared: float = 0.0
-    """Share of a prompt that comes from ``prefixes``, 0 to 1. A cache that never evicts hits less at first."""
+    """Share of a prompt that comes from ``prefixes``, 0 to below 1."""
     prefixes: Popularity = _ONE
 
     def __post_init__(self) -> None:
@@ -249,9 +239,7 @@ class OpenLoop:
 
 
 def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
-    """Return ``count`` requests of a Poisson process. Equal arguments give equal requests.
-
-    Another rate scales the arrivals of the same requests, so rates can be compared.
+    """Return ``count`` requests of a Poisson process. Another rate scales the arrivals of the same requests.
 
     Raises:
         InvalidInput: a rate of 0 or less, or no requests.
@@ -280,7 +268,6 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
 
 
 def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
-    """Return a log-normal distribution with that mean before clipping."""
     return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
@@ -302,7 +289,7 @@ def scaled(workload: OpenLoop, prefixes: int) -> OpenLoop:
 
 
 class RequestSource(Protocol):
-    """A short description of requests, so that sweeps need not send the requests to processes."""
+    """A short description of requests, which sweeps send to processes instead of the requests."""
 
     @property
     def name(self) -> str: ...
@@ -311,13 +298,13 @@ class RequestSource(Protocol):
 
 
 HOUR_S = 3_537.0
-"""Duration of the conversation trace and the generator."""
+"""Duration of the conversation trace."""
 QUICK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The conversation trace; without a trace, the generator with its statistics."""
+    """The conversation trace, or the generator with its statistics."""
 
     trace: Path | None
     seed: int = 0
@@ -329,7 +316,7 @@ class Source:
         return f"{what}, first {QUICK_S:g} s" if self.quick else what
 
     def requests(self) -> list[TraceRequest]:
-        """Return the requests in order of arrival, with batches spread over the time between them.
+        """Return the requests in order of arrival, with batches spread.
 
         Raises:
             InvalidInput: not a trace.
@@ -356,7 +343,6 @@ class OpenSource:
     count: int
     seed: int = 0
     prefixes: int | None = None
-    """Number of shared prefixes; None: that of the workload."""
 
     @property
     def name(self) -> str:
@@ -392,10 +378,7 @@ WORDS = _VOCABULARY.split()
 
 
 def render_text(request: TraceRequest, characters_per_block: int) -> str:
-    """Return a prompt's text, with ``characters_per_block`` per full block and proportionally fewer for a partial
-    block.
-
-    Equal ids give equal text, so equal prefixes stay equal. Lengths are scaled down for small models.
+    """Return a prompt's text, scaled down to ``characters_per_block``. Equal ids give equal text.
 
     Raises:
         InvalidInput: fewer than 8 characters per block, which could be equal by chance.

@@ -1,1 +1,1 @@
-"""Maps of layouts as text, and the paper's figures drawn with matplotlib."""
+"""Maps of layouts as text, and drawn figures."""

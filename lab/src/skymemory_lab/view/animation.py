@@ -1,7 +1,6 @@
-"""A scenario as an HTML page without network access: the Earth, the shell, the box and the beams on a canvas.
+"""A scenario as an HTML page without network access.
 
-The page computes positions itself, from the orbits' elements by the closed form of ``Shell.positions_m``. It compares
-some of its positions with Python's and shows the difference.
+The page computes positions itself and shows their difference from Python's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _DAY_S = 86_400.0
 
 
 def data_of(scenario: Scenario) -> dict[str, Any]:
-    """Return the input of the page, in metres and radians. Fields ``t`` are seconds after the constellation's epoch.
+    """Return the input of the page, in metres, radians and seconds after the constellation's epoch.
 
     Raises:
         InvalidInput: the scenario's grid is not an orbit, or its file of element sets cannot be used.
@@ -67,12 +66,10 @@ def data_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def _spells(spells: tuple[Spell, ...]) -> list[list[Any]]:
-    """Return rows of ``[from_s, [[plane, slot], …]]``. The last row lasts until the end."""
     return [[round(spell.from_s, 3), [list(satellite) for satellite in spell.satellites]] for spell in spells]
 
 
 def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
-    """Return ``[t, plane, slot, x, y, z]`` of satellites all over the shell, at times all over the shown period."""
     shell, rows = scenario.preset.shell, []
     for number in range(_CHECKS):
         t = scenario.start_s + shown_s * number / (_CHECKS - 1)
@@ -82,11 +79,6 @@ def _check(scenario: Scenario, shown_s: float) -> list[list[float]]:
 
 
 def page_of(scenario: Scenario) -> str:
-    """Return the whole page.
-
-    Raises:
-        InvalidInput: as ``data_of``.
-    """
     data = data_of(scenario)
     # A script element ends at the first "</" anywhere in its text.
     written = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")

@@ -1,4 +1,4 @@
-"""A page that compares runs of a simulated cluster: times, hits, outcomes, loads."""
+"""A page that compares runs of a simulated cluster."""
 
 from __future__ import annotations
 

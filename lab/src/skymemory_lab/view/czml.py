@@ -1,8 +1,7 @@
-"""A scenario as CZML, the format that Cesium plays: satellites, hosts, the box with its links, and the beams.
+"""A scenario as CZML, the format that Cesium plays.
 
-Positions are Earth-fixed and sampled every minute; Cesium interpolates between samples. (Its inertial frame is ICRF,
-from which the shell's frame has precessed by a third of a degree since 2000: 42 km in orbit.) For a large shell or a
-long scenario the file contains only satellites that are ever in the box or carry a beam.
+Positions are Earth-fixed: Cesium's inertial frame is ICRF, from which precession since 2000 is 42 km in orbit. A large
+or long scenario has only satellites that are ever in the box or carry a beam.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from skymemory_lab.sim.sky.scenario import Scenario
 
 SAMPLE_S = 60.0
 INTERPOLATION_DEGREE = 5
-"""Degree of interpolation. With samples a minute apart the error is a few metres at most."""
 MOST_SHOWN_S = 7200.0
-"""Limit of the shown time. A longer scenario is cut to its first two hours."""
 _MOST_SAMPLES = 40_000
 _STEPS = 2000
 _BOX, _REST = [245, 169, 78, 255], [147, 161, 173, 160]
@@ -38,10 +35,7 @@ _BEAM, _LINK, _HOST = [209, 73, 91, 255], [46, 111, 149, 200], [31, 138, 76, 255
 
 @dataclass(frozen=True, slots=True)
 class Spell:
-    """Time in which the same satellites are the box (in the order of the servers) or carry a beam.
-
-    ``from_s`` and ``to_s`` are seconds after the start.
-    """
+    """Time, in seconds after the start, in which the same satellites are the box (by server) or carry a beam."""
 
     from_s: float
     to_s: float
@@ -50,7 +44,7 @@ class Spell:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Changes of a scenario: the box, and each host's beams."""
+    """Changes of the box, and of each host's beams."""
 
     shown_s: float
     box: tuple[Spell, ...]
@@ -101,7 +95,6 @@ def _spells(times: Sequence[float], found: Sequence[tuple[SatelliteId, ...]], en
 
 
 def moment(unix_s: float) -> str:
-    """Format a time for CZML: ISO 8601, UTC."""
     return datetime.fromtimestamp(round(unix_s, 3), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -187,11 +180,7 @@ def czml_of(scenario: Scenario) -> list[dict[str, Any]]:
 def _by_pair(
     spells: Iterable[Spell], torus: Torus | None = None
 ) -> list[tuple[tuple[SatelliteId, ...], list[tuple[float, float]]]]:
-    """Return the times in which each satellite has a beam, or with a torus, in which two neighbours are both in the
-    box.
-
-    Consecutive spells are merged.
-    """
+    """Return the merged times of each satellite's beam, or with a torus, of two neighbours in the box."""
     times_by_pair: dict[tuple[SatelliteId, ...], list[tuple[float, float]]] = {}
     for spell in spells:
         inside = set(spell.satellites)

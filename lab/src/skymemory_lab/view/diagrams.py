@@ -1,4 +1,4 @@
-"""Figures 3, 11 and 12 of the SkyMemory paper, drawn from running objects: torus, index, placement, geometry."""
+"""Figures 3, 11 and 12 of the SkyMemory paper, drawn from running objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ELEVATION_DEG, _AZIMUTH_DEG = 50, -154
-"""Direction from which the torus is seen: the centre's slot is in front."""
 GRID, GRID_CENTRE = Torus(5, 7), SatelliteId(2, 3)
 
 
@@ -94,14 +93,12 @@ def draw_grid() -> Figure:
 
 
 def _on_ring(plane: float, slot: float) -> tuple[float, float, float]:
-    """Return a point of the torus: slots follow the large circle, planes the small circle."""
     around, across = 2 * math.pi * slot / GRID.slots_per_plane, 2 * math.pi * plane / GRID.planes
     radius = 1 + 0.42 * math.cos(across)
     return radius * math.cos(around), radius * math.sin(around), 0.42 * math.sin(across)
 
 
 def _alpha(point: tuple[float, float, float]) -> float:
-    """Return the opacity of a point: fainter towards the back."""
     up, around = math.radians(_ELEVATION_DEG), math.radians(_AZIMUTH_DEG)
     towards = math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)
     near = sum(a * b for a, b in zip(point, towards, strict=True)) / 1.42
@@ -138,7 +135,7 @@ _ROTATIONS = 1
 
 
 class _LookUp:
-    """A lookup from a prompt to chunks: three of its four blocks were stored a rotation ago."""
+    """A lookup: three of a prompt's four blocks were stored a rotation ago."""
 
     def __init__(self) -> None:
         self.prompt = "".join(
@@ -168,7 +165,7 @@ def _looked_up() -> _LookUp:
 
 
 def draw_look_up() -> Figure:
-    """Draw figure 11: from a prompt to its chunks, with values computed by the serving code."""
+    """Draw figure 11: from a prompt to its chunks."""
     query = _looked_up()
     figure = new_figure(WIDE_IN, 5.0)
     axes = figure.add_subplot()
@@ -255,7 +252,6 @@ _SEEN_SLOTS = 2
 
 
 def _geometry_numbers() -> Numbers:
-    """Return each offset from the satellite overhead, the paper's distances, the exact distance, and the elevation."""
     shell = _paper_shell()
     rows = []
     for d_plane in range(-4, 5):
@@ -267,13 +263,12 @@ def _geometry_numbers() -> Numbers:
 
 
 def _elevation_deg(shell: Shell, slant_m: float) -> float:
-    """Return the elevation of a satellite at this distance from the host, by the law of cosines."""
     r, e = shell.radius_m, EARTH_RADIUS_M
     return math.degrees(math.asin((r * r - e * e - slant_m * slant_m) / (2 * e * slant_m)))
 
 
 def draw_geometry() -> Figure:
-    """Draw figure 12: the paper's triangle, and the same satellites over a round Earth, to scale."""
+    """Draw figure 12: the paper's triangle, and the same over a round Earth."""
     shell = _paper_shell()
     figure = new_figure(WIDE_IN, 4.9)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1.0))
@@ -337,7 +332,6 @@ def _triangle(axes: Axes, shell: Shell) -> None:
 
 
 def _round_earth(axes: Axes, shell: Shell) -> None:
-    """Draw satellites of the plane overhead to scale, above and below the host's horizon."""
     import numpy as np
 
     r_km, e_km = shell.radius_m / 1e3, EARTH_RADIUS_M / 1e3

@@ -1,6 +1,6 @@
-"""Common drawing code: matplotlib without a display, a common style, deterministic files; figures with their numbers.
+"""Common drawing code: matplotlib without a display, deterministic files.
 
-Text has at least 7 points at print size, and no figure is wider than two columns of a journal (``WIDE_IN``).
+Text has at least 7 points in print; figures are at most ``WIDE_IN`` wide.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 PRINT_DPI, SCREEN_DPI = 300, 110
 WIDE_IN = 7.0
-"""Width in inches of two columns and the gap between them."""
 INK, FAINT, GONE, GREEN, PAPER = "#22303c", "#c3ccd4", "#93a1ad", "#1f8a4c", "#ffffff"
 ORANGES = ("#f5a94e", "#f8bb70", "#facb91", "#fcd9ae", "#fde5c8", "#feefdc")
-"""Tints of the box by hops from the centre. The last tint is also for all further hops."""
+"""Tints of the box by hops from the centre; the last for all further hops."""
 RED, BLUE, GREY, AMBER = "#d1495b", "#2e6f95", "#93a1ad", "#f5a94e"
 SERIES = {
     "rotation": (RED, "s", "rotation"),
@@ -71,7 +70,7 @@ _STYLE: dict[str, Any] = {
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Return an empty figure in the common style, without a display.
+    """Return an empty figure in the common style.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -89,10 +88,10 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def drawing_path(path: Path) -> Path:
-    """Return ``path`` if its suffix is one of ``FORMATS``.
+    """Return ``path``.
 
     Raises:
-        InvalidInput: another suffix.
+        InvalidInput: the suffix is not in ``FORMATS``.
     """
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         raise InvalidInput(f"{path}: expected the suffix {', '.join('.' + name for name in FORMATS)}")
@@ -100,7 +99,7 @@ def drawing_path(path: Path) -> Path:
 
 
 def save(figure: Figure, path: Path, dpi: int = SCREEN_DPI) -> Path:
-    """Write the figure in the format of its suffix, without dates, so that files are deterministic."""
+    """Write the figure in the format of its suffix, without dates, so files are deterministic."""
     kind = drawing_path(path).suffix.lower().removeprefix(".")
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, None] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
@@ -124,17 +123,16 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A figure or a table of a document: its drawing and its numbers."""
+    """A figure or table of a document, with its numbers."""
 
     stem: str
     title: str
     draw: Callable[[], Figure]
     numbers: Callable[[], Numbers]
     table: bool = False
-    """True for a table, which is also written as Markdown."""
 
     def write(self, folder: Path, formats: Sequence[str] = ("png", "svg"), dpi: int = PRINT_DPI) -> list[Path]:
-        """Write the drawing in each format, the numbers as CSV, and a table as Markdown. Return the files.
+        """Write the drawing in each format, the numbers as CSV, and a table as Markdown.
 
         Raises:
             MissingExtra: matplotlib is not installed.
@@ -173,7 +171,7 @@ ROW_IN = 0.235
 
 
 def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str] = ()) -> Figure:
-    """Draw a table in the style of journals: three rules, no lines between columns. ``heads`` replaces the header."""
+    """Draw a table in the style of journals."""
     heads = heads or numbers.header
     lines = 1 + max(head.count("\n") for head in heads)
     rows = len(numbers.rows)
@@ -188,7 +186,6 @@ def draw_table(title: str, numbers: Numbers, note: str = "", heads: Sequence[str
 
 
 _NO_LETTERS = str.maketrans("", "", "$_")
-"""Marks of mathematical text, which take no space."""
 
 
 def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -217,11 +214,7 @@ def fill_table(axes: Axes, heads: Sequence[str], rows: Sequence[Sequence[object]
 
 
 def draw_map(axes: Axes, shown: LayoutMap, number_size: float = 9.0) -> None:
-    """Draw a layout on ``axes``: a square per satellite, orange in the box, a green circle around the satellite
-    overhead.
-
-    Servers that were handed over have a faint number at their old place and an arrow to the new place.
-    """
+    """Draw a layout: orange in the box, a green circle around the satellite overhead, arrows at servers handed over."""
     from matplotlib.patches import Circle, Rectangle
 
     # Lines, not a square per satellite: 225 squares took seconds and made large files.

@@ -1,8 +1,6 @@
-"""The figures and tables of the SkyMemory paper and of the disclosure, computed by this project's code.
+"""The figures and tables of the SkyMemory paper and of the disclosure.
 
-This module has figures 1 and 2 (link delays), 4 to 8 and 13 to 15 (layouts), 16 (latency), tables 1 and 2, and from the
-disclosure the table of constellations and D_N(t). Figures 3, 11 and 12 are in ``diagrams``, 9 and 10 in
-``protocol_sequence``.
+Figures 3, 11 and 12 are in ``diagrams``, 9 and 10 in ``protocol_sequence``.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ _PANELS: dict[Parameter, tuple[str, str, float, Sequence[int]]] = {
 
 
 def link_delays_ms() -> Iterator[tuple[int, int, float]]:
-    """Yield satellites in a plane, altitude in km, and one-way light time to the neighbour in ms (equation 1)."""
+    """Yield satellites in a plane, altitude (km), light time to the neighbour (ms, equation 1)."""
     for count in SATELLITE_COUNTS:
         for altitude_km in ALTITUDES_KM:
             yield count, altitude_km, neighbour_chord_m(count, altitude_km * 1e3) / SPEED_OF_LIGHT_M_S * 1e3
@@ -94,7 +92,7 @@ def draw_link_delay_surface() -> Figure:
 
 
 def draw_link_delay_contours() -> Figure:
-    """Draw figure 2: the same as contours, with the paper's 2 ms line at 50 satellites."""
+    """Draw figure 2: contours with the paper's 2 ms line."""
     import numpy as np
 
     figure = new_figure(5.2, 3.5)
@@ -128,7 +126,7 @@ def draw_paper_map(number: int) -> Figure:
 
 
 def _map_numbers(number: int) -> Numbers:
-    """Return the map's numbers, all 1-based. ``from`` is the place of a server before the rotation, if it moved."""
+    """Return the map's numbers, 1-based; ``from``: a moved server's earlier place."""
     shown_map = paper_map(number)
     sources = {server: source for server, source, _ in shown_map.handovers}
     rows = []
@@ -151,7 +149,6 @@ def draw_layout(shown: LayoutMap) -> Figure:
 
 
 def draw_layouts(number: int) -> Figure:
-    """Draw figures 13 to 15: 3×3, 5×5, 7×7 and 9×9 servers on 15 planes of 15 satellites."""
     strategy, name = LAYOUT_FIGURES[number]
     figure = new_figure(WIDE_IN, 7.4)
     for panel, servers, letter in zip(figure.subplots(2, 2).flat, LAYOUT_SIZES, "abcd", strict=True):
@@ -163,7 +160,7 @@ def draw_layouts(number: int) -> Figure:
 
 
 def layout_rows(number: int) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield the data of figures 13 to 15, all 1-based: strategy, servers, server, satellite, plane."""
+    """Yield strategy, servers, server, satellite, plane, all 1-based."""
     strategy, _ = LAYOUT_FIGURES[number]
     for servers in LAYOUT_SIZES:
         placement = Placement.of(strategy, servers, PAPER_TORUS, PAPER_CENTRE)
@@ -176,7 +173,6 @@ def _layout_numbers(number: int) -> Numbers:
 
 
 def draw_latency() -> Figure:
-    """Draw figure 16: the worst server's latency against altitude, servers, KV cache size and processing time."""
     points = figure_16()
     figure = new_figure(WIDE_IN, 5.2)
     panels = figure.subplots(2, 2)
@@ -212,7 +208,7 @@ MEMORIES: dict[str, tuple[float, float, str]] = {
     "LEO (current RF)": (20e-3, 50e-3, "20–50 ms"),
     "LEO (theoretical laser)": (2e-3, 4e-3, "2–4 ms"),
 }
-"""Table 1, the papers' own: least and most seconds, and the printed text."""
+"""Table 1: least and most seconds, and the printed text."""
 
 
 def draw_memories() -> Figure:
@@ -243,7 +239,7 @@ def _memory_numbers() -> Numbers:
 
 
 def _configuration() -> Numbers:
-    """Return table 2, and the sweep of the authors' published script, which figure 16 follows."""
+    """Return table 2, and the sweep of the authors' published script."""
 
     def swept(parameter: Parameter, scale: float, unit: str) -> str:
         values = [value * scale for value in SWEEPS[parameter]]
@@ -269,7 +265,6 @@ def _configuration() -> Numbers:
 
 
 DISCLOSED = {"Starlink A": "starlink-a", "Starlink B": "starlink-b", "Kuiper A": "kuiper-a", "Kuiper B": "kuiper-b"}
-"""Names of the disclosure's constellations, and their presets."""
 _ORBIT_STEPS = 360
 
 
@@ -352,7 +347,7 @@ def _lengths_over_an_orbit() -> Numbers:
 
 
 def draw_lengths_over_an_orbit() -> Figure:
-    """Draw the disclosure's D_N(t) of its four constellations, dotted if the Earth or its air blocks the link."""
+    """Draw the disclosure's D_N(t), dotted if the Earth or its air blocks the link."""
     figure = new_figure(WIDE_IN, 3.0)
     near, far = figure.subplots(1, 2)
     rows = _lengths_over_an_orbit().rows
@@ -427,7 +422,6 @@ TABLES: dict[str, Exhibit] = {
         table=True,
     ),
 }
-"""The paper's tables, except the third, which is measured."""
 
 DISCLOSURE: dict[str, Exhibit] = {
     "constellations": Exhibit(

@@ -1,7 +1,6 @@
 """Text maps of a torus: placements like the paper's figures 4 to 8, and frames of a constellation in motion.
 
-Planes are rows, with north at the top; satellites of a plane are columns. They fly east, so the box overhead moves west
-over the map. Numbers are 1-based, as in the paper.
+Planes are rows, north at the top. Satellites fly east. Numbers are 1-based.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from skymemory.placement.locate import Moves, Placement, ServerHandover, server_
 from skymemory.text import flowed, wrapped
 
 WHOLE_MAP = 24
-"""Planes and slots up to which the whole torus is shown. A larger torus is cut to the box and its surroundings."""
+"""Planes and slots up to which the whole torus is shown."""
 SURROUNDINGS = 2
 LISTED_HANDOVERS = 12
 
@@ -25,13 +24,12 @@ _ORANGE, _GREEN, _PALE, _RED = "\x1b[48;5;215;30m", "\x1b[48;5;114;30m", "\x1b[4
 _FAINT, _RESET = "\x1b[2m", "\x1b[0m"
 
 CELL_WIDTH, LABEL_WIDTH = 4, 3
-"""Columns of a frame. Those of a map depend on its numbers."""
 LEGEND = ("n a server", "(n) overhead", "□ in the box, no server", "+ holds chunks", "× dead", "· empty")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutMap:
-    """Servers placed at moves (0, 0), their positions at ``now_moves``, and the part of the torus to show."""
+    """Servers placed at moves (0, 0), their positions at ``now_moves``, and the shown part of the torus."""
 
     placement: Placement
     now_moves: Moves
@@ -50,7 +48,7 @@ class LayoutMap:
         return self.placement.server_at(satellite, (0, 0), self.now_moves)
 
     def in_box(self, satellite: SatelliteId) -> bool:
-        """Return True if the satellite is in the box overhead. With ``hop`` the box consists of its servers alone."""
+        """Return True if the satellite is in the box overhead; with ``hop`` that is its servers alone."""
         if self.placement.strategy == "hop":
             return self.server(satellite) is not None
         centre = self.placement.centre_of((0, 0), self.now_moves)
@@ -65,7 +63,7 @@ class PaperMap:
     caption: str
 
     def map(self) -> LayoutMap:
-        """Return the map on 5 planes of 7 satellites, with satellite 4 of plane 3 overhead at first."""
+        """Return the map, with satellite 4 of plane 3 overhead at first."""
         placement = Placement.of(self.strategy, self.servers, Torus(5, 7), SatelliteId(2, 3))
         return layout_map(placement, (self.slot_moves, 0))
 
@@ -91,7 +89,7 @@ def paper_map(figure: int) -> LayoutMap:
 
 
 def layout_map(placement: Placement, now_moves: Moves = (0, 0)) -> LayoutMap:
-    """Return the map of a placement: all of a small torus, else the box and its surroundings."""
+    """Return the map of a placement: a whole small torus, else the box and its surroundings."""
     torus, box = placement.torus, placement.box
     if max(torus.planes, torus.slots_per_plane) <= WHOLE_MAP:
         return LayoutMap(placement, now_moves, tuple(range(torus.planes)), tuple(range(torus.slots_per_plane)))
@@ -125,11 +123,7 @@ def title(shown: LayoutMap) -> str:
 
 
 def render(shown: LayoutMap, colour: bool = False, columns: int = 10_000) -> str:
-    """Return the map as text, at most ``columns`` wide. With ``colour`` the box is orange, the satellite overhead
-    green.
-
-    A map that is too wide has narrower cells, or shows fewer satellites around the box.
-    """
+    """Return the map as text, at most ``columns`` wide."""
     torus = shown.placement.torus
     # Wide enough for the largest number in parentheses, and a space if there is room.
     width = max(len(str(max(torus.slots_per_plane, shown.placement.servers))), 2) + 3
@@ -191,7 +185,6 @@ def _cell(shown: LayoutMap, satellite: SatelliteId, width: int, colour: bool) ->
 
 
 def _figure_style(satellite: SatelliteId) -> str:
-    """Format as ``(satellite, plane)``, 1-based, as in figure 8."""
     return f"({satellite.slot + 1},{satellite.plane + 1})"
 
 
@@ -201,7 +194,7 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OrbitFrame:
-    """State at one moment. ``set_moves`` are the moves at which the values with numbered servers were stored."""
+    """State at one moment. ``set_moves`` are the moves at which the numbered values were stored."""
 
     placement: Placement
     set_moves: Moves
@@ -229,11 +222,7 @@ class OrbitFrame:
 
 
 def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -> list[str]:
-    """Return the frame's lines: slots, then a line per plane. Their number and width are constant for a torus and
-    ``width``.
-
-    If the torus is wider than ``width``, as many slots around the satellite overhead are shown as fit.
-    """
+    """Return slots, then a line per plane, equal in number and width for a torus and ``width``."""
     torus = frame.placement.torus
     slots = _slots_around(frame.centre.slot, torus, max(1, (width - LABEL_WIDTH) // CELL_WIDTH))
     lines = ["".ljust(LABEL_WIDTH) + "".join(f"{slot + 1:^{CELL_WIDTH}}" for slot in slots)]
@@ -244,7 +233,6 @@ def render_frame(frame: OrbitFrame, colour: bool = False, width: int = 10_000) -
 
 
 def _slots_around(centre: int, torus: Torus, most: int) -> list[int]:
-    """Return all slots of a plane, or ``most`` slots around ``centre``."""
     if torus.slots_per_plane <= most:
         return list(range(torus.slots_per_plane))
     return [(centre - most // 2 + at) % torus.slots_per_plane for at in range(most)]

@@ -1,8 +1,6 @@
 """Figures 9 and 10 of the SkyMemory paper, recorded from a run: a block is set, the box moves, the block is read.
 
-The satellites and the client are the state machines of flight, in virtual time, on the paper's map of figures 7 and 8:
-5 planes of 7 satellites, nine servers around satellite 4 of plane 3. Links are Starlink A's, beams those of equations 3
-and 4.
+The state machines of flight run in virtual time on the map of figures 7 and 8.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ TORUS, CENTRE = Torus(5, 7), SatelliteId(2, 3)
 _READ_AFTER_S = 2.0
 """Time from the move to the read, by which the handover has ended."""
 _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": "#d9822b"}
-"""Colours by operation. Satellites' reports of their links to neighbours (LINKS) are recorded but not drawn."""
 _GROUND = "ground"
 
 
@@ -60,7 +57,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Datagrams of the set, the move of the box, and the get. ``right`` is true if the read gave the same bytes."""
+    """Datagrams of the run. ``right`` is true if the read gave the same bytes."""
 
     set: tuple[Sent, ...]
     move: tuple[Sent, ...]
@@ -71,10 +68,7 @@ class Recording:
     after: LayoutMap
 
     def handed_over(self) -> list[tuple[SatelliteId, SatelliteId]]:
-        """Return the source and target satellite of each chunk handed over.
-
-        They are the ends of the path of each MIGRATE, which lies in one plane.
-        """
+        """Return source and target of each chunk handed over: the ends of a MIGRATE's path."""
         hops = [(datagram.sender, datagram.receiver) for datagram in self.move if datagram.operation == "MIGRATE"]
         froms, tos = {sender for sender, _ in hops}, {receiver for _, receiver in hops}
         starts = sorted(node for node in froms - tos if isinstance(node, SatelliteId))
@@ -83,7 +77,7 @@ class Recording:
 
 
 class _Recorded(SimulatedConstellation):
-    """A simulated constellation that records each datagram when it is sent, and forwarded datagrams at every hop."""
+    """A simulated constellation that records each datagram when sent, and at every hop."""
 
     def __init__(self, sky: SkyMap, clock: MoveClock) -> None:
         self.sent: list[Sent] = []
@@ -109,7 +103,7 @@ class _Recorded(SimulatedConstellation):
 
 @lru_cache(maxsize=1)
 def record() -> Recording:
-    """Set a block of nine chunks, let the box move by one slot, and read the block."""
+    """Set a block of nine chunks, let the box move by a slot, and read it."""
     period_s = slot_move_period_s(PRESETS["starlink-a"].shell)
     clock = MoveClock(slot_period_s=period_s, time_scale=1.0)
     sky = _Recorded(SkyMap(TORUS, CENTRE), clock)
@@ -168,7 +162,7 @@ def _lifelines(run: Recording) -> list[Node]:
 
 
 def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, shown: LayoutMap, title: str) -> None:
-    """Draw a sequence diagram: lifelines side by side, time downwards, an arrow per datagram."""
+    """Draw lifelines side by side, time downwards."""
     nodes = _lifelines(run)
     # A gap between planes, and after the ground.
     at: dict[Node, float] = {}
@@ -238,7 +232,7 @@ def _chunks(axes: Axes, title: str, shown: LayoutMap) -> None:
 
 
 def draw_set() -> Figure:
-    """Draw figure 9: a block is cut, set on its satellites, and handed over at the next rotation."""
+    """Draw figure 9: a block is set on its satellites, and handed over."""
     run = record()
     figure = new_figure(WIDE_IN, 7.6)
     grid = figure.add_gridspec(3, 2, height_ratios=(1.35, 1.5, 2.0))

@@ -14,22 +14,18 @@ from skymemory_lab.sim.workload import Source
 COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
 """Cost model of the experiments.
 
-Prefills at half of the machine's speed (the paper does not state it). Decoding steps as published for vLLM with that
-model on eight A100, which differ from the paper's A800 in NVLink.
+Prefills at half of the machine's speed (the paper does not state it). Decoding steps as published for vLLM on eight
+A100, which differ from the paper's A800 in NVLink.
 """
 DECODINGS: Mapping[str, CostModel] = {"vllm": COST, "turbomind": LLAMA_70B_8xA800.decoding_as(LLAMA_70B_4xA100)}
-"""Cost models by decode engine: steps from 45 ms, and from 29 ms (on half of the machine)."""
 VLLM_WORDS = "decoding vllm: steps published of vLLM with this model on 8×A100 (45 ms one request)"
 DECODING_WORDS = f"{VLLM_WORDS}; turbomind: of TurboMind on 4×A100 (29 ms), half of the machine"
 BOTH: Mapping[str, CostModel] = {"memory": LLAMA_70B_8xA800, "vllm": COST}
-"""Cost models for comparisons with coupled machines: the memory bound (from 9 ms), and vLLM's steps."""
+"""Cost models for comparisons with coupled machines: the memory bound, and vLLM's steps."""
 MEMORY_WORDS = "decoding memory: the memory's time and nothing else (9 ms one request): a bound, not a measurement"
 FAST_CONTEXTS = replace(COST, memory_share=1.0, decode_fixed_s=0.0357, decode_request_s=3.76e-4)
-"""Alternative fit of vLLM's published steps with another fixed part.
-
-It is nearly as good as ``COST`` (error 2.3 % instead of 2.1 %). No published step reads more than 36,864 tokens of
-context. For batches with ten times as many tokens the two fits differ much, and the published steps do not decide
-between them.
+"""Alternative fit of vLLM's published steps (error 2.3 %, of ``COST`` 2.1 %), which differs for contexts of more than
+the published 36,864 tokens.
 """
 FAST_CONTEXTS_WORDS = (
     "decoding fast contexts: vLLM's published steps met as nearly (2.3 % off, not 2.1 %) with contexts read at the"
@@ -53,7 +49,6 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "rejections": ("arXiv table 3", "Rejected requests, goodput and wasted prefill under overload"),
     "swings": ("arXiv figures 9 and 10", "Loads of prefill and decode over time, by rule"),
 }
-"""Published figure or table and title of each experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +121,13 @@ _COLUMNS: Mapping[str, Callable[[ClusterMetrics], float]] = {
 
 
 def columns(one: ClusterMetrics | None, header: Sequence[str]) -> tuple[object, ...]:
-    """Return the run's metrics of these columns; None in each if there was no run."""
     if one is None:
         return (None,) * len(header)
     return tuple(_COLUMNS[name](one) if name in _COLUMNS else getattr(one, name) for name in header)
 
 
 def to_json_value(value: object) -> object:
-    """Return the value for JSON: six significant digits, None for NaN and infinity."""
+    """Convert for JSON: six significant digits, None for NaN and infinity."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

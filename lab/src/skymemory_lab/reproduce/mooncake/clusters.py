@@ -1,7 +1,5 @@
-"""Experiments on clusters of machines.
-
-Separate prefill and decode machines against coupled machines (arXiv figures 11, 12, 13); schedulers, network rates and
-prefill:decode ratios (FAST'25 figure 5, arXiv figure 8).
+"""Experiments on clusters: coupled machines (arXiv figures 11, 12, 13), schedulers, network rates and prefill:decode
+ratios (FAST'25 figure 5, arXiv figure 8).
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ from skymemory_lab.sim.workload import SIMULATED, OpenSource
 
 REAL_SLO = Slo(30.0, 0.1)
 TTFT_TIMES, TBT_TIMES = 10.0, 5.0
-"""Factors of the SLOs of the public and simulated workloads, relative to an unloaded machine."""
+"""Factors of the SLOs, relative to an unloaded machine."""
 COUNT, QUICK_COUNT = 500, 250
 CHUNK_TOKENS = 2_048
-"""Step size of coupled instances with chunked prefills."""
 RULES: tuple[Rule, ...] = ("p90", "p90 of the longest")
 _APART = ("3P+1D", "2P+2D")
 _COUPLED = ("4 coupled", "4 coupled, chunked")
@@ -44,7 +41,7 @@ _ALL = (*_APART, *_COUPLED)
 PUBLISHED_SYSTEMS = ("10P+10D", "20 coupled", "20 coupled, chunked")
 SEARCHED_PART = 0.4
 RATES = (1.0, 1.5, 2.0, 3.0)
-"""Multiples of the trace's rate for the real workload; the first two are compared with the published figures."""
+"""Multiples of the trace's rate; the first two have published figures."""
 PUBLISHED_MET = {"10P+10D": 100.0, "20 coupled": 57.0}
 """Percent of the requests."""
 PUBLISHED_GAIN = {"arxiv": 20.0, "l-eval": 40.0}
@@ -62,7 +59,7 @@ def simulated(setting: Setting) -> Experiment:
 
 
 def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, float]:
-    """Return mean TTFT and TBT (s) of requests on an idle machine, with all earlier blocks cached."""
+    """Return mean TTFT and TBT (s) on an idle machine, with all earlier blocks cached."""
     stored: set[int] = set()
     ttft_s = tbt_s = 0.0
     for request in requests:
@@ -76,7 +73,7 @@ def unloaded(cost: CostModel, requests: list[TraceRequest]) -> tuple[float, floa
 
 
 def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[str, ClusterCell]:
-    """Return cells by name, without requests: separate instances, and the same number of coupled instances."""
+    """Return cells by name: separate instances, and as many coupled."""
     prefill, decode = apart
     total = prefill + decode
     cells = {f"{prefill}P+{decode}D": (ClusterSetup(prefill=prefill, decode=decode), scheduler)}
@@ -260,7 +257,6 @@ _REAL_WHY = {
 
 
 def _gain(ours: float, theirs: float) -> float:
-    """Return the gain in percent; infinite if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else float("inf")
 
 
@@ -271,13 +267,13 @@ GBIT_BYTES = 1e9 / 8
 NETWORK_GBIT = (24, 50, 100, 200, 400)
 NODES = 16
 NEAR = 0.001
-"""Relative difference within which splits count as equally good."""
+"""Relative difference within which splits are equally good."""
 PREFILLING = (4, 6, 7, 8, 9, 10, 12)
 RATIO_RATES = (1.0, 1.5, 2.0)
 
 
 def scheduling(setting: Setting) -> Experiment:
-    """Compare mean times to first token of the schedulers, and of the published variants of Algorithm 1."""
+    """Compare mean TTFTs of the schedulers, and of the published variants of Algorithm 1."""
     cells = [ClusterCell(setting.source, ClusterSetup(seed=setting.seed), name) for name in SCHEDULERS]
     cells += [
         ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "kvcache-centric", (("variant", variant),))
@@ -313,7 +309,7 @@ def scheduling(setting: Setting) -> Experiment:
 
 
 def bandwidth(setting: Setting) -> Experiment:
-    """Compare mean times to first token by the rate of the network between nodes."""
+    """Compare mean TTFTs by the network's rate."""
     alone = ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "cache-aware")
     cells = [alone]  # it moves no KV for prefills, so it does not depend on the network's rate
     for gbit in NETWORK_GBIT:

@@ -1,6 +1,4 @@
-"""Mooncake's experiments by name and by published figure or table; experiments on popularity, hits, layer-wise
-storing.
-"""
+"""Mooncake's experiments by name and by published figure or table."""
 
 from __future__ import annotations
 
@@ -82,7 +80,6 @@ class _Replay:
 
 
 def replayed(cell: _Replay) -> float:
-    """Return the hit rate of blocks in a single memory with a policy of the store."""
     prompts = [request.blocks(cell.partial) for request in cell.source.requests()]
     depth = {block: at for prompt in prompts for at, block in enumerate(prompt)}
     names = {block: block.to_bytes(8) for block in depth}
@@ -155,7 +152,6 @@ def hits(setting: Setting) -> Experiment:
 
 # Absolute hits differ between traces; the share of all possible hits can be compared.
 def _compared(table: dict[str, list[float]], most: float) -> list[Value]:
-    """Compare hits relative to those of an unlimited cache."""
     values = [Value("most there is to hit", "% of blocks", 51.0, 100 * most, _OTHER_TRACE, digits=1)]
     for policy, ours in table.items():
         published: Sequence[float] = PUBLISHED_HITS[policy]
@@ -237,11 +233,11 @@ PUBLISHED = {
     "table1": "hits",
     "table3": "rejections",
 }
-"""Experiments by published figure or table. Figure 5 is FAST'25's; all others are numbered as on arXiv."""
+"""Experiments by published figure or table, numbered as on arXiv, but 5 as in FAST'25."""
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Return the experiments of these names, figures or tables, without duplicates; all without names.
+    """Return the experiments of these names, figures or tables; all without names.
 
     Raises:
         InvalidInput: an unknown name.

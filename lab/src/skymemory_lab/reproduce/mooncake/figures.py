@@ -1,6 +1,6 @@
 """Drawings and CSV files of Mooncake's experiments.
 
-The experiments take minutes; ``skymemory figures`` draws them from the CSV of the full run kept in the repository.
+``skymemory figures`` draws the full run kept in the repository.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 KEPT_RUN = "those of the full run kept in the repository, seed 1"
-"""Source of drawings from the CSV in docs/figures, made by ``skymemory reproduce mooncake --trace … --seed 1``."""
+"""Source of drawings: ``skymemory reproduce mooncake --trace … --seed 1``."""
 _SERIES_SECONDS = 1_200
-"""Drawn part of the swings, twenty minutes: later swings repeat, and more would be too narrow to see."""
+"""Drawn part of the swings; later swings repeat."""
 
 
 def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def write_mooncake_csv(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def drawn_series(experiment: Experiment) -> dict[str, tuple[tuple[float, ...], ...]]:
-    """Return the drawn part of the curves: twenty minutes of swings, and the corners of the staircase of uses."""
+    """Return the drawn part of the swings, and the corners of the staircase of uses."""
     drawn: dict[str, tuple[tuple[float, ...], ...]] = {}
     for name, columns in experiment.series.items():
         if experiment.name == "swings":
@@ -116,7 +116,6 @@ def _value(text: str) -> object:
 
 
 def draw(experiment: Experiment) -> Figure:
-    """Draw the experiment, with the source of its requests."""
     figure = _DRAWINGS[experiment.name](experiment)
     heading = f"Mooncake, {experiment.published_as}. {experiment.title}"
     width = round(14 * figure.get_size_inches()[0])  # letters of this size per line
@@ -140,7 +139,7 @@ def _title(name: str) -> str:
 
 
 def kept_exhibits(folder: Path) -> dict[str, Exhibit]:
-    """Return exhibits of all experiments, which read the CSV in ``folder`` when they are drawn."""
+    """Return exhibits of all experiments, which read the CSV in ``folder`` when drawn."""
 
     def make_exhibit(name: str) -> Exhibit:
         def numbers() -> Numbers:

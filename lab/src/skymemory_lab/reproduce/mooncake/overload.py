@@ -12,14 +12,14 @@ from skymemory_lab.sim.sweeps import sweep
 from skymemory_lab.sim.workload import Source
 
 RULES = ("all", "baseline", "early", "predicted", "predicted, long", "goodput")
-"""Admission rules; ``long``: the usual decoding time is infinite, so no request is forecast to end during a prefill."""
+"""Admission rules; ``long``: no request is forecast to end during a prefill."""
 INFINITE_S = 1e9
 PUBLISHED_REJECTIONS = {"baseline": 4_183, "early": 3_771, "predicted": 3_589, "predicted, long": 3_589}
 PUBLISHED_REQUESTS = 23_608
 RATE = 2.0
 SLO = Slo(30.0, 0.1)
 SHORT = {"vllm": (11, 5), "turbomind": (13, 3)}
-"""Splits of the sixteen machines in which decode reaches its SLO before prefill."""
+"""Splits of sixteen machines in which decode reaches its SLO before prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Situation:
 
 
 def situations(seed: int) -> tuple[Situation, ...]:
-    """Return the published situation, limited by prefill, and a situation per engine that is limited by decode."""
+    """Return the published situation, limited by prefill, and a situation per engine, limited by decode."""
     stated = ClusterSetup(rate=RATE, slo=SLO, cost=COST, seed=seed)
     words = "8P+8D, the trace at twice its rate, SLOs of 30 s and 0.1 s a token; decoding as vLLM's on 8×A100"
     listed = [Situation("as stated", stated, words)]
@@ -90,7 +90,7 @@ def rejections(setting: Setting) -> Experiment:
 
 
 def load_swings(setting: Setting) -> Experiment:
-    """Compare the swings of prefill and decode loads by rule: amplitude, period, phase."""
+    """Compare the swings of prefill and decode loads by rule."""
     runs = _runs(setting)
     rows: list[tuple[object, ...]] = []
     series: dict[str, tuple[tuple[float, ...], ...]] = {}
@@ -150,7 +150,6 @@ _SWING_WHY = "published as a picture"
 
 
 _FOUND: dict[Source, list[CellAnswer]] = {}
-"""Runs of the last source, shared by rejections and swings."""
 
 
 def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
@@ -171,5 +170,4 @@ def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell
 
 
 def _saved(ours: float, theirs: float) -> float:
-    """Return the difference in percent; 0 if theirs is 0."""
     return 100 * (ours / theirs - 1) if theirs else 0.0

@@ -1,4 +1,4 @@
-"""The command ``skymemory reproduce mooncake``: runs the experiments and prints the published values and ours."""
+"""The command ``skymemory reproduce mooncake``."""
 
 from __future__ import annotations
 
@@ -54,8 +54,6 @@ def run_mooncake(args: argparse.Namespace) -> int:
 
 
 class Progress:
-    """Progress in a line that is overwritten; only on a terminal."""
-
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._began_s = stream, name, time.monotonic()
         self._live = stream.isatty()
@@ -74,7 +72,6 @@ class Progress:
 
 
 def as_text(experiment: Experiment, width: int) -> list[str]:
-    """Return published values, ours and remarks, then all data."""
     lines = [
         "",
         f"{experiment.name} ({experiment.published_as}): {experiment.title}",
@@ -94,7 +91,6 @@ def as_text(experiment: Experiment, width: int) -> list[str]:
 
 
 def as_markdown(experiment: Experiment) -> list[str]:
-    """Return the same as a Markdown section, for docs/reproduce/mooncake.md."""
     lines = [
         "",
         f"### {experiment.title}",

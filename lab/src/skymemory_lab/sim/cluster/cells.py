@@ -1,4 +1,4 @@
-"""Cells of sweeps over simulated clusters: a run, its metrics, a cluster's capacity, and the swings of its loads."""
+"""Cells of sweeps over simulated clusters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from skymemory_lab.sim.workload import OpenSource, RequestSource
 Rule = Literal["p90", "p90 of the longest", "attainment"]
 """Criterion of capacity.
 
-``p90``: the 90th percentiles of TTFT and mean TBT meet the objectives. ``p90 of the longest``: the same with each
-request's longest TBT. ``attainment``: 90 % of the requests meet both objectives.
+``p90``: the 90th percentiles of TTFT and mean TBT meet the objectives. ``p90 of the longest``: those of TTFT and
+longest TBT. ``attainment``: 90 % of the requests meet both.
 """
 PART = 0.9
 GRID_S = 1.0
 WINDOW_S = 256.0
 MOST_S = 1e7
 LONGEST_S, SHORTEST_S = 130.0, 8.0
-"""Range of periods: at least two fit into a window, and all exceed the 3 s batches of a trace's arrivals."""
+"""Range of periods: at least two in a window, all above the 3 s arrival batches."""
 CURVE_S = 2.0
 Series = NDArray[np.float64]
 Options = tuple[tuple[str, object], ...]
@@ -40,7 +40,7 @@ Options = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class ClusterCell:
-    """A run of a sweep. It can be pickled."""
+    """A picklable run. Requests are simulated between ``begin_part`` and ``until_part`` of the arrival time."""
 
     source: RequestSource
     setup: ClusterSetup = field(default_factory=ClusterSetup)
@@ -49,11 +49,9 @@ class ClusterCell:
     admission: str = "all"
     admission_options: Options = ()
     begin_part: float = 0.0
-    """Share of the arrival time before which requests are skipped."""
     from_part: float = 0.0
-    """Share of the arrival time from which requests are measured."""
+    """Part from which requests are measured."""
     until_part: float = 1.0
-    """Share of the arrival time after which requests are skipped."""
     tbt_rule: TbtRule = "mean"
     curves: bool = False
 
@@ -103,7 +101,6 @@ def run_cell(cell: ClusterCell) -> CellAnswer:
 
 
 def _moment(cell: ClusterCell, part: float) -> float:
-    """Return the time in the run at which ``part`` of the arrival time has passed."""
     requests = cell.source.requests()
     first_s, last_s = requests[0].at_s, requests[-1].at_s
     return (first_s + part * (last_s - first_s)) / cell.setup.rate
@@ -119,10 +116,7 @@ def _curves(run: ClusterRun, until_s: float) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class CapacityCell:
-    """Search for the highest rate between ``lowest`` and ``highest``, by ``halvings`` geometric bisections.
-
-    The rate is requests per second for a Poisson source, and the speed factor for a trace.
-    """
+    """Geometric bisection for the highest rate (requests per second, or a trace's speed factor)."""
 
     cell: ClusterCell
     lowest: float
@@ -138,17 +132,13 @@ class CapacityCell:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     rate: float
-    """Highest rate that holds; 0 if not even the lowest does."""
     saturated: bool
-    """True if the highest rate tried holds, so the capacity may be larger."""
+    """True if the highest rate tried holds."""
     metrics: ClusterMetrics | None
 
 
 def capacity(search: CapacityCell) -> Capacity:
-    """Return the highest rate tried at which the rule holds.
-
-    The search assumes that the rule holds at all lower rates.
-    """
+    """Return the highest rate tried at which the rule holds, or 0. It is assumed to hold at all lower rates."""
     metrics = _at(search, search.lowest)
     if not _holds(metrics, search):
         return Capacity(0.0, False, None)
@@ -188,31 +178,27 @@ def _holds(found: ClusterMetrics, search: CapacityCell) -> bool:
 class Swings:
     """Swings of the prefill and decode loads, and their phase relation (Mooncake, figures 9 and 10).
 
-    A load is relative to its objective (``LoadSample``). Both are resampled on a grid of 1 s; a value holds until the
-    next sample. Period and phase are of the frequency with the strongest cross spectrum, averaged over half-overlapping
-    windows with a Hann taper and without their mean. 180 degrees is opposition. Both are None if the run is shorter
-    than a window or a load is constant.
+    Period and phase are of the strongest cross spectrum over half-overlapping Hann windows; 180 degrees is opposition.
+    They are None if the run is shorter than a window or a load is constant.
     """
 
     prefill_mean: float
     prefill_amplitude: float
-    """Half of the distance between the 5th and 95th percentiles."""
     decode_mean: float
     decode_amplitude: float
     correlation: float
-    """Correlation of both loads at equal times, -1 to 1; 0 if a load is constant."""
     period_s: float | None
     phase_degrees: float | None
-    """Lag of decode after prefill at that period, -180 to 180."""
+    """Lag of decode, -180 to 180."""
     coherence: float | None
-    """Stability of the phase over the windows, 0 to 1. Below 0.5 the phase means little."""
+    """Stability of the phase, 0 to 1. Below 0.5 the phase means little."""
 
     def as_json(self) -> dict[str, float | None]:
         return {name: None if value is None else round(value, 6) for name, value in asdict(self).items()}
 
 
 def swings(loads: Sequence[LoadSample], from_s: float = -math.inf, until_s: float = math.inf) -> Swings:
-    """Return the swings between two times. ``loads`` must be in order of time.
+    """Return the swings between two times. ``loads`` are in order of time.
 
     Raises:
         InvalidInput: fewer than two samples, or a span above ``MOST_S``.
@@ -249,7 +235,6 @@ def _amplitude(values: Series) -> float:
 
 
 def _in_common(one: Series, other: Series) -> tuple[float | None, float | None, float | None]:
-    """Return the common period in s, the lag of ``other`` in degrees, and the coherence."""
     size = int(WINDOW_S / GRID_S)
     if len(one) < size:
         return None, None, None

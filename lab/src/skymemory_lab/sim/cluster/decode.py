@@ -1,8 +1,6 @@
-"""Simulated instances that decode with continuous batching: coupled with prefill, or on separate machines.
+"""Simulated instances with continuous batching, coupled with prefill or decode only.
 
-Steps are planned up to the next change of the batch: the first end of an answer, or the step in which a fitting request
-arrives. An arrival or a failure replaces the plan. Events carry their plan's version, so those of replaced plans are
-ignored.
+Steps are planned up to the batch's next change; an arrival or a failure replaces the plan.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ StreamEvent = Callable[[Stream, float], None]
 class CoupledInstance:
     """Instance that prefills and decodes.
 
-    Without ``mixed_tokens`` prefills go first and decoding waits. With it every step decodes, and spends the remaining
-    tokens on prefill chunks. ``prefilled`` returns the stream to decode, or None for an answer of one token. ``ended``
-    is called at the end of an answer.
+    Without ``mixed_tokens`` decoding waits for prefills; with it every step decodes, then fills up with prefill chunks.
     """
 
     def __init__(
@@ -50,7 +46,7 @@ class CoupledInstance:
         self._underway: list[tuple[Job, int]] = []
         self._begun_s = 0.0
         self._planned = 0
-        """Decoding steps in the current plan; 0: prefilling or idle."""
+        """Steps in the plan; 0: prefilling or idle."""
         self._idle = True
         self._version = 0
 
@@ -81,7 +77,6 @@ class CoupledInstance:
         return jobs, self.batch.clear()
 
     def predicted_ttft_s(self, now_s: float) -> float:
-        """Return the TTFT predicted for the latest request: its age plus the estimated backlog."""
         backlog_s = sum(job.work_s for job, _ in self._underway)
         if not self.waiting:
             return max((now_s - job.at_s for job, _ in self._underway), default=0.0) + backlog_s
@@ -199,12 +194,8 @@ class CoupledInstance:
 class DecodeInstance:
     """Instance that only decodes, with a queue for requests that do not fit into its memory.
 
-    Requests join between steps, by priority, then arrival. The first that does not fit blocks all later requests. A
-    first token that is computed here precedes the join: the batch waits meanwhile, and runs one step between two such
-    requests, as in an engine that takes one prompt per turn.
-
-    ``kv_tokens`` is its memory, ``most_batch`` the limit of the batch. ``joined``, ``ended`` and ``first`` (first
-    token, if computed here) are called with the stream.
+    Requests join between steps, by priority, then arrival; the first that does not fit blocks the queue. The batch
+    waits for first tokens computed here, but runs a step between two, as engines that take one prompt per turn.
     """
 
     def __init__(
@@ -227,7 +218,6 @@ class DecodeInstance:
         self.busy_s = 0.0
         self._begun_s = 0.0
         self._planned = 0
-        """Steps planned from ``_begun_s`` on; 0: idle."""
         self._version = 0
 
     def takes(self, kv_tokens: int) -> bool:
@@ -254,7 +244,7 @@ class DecodeInstance:
         return self.batch.clear() + taking + self.waiting.clear()
 
     def turn_ends_s(self, now_s: float) -> float:
-        """Return the end of the step in progress, when the loop is between two turns; now, if idle."""
+        """Return the end of the step in progress; ``now_s`` if idle."""
         if self._taking is not None:
             size, contexts = len(self.batch) + 1, self.batch.contexts + self._taking.prompt_tokens + 1
             return self._begun_s + self._taking.work_s + self._steps.step_s(size, contexts)
@@ -268,7 +258,7 @@ class DecodeInstance:
         return self.batch.step_s(self.batch.steps_until(now_s - self._begun_s, self._planned) - 1)
 
     def needed_share(self) -> float:
-        """Return the share of the KV memory that all requests need, or of the longest batch if that share is larger."""
+        """Return the needed share of the KV memory, or of the longest batch, if larger."""
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 
@@ -277,7 +267,6 @@ class DecodeInstance:
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
     def _plan(self, now_s: float) -> None:
-        """Add requests that fit and plan the next steps, between two steps."""
         self._begun_s = now_s
         while self.waiting and self._fits(self.waiting.first):
             stream = self.waiting.pop()

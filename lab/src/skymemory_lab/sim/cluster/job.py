@@ -17,7 +17,7 @@ from skymemory_lab.sim.cluster.pool import Loaded
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the cluster. Fields describe its last attempt, but ``spent_s`` sums all attempts."""
+    """A request in its last attempt; ``spent_s`` sums all attempts."""
 
     number: int
     at_s: float
@@ -32,7 +32,6 @@ class Job:
     attempts: int = 0
     work_s: float = 0.0
     loading: Loaded | None = None
-    """Load that started at its placement."""
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
@@ -40,10 +39,10 @@ class Job:
     computed_tokens: int = 0
     spent_s: float = 0.0
     there_s: float = 0.0
-    """Time at which all its KV has reached the decode instance."""
+    """Arrival of its last KV at the decode instance."""
     prefilled: bool = False
     leaving: bool = False
-    """True while it is prefilled and its KV is in transfer."""
+    """True if its KV is in transfer after the prefill."""
     decoding: bool = False
     over: bool = False
 
@@ -66,7 +65,6 @@ class Job:
         return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
     def stream_after(self, work_s: float) -> Stream:
-        """Return its answer if the decode instance computes the first token in ``work_s``."""
         return Stream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
 
 
@@ -81,12 +79,10 @@ class Stream:
     """Time of the first token at the decode instance; 0: the prefill gave it."""
     worst_s: float = 0.0
     joined: int = 0
-    """Number of the batch's run in which it joined."""
     came: int = 0
 
     @property
     def kv_tokens(self) -> int:
-        """Memory reserved from its first step on, so that it is never preempted."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -96,7 +92,7 @@ Waiting = TypeVar("Waiting", Job, Stream)
 class PriorityQueue(Generic[Waiting]):
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Waiting]] = []
-        """Entries of negative priority, number of the arrival, request."""
+        """Entries of negative priority, arrival number, request."""
         self._came = 0
 
     def __len__(self) -> int:
@@ -164,17 +160,15 @@ class PrefillQueue(PriorityQueue[Job]):
 
 
 class Batch:
-    """A decode batch: every step gives each request a token.
+    """A decode batch, which changes only between steps.
 
-    It changes only between steps. Its owner runs several steps at once (``run``); times, contexts and gaps follow in
-    closed form, equal to a simulation of each step. A context is the prompt plus the tokens so far. The prefill gave
-    the first token, so the first step has ``prompt + 1``, and ``n`` tokens take ``n - 1`` steps.
+    A context is the prompt plus the tokens so far. The prefill gave the first token, so ``n`` tokens take ``n - 1``
+    steps, the first with ``prompt + 1``.
     """
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
         self._leave: list[tuple[int, int, Stream]] = []
-        """Heap, by the step after which a request is done."""
         self._fresh: list[Stream] = []
         self._runs = 0
         self._done = 0
@@ -184,9 +178,9 @@ class Batch:
         """Time of the last token of all but fresh requests."""
         self._peak_runs: list[int] = []
         self._peaks_s: list[float] = []
-        """Decreasing stack of the longest gaps, for the maximum since a request joined.
+        """Decreasing stack of the longest gaps.
 
-        ``_peak_runs`` has their positions: twice the number of the run for its first step, plus 1 for later steps.
+        Positions in ``_peak_runs``: twice the run's number for its first step, plus 1 for later steps.
         """
 
     def __len__(self) -> int:
@@ -210,7 +204,7 @@ class Batch:
         return self._steps.run_s(len(self._leave), self.contexts, steps)
 
     def steps_until(self, seconds: float, most: int) -> int:
-        """Return the fewest steps that take at least ``seconds``, between 1 and ``most``."""
+        """Return the fewest steps that take at least ``seconds``, from 1 to ``most``."""
         return self._steps.steps_until(len(self._leave), self.contexts, seconds, most)
 
     def step_s(self, steps: int = 0) -> float:
@@ -219,10 +213,7 @@ class Batch:
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
     def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
-        """Account for ``steps`` steps from ``begun_s`` to ``end_s``. Return the requests that are done.
-
-        ``steps`` must not exceed ``steps_to_first_end``.
-        """
+        """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
         size, kv = len(self._leave), self.contexts
         first_s = self._steps.step_s(size, kv)
         self._first_step(begun_s, first_s)
@@ -236,7 +227,7 @@ class Batch:
         return self._leaving()
 
     def mixed_step(self, begun_s: float, end_s: float) -> list[Stream]:
-        """Account for one step that includes other work. Return the requests that are done."""
+        """Account for a step that includes other work. Return the requests that are done."""
         if not self._leave:
             return []
         self._first_step(begun_s, end_s - begun_s)
@@ -254,7 +245,6 @@ class Batch:
         return streams
 
     def _first_step(self, begun_s: float, step_s: float) -> None:
-        """Record the gaps of the first step: since the first token for fresh requests, else since the last step."""
         joined = self._fresh
         for stream in joined:
             gap_s = begun_s - stream.first_token_s + step_s
@@ -293,11 +283,10 @@ class Batch:
 
 
 class Steps:
-    """Durations of decoding steps on one kind of machine, in closed form.
+    """Closed-form sums of ``CostModel.decode_step_s`` for an unchanged batch.
 
-    In an unchanged batch, contexts grow by a token per request and step. Reading and computing are then linear in the
-    step's number, and a step takes the longer of the two: the sum of ``CostModel.decode_step_s``, split at the step
-    where the lines cross. ``kv_tokens`` are the batch's context tokens at the first step.
+    Contexts grow by a token per step, so reading and computing are linear in the step's number; a step takes the
+    longer.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -334,7 +323,7 @@ class Steps:
     def _lines(self, batch: int, kv_tokens: float) -> tuple[float, float, float, float, float]:
         """Return ``first, slope, cut, then, then_slope``.
 
-        Step ``i`` takes ``first + slope·i`` before step ``cut``, and ``then + then_slope·i`` from there on.
+        Step ``i`` takes ``first + slope·i`` before step ``cut``, ``then + then_slope·i`` from there on.
         """
         fixed_s, read_s, read_per_s, flops_s, flops_per_s = self._of(batch)
         reading, computing = read_s + read_per_s * kv_tokens, flops_s + flops_per_s * kv_tokens
@@ -355,7 +344,6 @@ class Steps:
 
 
 def _fewest(start: float, slope: float, begin: float, seconds: float) -> int:
-    """Return the approximate number of terms ``start + slope·i``, from ``i = begin``, that sum to ``seconds``."""
     begins = start + slope * begin
     if slope <= 0.0:
         return math.ceil(seconds / begins) if begins > 0.0 else 1
@@ -369,10 +357,7 @@ _WIDTH = math.log(1.01)
 
 
 class Gaps:
-    """Histogram of the times between tokens of all requests, with classes 1 % wide.
-
-    Every token but the first counts. The counts and the mean of each class are exact.
-    """
+    """Histogram of times between tokens in classes 1 % wide, with exact counts and means."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}

@@ -1,10 +1,6 @@
 """All instances of a simulated cluster, and the fleets from which schedulers choose.
 
-In elastic pools every instance can do both: it belongs to both fleets and is closed in the fleet of the other role.
-Closed servers keep their KV, so other instances continue to load from their memory.
-
-Slots of the prefill fleet are node numbers of the KV pool. Slots of the decode fleet start with the instances that
-decode at the start, so an instance has the same slot in fixed and elastic pools.
+An elastic instance is in both fleets, closed in that of the other role. Prefill slots are node numbers of the KV pool.
 """
 
 from __future__ import annotations
@@ -34,8 +30,6 @@ class Listeners:
 
 
 class Machines:
-    """Instances of a run. Prefill and coupled instances are numbered by their slots."""
-
     def __init__(self, setup: ClusterSetup, clock: Clock, gaps: Gaps, pool: ClusterPool, listeners: Listeners) -> None:
         prefilling, decoding = setup.prefilling(), setup.decoding()
         self.elastic = setup.pools == "elastic"
@@ -73,7 +67,6 @@ class Machines:
         return (self._first_decode + slot) % len(self.role)
 
     def prefilling(self) -> list[PrefillInstance] | list[CoupledInstance]:
-        """Return the instances that prefill now, including draining instances."""
         if self.coupled or not self.elastic:
             return self.prefills or self.coupled
         return [self.prefills[server.slot] for server in self.prefill_fleet if self.role[server.name] == "prefill"]
@@ -105,7 +98,6 @@ class Machines:
                 fleet.servers[name].healthy = True
 
     def could_take(self, job: Job) -> bool:
-        """Return True if an empty machine has enough memory for the request."""
         if self.coupled:
             return self.coupled[0].takes(job)
         at_prefill = job.output_tokens == 1 and self._handover is None

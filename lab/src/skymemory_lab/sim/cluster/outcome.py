@@ -1,8 +1,4 @@
-"""Records of a simulated run (per request, loads over time, spans of the instances), and its metrics.
-
-Metrics cover the requests that arrived in a window (``from_s`` to ``until_s``), whenever they end.
-docs/reference/cluster-metrics.md defines them. ``write_chrome_trace`` exports a run for Perfetto.
-"""
+"""Records and metrics (docs/reference/cluster-metrics.md) of a simulated run."""
 
 from __future__ import annotations
 
@@ -33,19 +29,17 @@ class RequestOutcome:
     status: Status
     prompt_tokens: int
     output_tokens: int
-    """Requested length of the answer. A completed request got it."""
     prefill: int | None = None
-    """Number of the prefill instance; None: it never started."""
+    """Prefill instance; None: never started."""
     decode: int | None = None
-    """Number of the decode instance; equal to ``prefill`` if coupled."""
+    """Decode instance; equal to ``prefill`` if coupled."""
     held_tokens: int = 0
     """Tokens in the prefill instance's own memory."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Loaded tokens by source, as the pool names them."""
     computed_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    """Compute time of its prefill, summed over a pipeline's machines."""
+    """Compute time, summed over a pipeline's machines and all attempts."""
     ttft_s: float | None = None
     end_s: float | None = None
     """Time of its last token, refusal or failure."""
@@ -54,7 +48,6 @@ class RequestOutcome:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
         return self.held_tokens + sum(self.loaded_tokens.values())
 
 
@@ -62,16 +55,14 @@ class RequestOutcome:
 class LoadSample:
     t_s: float
     prefill: float
-    """Largest predicted TTFT of the prefill instances over its objective (1: at the objective)."""
+    """Largest predicted TTFT of an instance over its objective."""
     decode: float
-    """Largest time between tokens of the decode instances over its objective."""
+    """Largest time between tokens of an instance over its objective."""
     waiting: int = 0
     decoding: int = 0
     prefill_mean: float = 0.0
-    """Mean over the instances, where ``prefill`` is the largest."""
     decode_mean: float = 0.0
     prefilling: int = 0
-    """Instances that prefill, including draining instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RoleSpan:
-    """Time in which an instance of elastic pools had one role, including its drain and the set-up for the next role."""
+    """Time in one role, including its drain and the next set-up."""
 
     instance: str
     role: Role
@@ -102,7 +93,7 @@ class ClusterRun:
     decode_busy_s: Sequence[float]
     spans: Sequence[Span] = ()
     gap_seconds: Sequence[float] = ()
-    """Histogram of the times between tokens: mean of each class; may be empty."""
+    """Mean of each class of times between tokens."""
     gap_tokens: Sequence[int] = ()
     pool: Mapping[str, float] = field(default_factory=dict)
     roles: Sequence[RoleSpan] = ()
@@ -113,13 +104,11 @@ class ClusterRun:
 
 
 TbtRule = Literal["mean", "max"]
-"""Rule for a request's times between tokens: their mean or the longest of them must meet the objective."""
+"""Rule for a request: its mean or longest time between tokens must meet the objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Mean and percentiles of seconds; NaN without values."""
-
     mean: float
     p50: float
     p90: float
@@ -134,7 +123,7 @@ class Quantiles:
 
     @classmethod
     def of_histogram(cls, values: Sequence[float], counts: Sequence[int]) -> Quantiles:
-        """Return the quantiles of values with counts: the smallest value that the given share does not exceed."""
+        """Return the smallest values that the shares do not exceed."""
         total = sum(counts)
         if not total:
             return cls(math.nan, math.nan, math.nan, math.nan)
@@ -151,10 +140,9 @@ class Hits:
 
     tokens: float
     tokens_by_source: dict[str, float]
-    """Share of all tokens, by source: ``local``, and each tier or peer."""
     blocks: float
     all_blocks: float
-    """Share of all blocks, including partial blocks, as published tables count."""
+    """Share including partial blocks, as published tables count."""
 
     @classmethod
     def of(cls, begun: Sequence[RequestOutcome]) -> Hits:
@@ -185,25 +173,24 @@ class ClusterMetrics:
     ttft_s: Quantiles
     tbt_request_s: Quantiles
     tbt_token_s: Quantiles
-    """All times between tokens of the run; without a histogram, the requests' means weighted by tokens."""
+    """All times between tokens; without a histogram, the requests' means weighted by tokens."""
     tbt_max_s: Quantiles
     ttft_met: float
     tbt_met: float
     longest_tbt_met: float
     met: int
     attainment: float
-    """``met`` as a share of all arrivals, including refused requests."""
+    """Share of ``met`` in all arrivals, including refused requests."""
     goodput_per_s: float
-    """``met`` per second, from the first arrival to the last end."""
+    """Rate of ``met`` requests, from the first arrival to the last end."""
     elapsed_s: float
     prefill_s: float
     wasted_prefill_s: float
-    """Prefill seconds of requests that were refused or failed afterwards."""
+    """Prefill seconds of requests then refused or failed."""
     late_prefill_s: float
     """Prefill seconds of requests that completed outside an objective."""
     hits: Hits
     prefill_utilisation: float
-    """Mean busy share of the prefill instances, over the whole run."""
     decode_utilisation: float
     role_changes: int = 0
 
@@ -270,7 +257,6 @@ def keeps(outcome: RequestOutcome, slo: Slo, tbt_rule: TbtRule = "mean") -> bool
 
 
 def _tbt_s(outcome: RequestOutcome, rule: TbtRule) -> float:
-    """Return the time between tokens by the rule; 0 for an answer of one token."""
     tbt_s = outcome.tbt_mean_s if rule == "mean" else outcome.tbt_max_s
     return 0.0 if tbt_s is None else tbt_s
 
@@ -295,7 +281,6 @@ def _part(count: float, of: float) -> float:
 
 
 def _to_json_value(value: object) -> object:
-    """Convert for JSON: six decimals, None for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     if isinstance(value, dict):
@@ -307,10 +292,9 @@ _COUNTERS_PID = 1
 
 
 def chrome_trace(run: ClusterRun) -> dict[str, object]:
-    """Export the run for chrome://tracing and Perfetto (Trace Event Format, JSON object form).
+    """Export the run in Trace Event Format for chrome://tracing and Perfetto.
 
-    Spans are included if the run recorded them. Each instance is a process; its overlapping spans are in lanes, the
-    threads of that process. Loads are counters of a separate process. Times are microseconds.
+    Instances are processes with lanes (threads) of spans.
     """
     events: list[dict[str, object]] = [_named("process", _COUNTERS_PID, 0, "cluster")]
     events += _counters(run.loads)
@@ -335,7 +319,6 @@ def _counters(loads: Iterable[LoadSample]) -> Iterator[dict[str, object]]:
 
 
 def _complete(pid: int, spans: Iterable[Span]) -> Iterator[dict[str, object]]:
-    """Return an instance's spans, each in the first free lane of its kind."""
     kinds: dict[str, list[tuple[int, int]]] = {}
     """Lanes by kind: thread, end of the last span in µs."""
     lanes = 0

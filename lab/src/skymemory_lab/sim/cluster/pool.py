@@ -1,13 +1,10 @@
-"""The simulated KV pool: the nodes' caches and the links between them. ``sky.SkyPool`` adds a constellation.
+"""The simulated KV pool: the nodes' caches and the links between them.
 
-Nodes have the numbers of the cluster's instances: first prefill (or coupled) instances, so a caching node has the
-number of its slot in their fleet, then decode instances. Blocks are a trace's ids, of ``BLOCK_TOKENS`` tokens each. A
-chain of blocks is a prompt from its beginning. Times are seconds of the simulation; calls come in order of ``now_s``.
+Nodes are numbered as instances, so a caching node's number is its fleet slot. A chain is a prompt's blocks from its
+beginning. Calls come in order of ``now_s``, simulated seconds.
 
-A node caches blocks in memory under a policy, and on an SSD what memory evicts. Neither drops a parent before its
-child. Memory evicts deeper blocks first, so the SSD receives children before parents, and it drops blocks in the order
-of arrival. Used blocks return to memory from the root on. So memory and SSD together hold whole prefixes, and so does
-memory alone.
+Memory, and memory with SSD, hold whole prefixes: memory evicts children to the SSD before parents, the SSD drops in
+order of arrival, and used blocks return from the root on.
 """
 
 from __future__ import annotations
@@ -29,41 +26,33 @@ from skymemory_lab.sim.cluster.setup import PoolSettings
 from skymemory_lab.sim.trace import BLOCK_TOKENS
 
 LOCAL = "dram"
-"""Source of tokens in the node's own memory."""
 NODES = "node"
-"""Source of tokens in another node's memory."""
 SSD_TIER = "ssd"
 SKY_TIER = "sky"
 
 
 class Far(NamedTuple):
-    """A tier that every node can load from, for a prompt at this time."""
+    """A tier from which every node can load."""
 
     tier: str
-    """Value of ``Plan.source`` to load from it."""
     blocks: int
-    """Leading blocks of the prompt that it holds."""
+    """Leading blocks that it holds."""
     medium: Medium
-    """Medium of the tier. Its latency includes the current queue."""
+    """Medium with the current queue in its latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Part of a prompt that a node has, or will have by ``done_s``.
-
-    It is reserved for the request until its prefill ends, even if the cache evicts it meanwhile.
-    """
+    """Part of a prompt that a node has, or will have by ``done_s``; reserved until the prefill ends."""
 
     held_tokens: int
-    """Prefix on the node: in memory, on the SSD, or already loading."""
+    """Prefix in memory, on the SSD, or already loading."""
     split_tokens: int
-    """Start of the loaded part; equal to ``held_tokens`` unless the plan computes a part meanwhile."""
+    """Start of the loaded part; above ``held_tokens`` if the plan computes a part meanwhile."""
     loaded_tokens: int
     done_s: float
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by source: ``LOCAL``, ``SSD_TIER``, ``SKY_TIER``, ``NODES``."""
     held_s: float = 0.0
-    """Time at which the held part is available; later than now if some of it is on the SSD or loading."""
 
     @property
     def cached_tokens(self) -> int:
@@ -71,12 +60,10 @@ class Loaded:
 
 
 class Link:
-    """One direction of a network interface, served in order of request.
+    """One direction of a network interface, first come, first served.
 
-    A transfer occupies all links of its path at once. At each link it waits for earlier transfers; it ends when the
-    slowest link has carried it, plus the path's latency. Each link is occupied for the bytes over its own rate, so a
-    slow link does not delay a fast link. The end is known at the start and never changes. (Fair sharing is more
-    realistic but would move the ends of other transfers; busy links carry the same bytes.)
+    A transfer occupies each link of its path for its bytes over that link's rate, and ends with the slowest. The end is
+    known at the start; fair sharing would move other transfers' ends.
     """
 
     __slots__ = ("bytes_per_s", "carried_bytes", "free_s", "name")
@@ -99,7 +86,7 @@ class Link:
 
 
 def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
-    """Return the end of a transfer over all links of ``path``; now for 0 bytes."""
+    """Return the end of a transfer over all links of ``path``."""
     if size_bytes <= 0:
         return now_s
     return latency_s + max(link.take(size_bytes, now_s) for link in path)
@@ -108,9 +95,9 @@ def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s:
 def streamed_s(
     path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
 ) -> float:
-    """Return the end of a transfer whose bytes become available in ``parts`` equal parts, the last ``over_s`` from now.
+    """Return the end of a transfer whose bytes become available in ``parts``, the last ``over_s`` from now.
 
-    The links are booked for all parts now, so later transfers wait for the whole stream.
+    All parts are booked now, so later transfers wait.
     """
     if size_bytes <= 0:
         return now_s + over_s
@@ -120,11 +107,7 @@ def streamed_s(
 
 
 class PrefixCache:
-    """An LRU cache of blocks that never evicts a parent before its child.
-
-    A prompt's blocks are touched from the last to the first. The deepest block of a chain is therefore the oldest, and
-    the cache is closed under prefixes.
-    """
+    """An LRU cache of blocks, closed under prefixes."""
 
     def __init__(self, capacity: int) -> None:
         """Initialise with ``capacity`` in blocks.
@@ -164,11 +147,9 @@ class PrefixCache:
 
 
 class ClusterPool:
-    """Caches of all nodes and the links between them.
+    """Caches and links of all nodes, whose true state schedulers see.
 
-    ``names`` are the names of all instances, by number. ``settings.sky`` needs ``sky.SkyPool`` (``simulation.new_pool``
-    chooses). The pool is also a ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``: schedulers see the true state of
-    caches and links.
+    It implements ``PrefixIndex``, ``FarTiers`` and ``LinkWaits``.
 
     Raises:
         InvalidInput: a memory smaller than a block.
@@ -204,16 +185,14 @@ class ClusterPool:
     # Queries of schedulers; they change no state.
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each node has in memory or on its SSD."""
         ids = blocks.tolist()
         return [self._nodes[slot].leading(ids) for slot in slots]
 
     def far(self, blocks: Blocks) -> list[Far]:
-        """Return the shared tiers that hold a part of the blocks."""
         return []
 
     def media(self) -> dict[str, Medium]:
-        """Return the idle media: ``dram`` (a node's memory to its accelerators), ``network``, ``ssd``, tiers."""
+        """Return the idle media: ``dram`` (memory to accelerators), ``network``, ``ssd``, tiers."""
         return {LOCAL: self.settings.dram, "network": self.network, SSD_TIER: self.settings.ssd}
 
     def waits_out_s(self, slots: Sequence[int], now_s: float) -> list[float]:
@@ -242,10 +221,9 @@ class ClusterPool:
     # Events.
 
     def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
-        """Send a request with the full blocks ``ids`` to ``node``: use what it has, load what the plan says.
+        """Use what ``node`` has of the full blocks ``ids``, load what the plan says, and cache both.
 
-        Less is loaded if the node holds more by now, or if the source has lost some blocks. Without a plan, or without
-        a source in it, only the node's own SSD is read. ``node`` caches what it loads, so hot prefixes replicate.
+        It loads less if the node holds more by now or the source lost blocks.
         """
         self._now_s = now_s
         # The node itself reads what is on its SSD, independent of the plan. It waits for blocks that are still being
@@ -281,7 +259,7 @@ class ClusterPool:
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float
     ) -> tuple[int, float]:
-        """Load blocks ``begin`` to ``end`` as far as the source has them. Return their number and the end."""
+        """Load what the source has of blocks ``begin`` to ``end``. Return their number and the end."""
         other = self._numbers.get(source)
         if other is None or other == node:
             return 0, now_s
@@ -307,9 +285,7 @@ class ClusterPool:
     def stream(
         self, source: int, target: int, tokens: int, now_s: float, over_s: float = 0.0, layers: int = 1
     ) -> float:
-        """Transfer the KV of ``tokens`` between nodes, layer by layer, while it is computed for ``over_s``. Return the
-        end.
-        """
+        """Transfer the KV of ``tokens`` layer by layer while it is computed for ``over_s``. Return the end."""
         if source == target or tokens <= 0:
             return now_s + over_s
         links = (self._out[source], self._in[target])
@@ -317,12 +293,12 @@ class ClusterPool:
         return done_s + self._late_s()
 
     def stored(self, node: int, ids: Sequence[int], now_s: float) -> None:
-        """Cache the chain that ``node`` has computed, as far as it fits. Shared tiers get copies."""
+        """Cache the chain that ``node`` has computed, as far as it fits, and copy it to shared tiers."""
         self._now_s = now_s
         self._nodes[node].use(ids)
 
     def lost(self, node: int, now_s: float) -> None:
-        """Drop the cache of ``node``, which failed. Its transfers complete: they count as read already."""
+        """Drop the cache of the failed ``node``. Its transfers still complete."""
         self._now_s = now_s
         self._evicted += self._nodes[node].evicted
         self._dropped += self._nodes[node].dropped
@@ -340,7 +316,7 @@ class ClusterPool:
 
 
 class Memory(Protocol):
-    """A memory of blocks within a budget, closed under prefixes."""
+    """Blocks within a budget, closed under prefixes."""
 
     capacity: int
 
@@ -352,8 +328,6 @@ class Memory(Protocol):
 
 
 class PolicyMemory:
-    """A memory with an eviction policy and the accounting of the production tiers."""
-
     def __init__(self, capacity: int, policy: str) -> None:
         if capacity < 1:
             raise InvalidInput(f"a memory of {capacity} blocks; expected at least 1")
@@ -393,8 +367,6 @@ class PolicyMemory:
 
 
 class NoMemory:
-    """Absence of memory: all computed blocks go to the SSD, if any."""
-
     capacity = 0
 
     def __len__(self) -> int:
@@ -414,14 +386,13 @@ def memory_of(capacity: int, policy: str) -> Memory:
 
 
 class NodeMemory:
-    """Memory and SSD of a node. ``ssd_blocks`` of 0 means no SSD."""
+    """Memory and SSD of a node. ``ssd_blocks`` of 0: no SSD."""
 
     def __init__(self, blocks: int, policy: str = "lru", ssd_blocks: int = 0) -> None:
         self.memory = memory_of(blocks, policy)
         self._ssd_blocks = ssd_blocks
         self._ssd: OrderedDict[int, None] = OrderedDict()
         self.coming: dict[int, float] = {}
-        """Blocks being loaded, with the end of their load."""
         self._last_comes_s = -math.inf
         self.evicted = 0
         self.dropped = 0
@@ -430,7 +401,6 @@ class NodeMemory:
         return len(self.memory) + len(self._ssd)
 
     def leading(self, chain: Sequence[int]) -> int:
-        """Return the number of leading blocks of ``chain`` in memory or on the SSD."""
         resident = self.memory.leading(chain)
         return resident + self._count_ssd_blocks(chain, resident) if self._ssd else resident
 
@@ -444,7 +414,7 @@ class NodeMemory:
         return len(chain) - held
 
     def use(self, chain: Sequence[int]) -> int:
-        """Access ``chain`` and keep in memory what fits. Return the number of blocks evicted from memory."""
+        """Access ``chain`` and keep what fits. Return the number of blocks evicted from memory."""
         evicted = self.memory.use(chain)
         if not self.memory.capacity and not self._ssd_blocks:
             return 0
@@ -467,7 +437,7 @@ class NodeMemory:
         self._last_comes_s = max(self._last_comes_s, done_s)
 
     def ready_s(self, blocks: Sequence[int], now_s: float) -> float:
-        """Return the end of the last load among these blocks; ``now_s`` if none is loading."""
+        """Return when these blocks' loads have ended, at least ``now_s``."""
         if not self.coming:
             return now_s
         # All loads are complete: the dictionary need not be searched until the next load starts.

@@ -1,9 +1,8 @@
-"""A simulated prefill instance: a machine or a pipeline of several machines, with one queue.
+"""A simulated prefill instance: a machine or a pipeline of machines, with one queue.
 
 1. The queue is served by priority, then arrival. Cached tokens are looked up when the prefill starts.
-2. Loads of the plan started at placement. Their remaining time is hidden by computing: first the tokens before the
-   loaded part (Cake's front), then the tokens after it, layer by layer as layers arrive (``loaded_s``). KV in memory
-   moves to the accelerators in the same way.
+2. Computing hides the remaining load: first the tokens before the loaded part (Cake's front), then those after it,
+   layer by layer. KV in memory moves to the accelerators likewise.
 3. The next request starts when the first machine is free.
 """
 
@@ -23,21 +22,19 @@ from skymemory_lab.sim.cluster.pool import LOCAL, ClusterPool
 @dataclass(frozen=True, slots=True)
 class Service:
     front: tuple[int, int]
-    """Range of tokens computed during the load. Earlier tokens are held."""
+    """Range of tokens computed during the load."""
     after: int
-    """First token computed after the load. Tokens between ``front`` and this are loaded."""
+    """First token computed after the load."""
     sources: Mapping[str, int]
     """Tokens that are not computed, by source."""
     rest_s: float
-    """Time until all of them are available; at least the time of the transfer from memory."""
+    """Time until they are available; at least the transfer from memory."""
 
     def computed_tokens(self, prompt_tokens: int) -> int:
         return self.front[1] - self.front[0] + prompt_tokens - self.after
 
 
 class PrefillInstance:
-    """A prefill instance. ``begun`` is called at the start of a prefill with its end, ``done`` at its first token."""
-
     def __init__(
         self,
         number: int,
@@ -54,7 +51,7 @@ class PrefillInstance:
         self._memory = pool.media()["dram"]
         self.waiting = PrefillQueue()
         self.serving: dict[Job, float] = {}
-        """Prefills in progress with their ends; several in a pipeline."""
+        """Ends of the prefills in progress."""
         self.busy_s = 0.0
         self._free = True
         self._lives = 0
@@ -78,7 +75,6 @@ class PrefillInstance:
         return jobs
 
     def backlog_s(self, now_s: float) -> float:
-        """Return the estimated seconds until all present requests are prefilled."""
         return max((end_s - now_s for end_s in self.serving.values()), default=0.0) + self.waiting.work_s
 
     def predicted_ttft_s(self, now_s: float) -> float:
@@ -152,7 +148,6 @@ class PrefillInstance:
 
 
 def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
-    """Return the first ``tokens`` of the tokens by source, in the order of the prompt."""
     first: dict[str, int] = {}
     for source, count in sources.items():
         first[source] = min(count, tokens)
@@ -161,11 +156,9 @@ def _first_of(sources: Mapping[str, int], tokens: int) -> dict[str, int]:
 
 
 class Pipeline:
-    """Chunked pipeline parallelism: chunks of a prefill pass through ``machines``, each with a share of the layers.
+    """Chunked pipeline parallelism over ``machines``, each with a share of the layers.
 
-    A chunk takes the same time at every machine. A machine works on one chunk at a time, in order. An empty pipeline
-    takes ``Σ τ + (X - 1)·max τ`` (``cost_model.pipelined_s``), and more after longer chunks of another request, which
-    is simulated here.
+    An empty pipeline takes ``cost_model.pipelined_s``, more after longer chunks of another request.
     """
 
     def __init__(self, cost: CostModel, machines: int, chunk_tokens: int) -> None:
@@ -176,7 +169,7 @@ class Pipeline:
         self._free_s = [0.0] * machines
 
     def chunks_s(self, begin: int, end: int) -> list[float]:
-        """Return the seconds per chunk of tokens ``begin`` to ``end - 1``, at one machine."""
+        """Return the seconds per chunk at one machine."""
         if end <= begin:
             return []
         flops = self._cost.prefill_flops
@@ -186,7 +179,7 @@ class Pipeline:
         return [flops(cut, before) / self._speed for before, cut in itertools.pairwise(cuts)]
 
     def pass_through(self, chunks_s: Sequence[float], begin_s: float) -> tuple[float, float]:
-        """Pass chunks through from ``begin_s`` on. Return when the first machine is free again and when all is done."""
+        """Pass chunks through. Return when the first machine is free and when all is done."""
         free_s = self._free_s
         done_s = begin_s
         # A chunk starts at a machine after it has left the previous machine and the previous chunk has left this

@@ -1,9 +1,8 @@
-"""Role changes in elastic pools: sample the instances for the conductor's controller and execute its decisions.
+"""Role changes in elastic pools, as the conductor's controller decides.
 
-1. An instance that is to change is closed in its fleet. It still serves the requests sent to it before.
-2. When its last request has ended, its accelerators are set up for the other role, for ``change_s``.
-3. It is opened in the other fleet. Its memory keeps its KV blocks: while it decodes, other instances load them, and it
-   uses them itself when it prefills again.
+1. The instance is closed in its fleet; it still serves earlier requests.
+2. After its last request its accelerators are set up for the other role, for ``change_s``.
+3. It is opened in the other fleet. Its memory keeps its KV, for itself and others.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup
 
 
 class Roles:
-    """Roles of the instances of a run. ``setup.pools`` must be elastic."""
-
     def __init__(self, setup: ClusterSetup, clock: Clock, machines: Machines) -> None:
         self._clock, self._machines, self._change_s = clock, machines, setup.change_s
         self._controller = PoolController(setup.slo, setup.elastic_settings())
         self._closed: str | None = None
         self._attempt = 0
-        """Number of the current change. The set-up of a cancelled change carries an older number and has no effect."""
+        """Number of the current change; the set-up of a cancelled change has no effect."""
         self._empty = False
-        """True while the instance has drained and is being set up."""
+        """True while the drained instance is being set up."""
         self.spans: list[RoleSpan] = []
-        """Ended roles; after the end of the run all roles."""
         self._since_s: dict[str, float] = {}
         for name, role in machines.role.items():
             self._fleet(other(role)).servers[name].draining = True

@@ -1,7 +1,6 @@
-"""The production schedulers for a simulated cluster, with the information that they have in production.
+"""The production schedulers for a simulated cluster, with the believed cost model.
 
-They estimate with the believed cost model, not the true model (``Estimates``). The conductor's schedulers see the true
-state of the pool's caches. The router's strategies learn it from the requests that they sent.
+The conductor's schedulers see the true caches; the router's strategies learn them from their requests.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def timed(requests: Sequence[TraceRequest], setup: ClusterSetup) -> list[TraceRe
 
 
 def get_scheduler_view(request: TraceRequest, setup: ClusterSetup, dice: random.Random) -> Request:
-    """Return the request as a scheduler sees it.
-
-    Blocks are the trace's ids. ``dice`` draws the errors of the stated answer length.
-    """
+    """Return the request as a scheduler sees it, with drawn errors of the stated answer length."""
     blocks = np.array(request.blocks(setup.partial), dtype=np.uint64)
     prompt = Prompt(blocks, blocks, BLOCK_TOKENS, request.input_tokens)
     stated: int | None = None
@@ -56,8 +52,6 @@ _DRAWS = 4096
 
 
 class Estimates:
-    """Prefill times estimated by the believed cost model, for pipelines."""
-
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
@@ -72,7 +66,7 @@ class Estimates:
         return seconds
 
     def drain_s(self, tokens: float, cached: float) -> float:
-        """Return the last part of a prefill's time, in which the first machine is free already."""
+        """Return a prefill's time after its first machine is free."""
         chunks_s = self._pipeline.chunks_s(max(0, min(int(cached), int(tokens) - 1)), int(tokens))
         return (self._pipeline.machines - 1) * max(chunks_s, default=0.0)
 
@@ -80,8 +74,7 @@ class Estimates:
 class ErringSpeeds(GivenSpeeds):
     """Estimates with a seeded error factor per server and prompt length.
 
-    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1. It is the same for all estimates of
-    a prompt at a server, and for the backlog estimated from them.
+    The factor is normal with mean 1 and standard deviation ``error``, at least 0.1.
     """
 
     def __init__(self, cost: PrefillCost, error: float, seed: int) -> None:
@@ -103,7 +96,6 @@ class ErringSpeeds(GivenSpeeds):
 class World:
     setup: ClusterSetup
     prefill: Fleet
-    """Prefill fleet. Its slots are the pool's node numbers."""
     decode: Fleet | None
     """Decode fleet; None: coupled instances."""
     cost: CostModel

@@ -1,7 +1,4 @@
-"""Configuration of a simulated cluster: machines, KV pool, cost model of the scheduler, failures.
-
-All rates are bytes of KV per second.
-"""
+"""Configuration of a simulated cluster. All rates are bytes of KV per second."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from skymemory.eviction import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class SkySetup:
-    """A constellation attached to the cluster: a ground station and a box of satellites above it."""
-
     bytes_per_s: float = 100e9 / 8
     """Rate between ground and satellites, per direction, shared by all nodes."""
     preset: str = "starlink-a"
@@ -31,13 +26,13 @@ class SkySetup:
     isl_bytes_per_s: float = 100e9 / 8
     """Rate of an inter-satellite link. Handovers must complete within one slot move."""
     packing: float = 1.0
-    """Stored bytes per byte of KV, such as 0.5 with quantisation of two bytes to one."""
+    """Stored bytes per byte of KV."""
     most_queued_s: float = 10.0
     """Uplink queue above which nothing is written."""
     picky_queued_s: float = 5.0
-    """Uplink queue above which only blocks that were offered before are written."""
+    """Uplink queue above which only blocks offered before are written."""
     geometry_s: float = 10.0
-    """Interval at which link lengths are recomputed. Chunk locations are always exact."""
+    """Interval of recomputed link lengths."""
 
     def __post_init__(self) -> None:
         rates = (self.bytes_per_s, self.isl_bytes_per_s, self.memory_bytes_per_satellite, self.geometry_s)
@@ -53,15 +48,13 @@ class SkySetup:
 class PoolSettings:
     dram_bytes: float = 1e12
     policy: str = "lru"
-    """Eviction policy of the memory, one of ``eviction.POLICIES``."""
     ssd_bytes: float = 0.0
-    """SSD per node for evicted blocks, managed as LRU."""
     network: Medium | None = None
-    """Network of each node, per direction; None: that of the cost model's machine."""
+    """Network per node and direction; None: the cost model's."""
     dram: Medium = DRAM
     ssd: Medium = SSD
     jitter_s: float = 0.0
-    """Mean random delay of each transfer (exponential, seeded)."""
+    """Mean of each transfer's random delay (exponential)."""
     seed: int = 0
     sky: SkySetup | None = None
 
@@ -78,33 +71,24 @@ class Failure:
     """Failure of an instance, which returns empty after ``down_s``."""
 
     instance: str
-    """Instance name: ``prefill-0``, ``decode-3``, ``coupled-1``."""
     at_s: float
     down_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Transfer of a prompt to its decode instance through a store, with a two-step router.
-
-    The decode instance gives the first token: it loads the stored values and computes the remaining tokens.
-    """
+    """Transfer of a prompt through a store, with a two-step router: the decode instance gives the first token."""
 
     save_s: float = 0.0
-    """Fixed time from the end of the prefill until its values are stored."""
+    """Fixed time from the prefill's end until its values are stored."""
     save_token_s: float = 0.0
-    """Additional time to store, per computed token."""
     fetch_s: float = 0.0
-    """Fixed time to ask the decode instance, fetch the values and queue the remaining prompt.
-
-    Fetching and queueing each begin at the end of a step, because the cache is only touched between steps.
-    """
+    """Fixed time to ask the decode instance, fetch, and queue the remaining prompt, begun between steps."""
     fetch_token_s: float = 0.0
-    """Additional time to fetch, per token that the decode instance lacks."""
+    """Additional time per token that the decode instance lacks."""
     take_s: float = 1e-3
-    """Time of the decode instance, while its batch waits, to load the values and compute the last prompt tokens."""
+    """Time to load the values and compute the last prompt tokens, while the batch waits."""
     take_token_s: float = 0.0
-    """Additional time of the decode instance, per prompt token."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -121,56 +105,45 @@ POOLS: tuple[Pools, ...] = get_args(Pools)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
     prefill: int = 8
-    """Number of prefill machines, grouped into instances of ``pipeline`` machines."""
     decode: int = 8
     coupled: int = 0
     cost: CostModel = LLAMA_70B_8xA800
     believed: CostModel | None = None
-    """Cost model that the scheduler assumes; None: the true cost model."""
+    """Cost model that the scheduler assumes; None: the true model."""
     error: float = 0.0
-    """Standard deviation of the relative error of prefill estimates (``ErringSpeeds``)."""
+    """Standard deviation of the relative error of prefill estimates."""
     tells_output: bool = False
     output_error: float = 0.0
-    """Standard deviation of the relative error of the stated length."""
+    """Standard deviation of the stated length's relative error."""
     pools: Pools = "fixed"
-    """Pool mode. ``elastic``: instances change roles with the load, observed every ``sample_s``.
-
-    Numbers and names (``prefill-0``) are then those of the start.
-    """
+    """Pool mode. ``elastic``: instances change roles but keep their names."""
     elastic: ElasticSettings = ElasticSettings()  # noqa: RUF009 - frozen
-    """Settings of elastic pools. ``idle_tbt_s`` of 0: computed from the scheduler's cost model."""
     change_s: float = 2.0
-    """Elastic pools: time from the end of a drain until the instance serves in its other role."""
+    """Set-up time after a drain."""
     pipeline: int = 1
     chunk_tokens: int = 4096
     layer_wise: bool = True
-    """True if KV is sent to the decode machine while it is computed, False if afterwards."""
+    """True if KV is sent to the decode machine while it is computed."""
     handover: Handover | None = None
-    """Transfer through a store. None: values stream between accelerators (``layer_wise``), and the prefill gives the
-    first token.
-    """
+    """Transfer through a store; None: KV streams between accelerators."""
     request_s: float = 0.0
-    """Time of every request before its prefill may begin: client, router, parsing."""
+    """Time of a request before its prefill: client, router, parsing."""
     kv_tokens: int = 1_300_000
-    """KV memory of a decode machine: nine tenths of 8×80 GB less the weights of 70B, at 320 KiB per token."""
+    """KV memory of a decode machine: 0.9 of 8×80 GB less the 70B weights, at 320 KiB per token."""
     most_batch: int = 256
-    """Limit of the decode batch (vLLM's ``max_num_seqs``)."""
     mixed_tokens: int = 0
-    """Coupled instances: tokens per step, decode tokens first, then prefill chunks (vLLM's ``max_num_batched_tokens``).
-
-    0: prefills run first while decoding waits.
-    """
+    """Tokens per step of coupled instances, decode tokens first; 0: decoding waits for prefills."""
     coupled_cache_tokens: int = 650_000
-    """Part of ``kv_tokens`` that a coupled instance uses as prefix cache."""
+    """Part of ``kv_tokens`` used as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
     failures: tuple[Failure, ...] = ()
     retries: int = 1
     partial: bool = False
-    """True if the last, partial block of a prompt is cached, as published tables count."""
+    """True if a prompt's last, partial block is cached, as published tables count."""
     rate: float = 1.0
     jitter_s: float = 0.0
-    """Upper bound of the uniform random delay of arrivals."""
+    """Upper bound of the arrivals' uniform random delay."""
     sample_s: float = 1.0
     spans: bool = False
     seed: int = 0
@@ -229,5 +202,4 @@ class ClusterSetup:
         return self.prefill + self.decode + self.coupled
 
     def with_coupled(self) -> ClusterSetup:
-        """Return a setup with the same number of machines, all coupled."""
         return replace(self, prefill=0, decode=0, coupled=self.machines(), pipeline=1, failures=(), handover=None)

@@ -2,10 +2,9 @@
 
 1. A request is placed when it arrives, and the loads of its plan start.
 2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
-3. When all KV has arrived, the request joins the decode batch. It ends with its last token.
-   With a ``Handover`` its values go through a store after the prefill, and the decode instance gives the first token.
-4. If an instance fails, its requests are placed again, ``retries`` times. A request fails as well if its decode
-   instance is down when its KV arrives; its prefix is cached by then.
+3. When all KV has arrived, it joins the decode batch until its last token.
+   With a ``Handover`` its values go through a store, and the decode instance gives the first token.
+4. If an instance fails, its requests are placed again, ``retries`` times.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup, Failure, Handover, Poo
 from skymemory_lab.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
-"""Number of samples without an event in between above which they are skipped."""
+"""Number of samples without events above which they are skipped."""
 
 
 def run_cluster(
@@ -53,13 +52,12 @@ def run_cluster(
     asked: Sequence[Request] | None = None,
     pool: ClusterPool | None = None,
 ) -> ClusterRun:
-    """Simulate ``requests``, from the first arrival to the last token. Equal arguments give equal runs.
+    """Simulate ``requests``. Equal arguments give equal runs, with outcomes in the order after jitter.
 
     Args:
-        requests: in order of arrival. Outcomes are in the order after jitter.
-        setup: the cluster.
+        requests: in order of arrival.
         scheduler, admission: names, with options, or a factory and a rule.
-        asked: the requests as schedulers see them, for tenants and priorities; only without jitter.
+        asked: the requests as schedulers see them; only without jitter.
         pool: replaces the setup's pool; for a single run.
 
     Raises:
@@ -207,7 +205,6 @@ class Simulation:
         machines.prefills[job.prefill].arrive(job, now_s)
 
     def _on_prefill_begin(self, job: Job, now_s: float, done_s: float) -> None:
-        """Start the transfer of its KV to the decode instance, while it is computed or afterwards."""
         if job.output_tokens == 1 or self._setup.handover is not None:
             return
         target = self._machines.node_of_decode(job.decode)
@@ -273,7 +270,6 @@ class Simulation:
         return job.stream_after(handover.take_s + handover.take_token_s * job.prompt_tokens)
 
     def _there(self, job: Job, attempt: int, now_s: float) -> None:
-        """Queue the request at the decode instance, which all its KV has reached."""
         if job.over or job.attempts != attempt:
             return
         job.leaving = False
@@ -336,7 +332,6 @@ class Simulation:
         self._scheduler.failed(job.required_placement, now_s, job.prefilled, job.decoding)
 
     def _again(self, job: Job, now_s: float) -> None:
-        """Retry an admitted request, if it has a retry left and a server takes it."""
         if job.attempts <= self._setup.retries:
             self._pool.at(now_s)
             try:
@@ -349,7 +344,7 @@ class Simulation:
         self._accounts.not_served(job, "failed", now_s)
 
     def _sample(self, now_s: float) -> None:
-        """Sample the loads every ``sample_s``, but skip long idle stretches: a value holds until the next sample."""
+        """Sample the loads every ``sample_s``, except in long idle stretches."""
         self._loads.sample(now_s)
         if self._roles is not None:
             self._roles.observe(now_s)
@@ -360,7 +355,7 @@ class Simulation:
 
 
 def pool_of(setup: ClusterSetup) -> ClusterPool:
-    """Return the pool of a setup. Coupled instances cache in their own accelerators' memory and share nothing."""
+    """Return the pool of a setup. Coupled instances cache in their accelerators' memory and share nothing."""
     names, settings = [*setup.prefilling(), *setup.decoding()], setup.pool
     if setup.coupled:
         return ClusterPool(names, setup.cost, PoolSettings(setup.cost.kv_bytes(setup.coupled_cache_tokens)))
@@ -388,10 +383,7 @@ class Accounts:
         return [self._ended[number] for number in range(requests)]
 
     def completed(self, job: Job, now_s: float, worst_s: float | None) -> None:
-        """Close a completed request.
-
-        ``worst_s`` is the longest time between its tokens; None with one token.
-        """
+        """Close a completed request. ``worst_s`` is None with one token."""
         mean_s = (now_s - job.first_token_s) / (job.output_tokens - 1) if job.output_tokens > 1 else None
         self._close(job, "completed", now_s, job.first_token_s - job.at_s, mean_s, worst_s)
 

@@ -1,13 +1,8 @@
-"""The constellation as a tier of the simulated pool: blocks in chunks over the servers of a moving box.
+"""The constellation as a tier of the simulated pool: blocks in chunks over all servers of a moving box.
 
-A read takes the round trip to the farthest server that has its chunks, plus its bytes over the downlink that all nodes
-share. A write takes its bytes over the uplink, in the background. Every server has chunks of every block. Eviction is
-LRU, never a parent before its child. When the box moves, leaving columns hand their chunks over. A reader finds them in
-the old or the new place (copy, switch, delete), so moves cost no hits. But the bytes must pass an inter-satellite link
-before the next move, which limits the capacity of a box.
-
-Locations and link lengths come from production code: the move clock and map of the plan, its placement, and the ground
-station's view of the real orbits.
+A read takes the round trip to the farthest server, plus its bytes over the shared downlink. Eviction is LRU, children
+before parents. Moves cost no hits (copy, switch, delete), but each handover must pass an inter-satellite link before
+the next move, which limits a box's capacity.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
 
 
 class SkyPool(ClusterPool):
-    """A pool with the constellation ``settings.sky`` as a tier of all nodes.
+    """A pool with the constellation as a tier of all nodes.
 
     Raises:
         InvalidInput: as ``ClusterPool`` and ``SkyTier``.
@@ -87,7 +82,7 @@ class SkyTier:
         """Time from which each block is readable, and the moves at its write."""
         self._set_at: Counter[Moves] = Counter()
         self._offered: set[int] = set()
-        """All blocks ever offered (the admission of ``store.wrappers`` remembers only the latest)."""
+        """All blocks ever offered."""
         self._moves = self.geometry.moves(0.0)
         self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
         self._evicted = self._skipped = self._handovers = 0
@@ -109,10 +104,7 @@ class SkyTier:
         return len(ids)
 
     def offer(self, ids: Sequence[int], now_s: float) -> Far | None:
-        """Return the leading blocks of a prompt that it holds, and the current medium.
-
-        None if it holds none, or if no satellite is in reach.
-        """
+        """Return the leading blocks that it holds; None if there are none or they are out of reach."""
         self.fly(now_s)
         readable = self.leading(ids, now_s)
         if not readable:
@@ -143,10 +135,9 @@ class SkyTier:
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
     def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
-        """Write the missing blocks of a chain, from the root on, as far as the uplink's queue allows.
+        """Write a chain's missing blocks as far as the uplink's queue allows.
 
-        A busy uplink writes only blocks that were offered before, because most blocks are never requested a second
-        time.
+        A busy uplink writes only blocks offered before: most are never requested again.
         """
         self.fly(now_s)
         stored = next((at for at, block in enumerate(ids) if block not in self._set), len(ids))
@@ -246,7 +237,7 @@ class SkyGeometry:
         return self._sky.placement(self._strategy, self.plan.servers)
 
     def moves(self, now_s: float) -> Moves:
-        """Return the moves of the box since the epoch. Calls come in order of time."""
+        """Return the box's moves since the epoch. Calls come in order of time."""
         if now_s >= self._moves_until_s:
             self._moves = self._clock.moves(now_s)
             next_s = self._clock.next_move_s(now_s)
@@ -254,7 +245,6 @@ class SkyGeometry:
         return self._moves
 
     def servers_at(self, set_moves: Moves, now_s: float) -> tuple[SatelliteId, ...]:
-        """Return the present satellite of each server, for values written at ``set_moves``."""
         return self._sky.servers_at(self._strategy, self.plan.servers, set_moves, self.moves(now_s))
 
     def round_trip_s(self, set_moves: Moves, now_s: float) -> float:
@@ -271,7 +261,6 @@ class SkyGeometry:
         return round_trip_s
 
     def _recompute_links(self, step: tuple[Moves, int], now_s: float) -> None:
-        """Recompute the links of this step, and never reuse links from before a move."""
         self._step, self._look_s = step, now_s
         self._one_way.clear()
         self._round_trips.clear()
