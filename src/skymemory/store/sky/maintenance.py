@@ -28,18 +28,17 @@ from skymemory.store.sky.catalog import NONE_SPARED, Catalog, Holders, Reach
 from skymemory.store.sky.probing import ClientDriver, ask_all, read_answer
 
 _ARRIVES_WITHIN_S = 1.3
-"""Time in which a command arrives: 0.8 s of repeats, plus at most half a second around the world."""
+"""Time in which a command arrives: 0.8 s of repeats, at most half a second around the world."""
 
 
 _MOST_OWED = 1024
 _PAYS_EVERY_S = 1.0
 _Places = defaultdict[bytes, set[SatelliteId]]
-"""Satellites by key."""
 
 
 class Evictor:
-    """Evictor of many values at once, in packets per satellite and page of keys. EVICT removes any value under a key;
-    FORGET only the chunks of one setting (bytes and moves).
+    """Evictor of many values at once. EVICT removes any value under a key; FORGET only the chunks of one setting (bytes
+    and moves).
     """
 
     def __init__(self, driver: ClientDriver, catalog: Catalog, holders: Holders, counters: Counters) -> None:
@@ -69,9 +68,9 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Evict leftovers of values stored again: in another placement, with more chunks, or as copies on satellites
-        that were skipped. Of the same bytes, set at the same moves, chunks stay where the new value has chunks. Readers
-        without an index would take leftovers for the value. Silent satellites are owed the eviction (``pay``).
+        """Evict leftovers of values stored again in another placement, with more chunks, or with skipped satellites:
+        readers without an index would take them for the value. For the same setting, the new value's chunks are spared.
+        Silent satellites are asked again (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -116,8 +115,8 @@ class Evictor:
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """Evict the parts of failed stores, if the same bytes were certainly absent before: a complete index had no
-        entry of them, and has none. Otherwise they may be chunks of an intact value; a read will find what is missing.
+        """Evict the parts of failed stores, if a complete index proves the same bytes absent before and now: else they
+        may be chunks of an intact value.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
@@ -137,11 +136,9 @@ class Evictor:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         reach: Reach = "nearby",
     ) -> set[bytes]:
-        """FORGET values at their satellites and those before the last move, except satellites in ``but`` and chunks
-        stored in the last ``since_s``. Other values of the keys stay. Return the keys for which a satellite did not
-        answer.
-
-        Earlier releases, which forget whole keys only, do not get it: their leftovers stay until they are the oldest.
+        """FORGET values, except on satellites in ``but`` and chunks stored in the last ``since_s``. Return the keys for
+        which a satellite did not answer. Earlier releases do not support it: their leftovers stay until they are the
+        oldest.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -152,9 +149,9 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT values at their satellites and those before the last move. Return the keys that can no longer be read;
-        only these leave the index. That is so if, for one server's share, every copy was evicted in its place, or all
-        satellites that may ever have had it confirm that they hold nothing.
+        """EVICT values. Return the keys that can no longer be read; only these leave the index. Proof: of one server's
+        share, every copy was evicted in its place, or all satellites that may ever have had it confirm that they hold
+        nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -179,8 +176,8 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """EVICT values except from ``confirmed`` satellites. Add, per key, satellites that hold nothing any more to
-        ``confirmed``, and those that had all their chunks to ``emptied``.
+        """EVICT. Add satellites that hold nothing any more to ``confirmed``, those that had all chunks also to
+        ``emptied``.
         """
         expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
@@ -195,7 +192,6 @@ class Evictor:
 
 
 def _setting(info: ValueInfo) -> bytes:
-    """Return a value's identity in FORGET."""
     return pack_setting(info.value_crc, *info.set_moves)
 
 
@@ -208,19 +204,18 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 BATCH_BYTES = 8 << 20
-"""Limit of bytes copied at once: it bounds the memory, and the time that a read of the same client may wait."""
+"""Limit of bytes copied at once: it bounds the memory, and the wait of a concurrent read."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
 class Prefetcher:
-    """Copier of values to the satellites that will be overhead at a given time, in advance.
+    """Copier of values to the satellites that will be overhead at a given time.
 
-    A value with a migrating strategy follows the box by itself. A *parked* value (``hop`` or ``baseline``: its
-    satellites fly away with it, without migration) is
+    Values of migrating strategies follow the box. A *parked* value (``hop`` or ``baseline``) is
 
     1. read, and written as ``hop`` around the satellite that will be overhead;
-    2. switched: the index entry changes once every chunk of the copy is acknowledged, if it is still the same;
-    3. forgotten in its old place a lease later, when no reader needs it any more.
+    2. switched, once every chunk is acknowledged, if its index entry is unchanged;
+    3. forgotten in its old place a lease later.
 
     If a step fails, the value stays in its place.
     """
@@ -241,10 +236,10 @@ class Prefetcher:
         self._evictor = evictor
         self._counters = counters
         self._obsolete: list[tuple[float, ValueInfo]] = []
-        """Obsolete copies (old, or with a failed switch), and when to forget them."""
+        """Copies to forget, and when."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
-        """Return, per key, True if its value will be near at ``at_s``. ``target``: moves of another place's box."""
+        """Return True per key if its value will be near at ``at_s``. ``target``: moves of another place's box."""
         self._forget_obsolete()
         follows_box = target is None
         target_moves = self._driver.machine.moves_at(at_s) if target is None else target
@@ -263,7 +258,6 @@ class Prefetcher:
         return displaced(info.strategy, 0) == _PARKED and info.set_moves == aim
 
     def _copy(self, infos: Sequence[ValueInfo], aim: Moves) -> set[bytes]:
-        """Copy values around the centre of ``aim``; return the keys of those copied."""
         driver, machine, replicas = self._driver, self._driver.machine, self._holders.replicas
         values = {info.key: memoryview(bytearray(info.value_bytes)) for info in infos}
         with driver.lock:

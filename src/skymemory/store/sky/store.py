@@ -1,11 +1,11 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
-A warm read: ``prefix`` asks the index; ``complete_load`` gets the values' infos from it (``catalog``), begins a ``get``
-of the client's state machine for each, and lets the driver run them together. The satellites of the chunks follow from
-the info (size, strategy, moves when set) and the clock. Without a complete index, satellites are probed.
+A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
+client's state machine for each, and lets the driver run them together. Info and clock give the satellites. Without a
+complete index, satellites are probed.
 
-A failed read is a miss, but no proof of loss: a chunk may be moving to the current box. Only a value with a chunk
-proved lost (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
+A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
+(``protocol.client.transfer``) leaves the index; the rest of it is evicted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _DOUBTFUL = ("corrupt", "other version")
 """Failures that may be wrong: the value is read again before it is evicted."""
 _GONE = ("missing", "corrupt")
 _UNANSWERED = ("unreachable", "timeout", "out of sight")
-"""Failures without an answer. ``_GONE``: failures that prove a loss, of a chunk or of the bytes written."""
+"""Failures without an answer. ``_GONE``: failures that prove a loss."""
 
 
 _REASONS = {
@@ -75,12 +75,12 @@ _REASONS = {
 _WIRE_LIMIT_BYTES = (1 << 32) - 1
 _MAX_CHUNKS = 1 << 20
 _MAX_SERVERS = 64
-"""Limit believed of another writer, which may use more servers than we do."""
+"""Limit believed of another writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkySettings:
-    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown; only the wire's 4 GiB limit values."""
+    """Layout of values. ``memory_per_satellite_bytes`` 0: unknown."""
 
     strategy: str = "rotation_hop"
     servers: int = 10
@@ -90,13 +90,13 @@ class SkySettings:
     lazy_eviction: bool = True
     """True if a reader that finds a chunk lost evicts the rest."""
     replicas: int = 1
-    """Copies per chunk, on different satellites (and planes, as far as the box has rows)."""
+    """Copies per chunk, on different satellites (and planes, if the box has rows)."""
     fan_out: FanOut | None = None
-    """Policy for the servers of a value, by its size; None: always ``servers``."""
+    """Policy for the servers of a value by its size; None: always ``servers``."""
 
     @property
     def strategy_code(self) -> int:
-        """Return the strategy's number on the wire; InvalidInput for an unknown strategy."""
+        """Return the number on the wire; InvalidInput for an unknown strategy."""
         code = STRATEGY_CODES.get(self.strategy)  # type: ignore[call-overload]
         if code is None:
             raise InvalidInput(f"strategy {self.strategy!r}: expected one of {', '.join(STRATEGY_CODES)}")
@@ -104,7 +104,7 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """Return the bytes of values that fit into the box; infinite if the memory is unknown."""
+        """Return the capacity of the box; infinite if the memory is unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
@@ -117,16 +117,14 @@ class SkySettings:
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Return True if a reported value can exist: chunks with overhead must fit into the satellites; with unknown
-        memory, up to a million chunks.
-        """
+        """Return True if a reported value can exist: its chunks fit, or, with unknown memory, are at most a million."""
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
         room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
         return value_bytes + chunks * CHUNK_REF_BYTES <= room_bytes
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise ValueTooLarge, with the limit, for a value that could never fit."""
+        """Raise ValueTooLarge for a value that could never fit."""
         if size_bytes > self.largest_value_bytes:
             raise ValueTooLarge(
                 f"a value of {format_size(size_bytes)} on {self.servers} satellites of "
@@ -137,13 +135,13 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
-    """Index lookups for a store of values, done while the packets are in flight if possible."""
+    """Index lookups for a store, done while the packets are in flight."""
 
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
-    """Earlier entries of the keys, whose leftovers are evicted once the new values are stored."""
+    """Earlier entries of the keys, whose leftovers are evicted."""
     chain: list[ValueInfo] = field(default_factory=list)
     record: bytes = b""
-    """Index record, of a single value only."""
+    """Index record of a single value."""
 
 
 class ConstellationStore(RemoteStore):
@@ -212,8 +210,8 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Send the lease for known keys to the satellites before the read. A satellite that misses the packet, or has
-        leased its share, may evict. The lease ends when the chunks are served.
+        """Lease, and hint the lease to the satellites. A satellite that misses the packet, or has leased its share, may
+        evict.
         """
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
@@ -276,9 +274,7 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows``, or else ``buffer``. Return the outcome of each read, after ``_settle``, and
-        views of the values or their heads.
-        """
+        """Read values into their ``rows``, else ``buffer``."""
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
         for info in infos:
@@ -369,7 +365,6 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def _store(self, ticket: StoreTicket) -> list[bool]:
-        """Write a ticket's values, and enter them in the index."""
         started_s = self._driver.now_s()
         keys = [key for key, _ in ticket.items]
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True) if place is not None}
@@ -450,15 +445,14 @@ class ConstellationStore(RemoteStore):
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
         """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
 
-        Values of migrating strategies follow the box. With ``moves``, the box of another place (a travelling host,
-        another region), they are copied too, and stay there.
+        Other values follow the box; with ``moves``, the box of another place (a travelling host), they are copied too.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Send a touch to the satellites as an unacknowledged hint."""
+        """Hint a touch to the satellites, unacknowledged."""
         infos = self._catalog.find(self._check(keys))
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
@@ -480,11 +474,10 @@ class ConstellationStore(RemoteStore):
         return [promised.get(key, False) for key in keys]
 
     def _touch(self, infos: Sequence[ValueInfo]) -> None:
-        """Touch values; the first becomes the most recently used."""
         self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
-        """Send a RETAIN that is not answered, and so not repeated."""
+        """Send a RETAIN without an answer, not repeated."""
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
@@ -496,7 +489,7 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """Send a RETAIN. Per key: True if all satellites of its value promise."""
+        """Send a RETAIN. True per key if all its satellites promise."""
         promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
@@ -507,8 +500,8 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: enough satellites confirm that it can no longer be read; a silent satellite may keep
-        useless chunks. None: it may still exist; delete it again.
+        """Delete values. True: it can no longer be read, though a silent satellite may keep useless chunks. None: it
+        may still exist; delete it again.
         """
         keys = self._check(keys)
         with self._writing.exclusive(keys):
@@ -518,13 +511,13 @@ class ConstellationStore(RemoteStore):
         return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites for the moves of the box (an operator may have pushed it); return True if any answered."""
+        """Ask satellites for the moves of the box (an operator may have pushed it); True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """List the named values (``store.named``) in the box, also where dead satellites displaced it."""
+        """List the named values in the box, also where dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
