@@ -1,8 +1,7 @@
-"""The five layouts: the assignment of cells around the centre to servers.
+"""The five layouts: the assignment of cells around the centre to servers (SkyMemory paper §3.4 to §3.7).
 
-SkyMemory paper §3.4 to §3.7. A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre.
-S servers live in a box of w columns and h rows; an even side has its extra column in the west, where satellites are
-about to come into sight, and its extra row in the south.
+A cell ``(x, y)`` is the satellite ``x`` slots east and ``y`` planes south of the centre. A box of w columns and h rows
+has an even side's extra column in the west, where satellites come into sight, and its extra row in the south.
 
 - ``rotation``      row by row from the north-west corner of the box.
 - ``hop``           breadth-first from the centre, neighbours in the order north, east, south, west; no box.
@@ -67,8 +66,6 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Cell of each server, relative to the centre: ``cells[server]``. Made by ``layout``."""
-
     strategy: Strategy
     servers: int
     torus: Torus
@@ -101,7 +98,6 @@ def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
 
 
 def check_servers(servers: int, torus: Torus) -> None:
-    """Raise InvalidInput unless this many servers fit on the torus."""
     if not 1 <= servers <= torus.size:
         raise InvalidInput(
             f"{servers} servers on {torus.planes} planes of {torus.slots_per_plane} satellites: "
@@ -153,10 +149,7 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Return every cell of the box, breadth-first over the links from the centre.
-
-    A box as wide as a ring closes with it.
-    """
+    """Return the box's cells, breadth-first over the links; a box as wide as a ring closes with it."""
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
     queue: deque[Cell] = deque(visited)
@@ -175,10 +168,7 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=16)
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
-    """Return every cell with its delay, nearest first. On a torus of equal links the delay follows from the offset.
-
-    Whole picoseconds make every machine break ties alike; equal delays keep the order of the breadth-first walk.
-    """
+    """Return every cell with its delay, nearest first. Whole picoseconds make every machine break ties alike."""
     priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _torus_box(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 

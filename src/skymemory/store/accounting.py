@@ -1,7 +1,6 @@
 """Accounting of stores with a byte budget, on any medium.
 
-``PrefixOrder`` says which entries may be evicted, a policy (``eviction``) picks the next, ``Inventory`` counts bytes,
-``BudgetedStore`` implements the contract.
+``PrefixOrder`` knows what may be evicted, a policy (``eviction``) picks the next, ``Inventory`` counts bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
         self._heap: list[tuple[float, bytes]] = []
-        """Heap; entries that differ from ``_until_s`` are stale."""
+        """Heap, with stale entries."""
         self.next_s = math.inf
         """Lower bound of all expiry times."""
 
@@ -95,9 +94,9 @@ class _Node:
 
 
 class PrefixOrder:
-    """Order of the keys in their chains; calls ``set_evictable`` when a present key changes.
+    """Order of the keys in their chains. ``set_evictable`` hears of changes to present keys.
 
-    A call costs O(1) per key. A key that gets its predecessor late costs, once, a step for each key before it.
+    O(1) per key, but a late predecessor costs, once, a step for each key before it.
     """
 
     def __init__(self, set_evictable: Callable[[bytes, bool], object], remembered: int = REMEMBERED) -> None:
@@ -138,7 +137,6 @@ class PrefixOrder:
             self._before.popitem(last=False)
 
     def before(self, key: bytes) -> bytes | None:
-        """Return the predecessor; None if there is none, or it is unknown."""
         node = self._nodes.get(key)
         return self._before.get(key) if node is None else node.before
 
@@ -170,7 +168,7 @@ class PrefixOrder:
         self._hold_chain(key, set())
 
     def _hold_chain(self, key: bytes, made: set[bytes]) -> None:
-        """Hold ``key`` and its predecessors. ``made``: new nodes, which must not precede each other."""
+        """Hold ``key`` and its predecessors; nodes in ``made`` must not precede each other."""
         current: bytes | None = key
         while current is not None:
             node = self._nodes.get(current)
@@ -223,8 +221,8 @@ class Entry:
 
 
 class Inventory:
-    """Entries of a store, without I/O and clock. The caller holds a lock around every call. Raises InvalidInput for an
-    unknown policy.
+    """Entries of a store, without I/O and clock; InvalidInput for an unknown policy. The caller holds a lock around
+    every call.
     """
 
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
@@ -242,12 +240,11 @@ class Inventory:
         self._reservations: dict[StoreTicket, list[tuple[bytes, int]]] = {}
         self._reserved_bytes = 0
         self._ticket_ends: list[tuple[float, int, ReferenceType[LoadTicket | StoreTicket]]] = []
-        """Heap; weak references, so that ended tickets keep no values in memory."""
+        """Heap; weak references keep no values of ended tickets in memory."""
         self._ticket_number = 0
         self._pin_budget_bytes = pin_budget_bytes
         self._pins: dict[bytes, float] = {}
         self._pin_ends: list[tuple[float, bytes]] = []
-        """Heap; entries that differ from ``_pins`` are stale."""
         self._pinned_bytes = 0
         self.lifetimes = Deadlines()
 
@@ -277,7 +274,6 @@ class Inventory:
             self.order.added(key)
 
     def keep(self, key: bytes, size_bytes: int) -> None:
-        """Enter a later release's value (``kept``)."""
         self.kept.add(key)
         self.used_bytes += size_bytes
 
@@ -320,14 +316,12 @@ class Inventory:
     # --- tickets ---
 
     def open_load(self, keys: Sequence[bytes], now_s: float, lease_s: float) -> LoadTicket:
-        """Lease the present keys. Raises InvalidInput for a bad key."""
         ticket = LoadTicket(check_keys(keys), now_s + lease_s)
         self._loads.add(ticket, now_s)
         self.lease(ticket)
         return ticket
 
     def take_load(self, ticket: LoadTicket) -> None:
-        """Take the load for completion; InvalidInput unless open."""
         self._loads.take(ticket)
 
     def close_load(self, ticket: LoadTicket) -> None:
@@ -337,12 +331,7 @@ class Inventory:
     def open_store(
         self, items: Sequence[tuple[bytes, Buffer]], places: Places, now_s: float, lease_s: float, store_name: str
     ) -> tuple[StoreTicket, list[bool]]:
-        """Reserve room; True per item if granted.
-
-        Raises:
-            InvalidInput: an invalid item.
-            ValueTooLarge: a value that the budget could never hold.
-        """
+        """Reserve room; True per item if granted. Raises ValueTooLarge for a value beyond the budget."""
         items = check_items(items)
         for _, value in items:
             if (size_bytes := size_of(value)) > self.budget_bytes:
@@ -356,7 +345,7 @@ class Inventory:
         return ticket, granted
 
     def take_store(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Take the store for completion; InvalidInput unless open. True per item if its room is still reserved."""
+        """Take the store for completion; True per item if its room is still reserved."""
         self._stores.take(ticket)
         if isinstance(ticket.state, list) and self.has_room(ticket, now_s):
             return list(ticket.state)
@@ -417,7 +406,7 @@ class Inventory:
     # --- reservations and eviction ---
 
     def reserve(self, ticket: StoreTicket, now_s: float) -> list[bool]:
-        """Reserve room; True per item if granted. Nothing is evicted yet, so a failed store costs nothing."""
+        """Reserve room, evicting nothing yet; True per item if granted."""
         self._expire(now_s)
         self._learn(ticket)
         room: list[tuple[bytes, int]] = []
@@ -452,9 +441,7 @@ class Inventory:
             above = key
 
     def in_the_way(self, items: Sequence[tuple[bytes, int]]) -> tuple[int, list[bytes]]:
-        """Return how many of the first reserved items fit (others may be pinned meanwhile), and the victims to
-        ``evict`` first.
-        """
+        """Return how many of the first items fit, and the victims to ``evict`` first."""
         # A chain's first blocks are worth most, so the last items are left out first.
         for count in range(len(items), 0, -1):
             sizes = dict(items[:count])
@@ -470,8 +457,8 @@ class Inventory:
         return self._victims(size_bytes)
 
     def make_room(self, key: bytes, size_bytes: int, now_s: float) -> list[bytes] | None:
-        """Return victims to ``evict`` for a value put immediately after; ``key`` is held until ``order.free``. None: a
-        ticket is needed, for lack of room or because others have reservations.
+        """Return victims to ``evict`` for a value put next; its key is held until ``order.free``. None: it needs a
+        ticket.
         """
         if self._reservations or key in self.kept:
             return None
@@ -490,12 +477,10 @@ class Inventory:
         return victims  # held, because a free key would lose its known predecessor before it is put
 
     def over_budget(self, now_s: float) -> list[bytes]:
-        """Return victims to ``evict`` to get below the budget, as far as possible."""
         self._expire(now_s)
         return self._victims(self.used_bytes - self.budget_bytes, partly=True) or []
 
     def _is_room(self, size_bytes: int, behind: bytes | None = None) -> bool:
-        """Check that ``size_bytes`` can be freed, sparing ``behind`` and the keys before it."""
         if behind is not None:
             self.order.hold(behind)
         victims = self._victims(self.used_bytes + self._reserved_bytes + size_bytes - self.budget_bytes)
@@ -504,7 +489,6 @@ class Inventory:
         return victims is not None
 
     def _victims(self, excess_bytes: int, partly: bool = False) -> list[bytes] | None:
-        """Return victims that free ``excess_bytes``. If too few exist: None, or all if ``partly``."""
         victims: list[bytes] = []
         while excess_bytes > 0:
             victim = self._policy.victim()
@@ -633,7 +617,6 @@ class BudgetedStore(TwoPhase):
         raise TypeError(f"{type(self).__name__} does not define _end")
 
     def names(self) -> list[NamedValue]:
-        """List named values; reads the start of every value without the lock."""
         with self._open():
             keys = list(self._inventory.entries)
         values = [named_value(key, self._beginning(key, HEADER_BYTES + MAX_NAME_BYTES)) for key in keys]
@@ -644,7 +627,6 @@ class BudgetedStore(TwoPhase):
             return list(self._inventory.entries)
 
     def _beginning(self, key: bytes, size_bytes: int) -> Buffer:
-        """Return at most ``size_bytes`` of a value; empty if unreadable."""
         raise TypeError(f"{type(self).__name__} does not define _beginning")
 
     def stats(self) -> dict[str, int | float]:
@@ -658,7 +640,7 @@ class BudgetedStore(TwoPhase):
             }
 
     def _open(self) -> OwnLock:
-        """Remove expired values and return the lock; InvalidInput once closed."""
+        """Remove expired values and return the lock."""
         if self._closed:
             raise InvalidInput(f"the {self._name} store is closed: open a new one")
         lifetimes = self._inventory.lifetimes

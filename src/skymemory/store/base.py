@@ -4,12 +4,11 @@
 
 - **Keys** are 32 ``bytes`` (a block hash, or ``kv.block.key_hash`` of a name); else InvalidInput.
 - **Order matters.** Keys form a chain: eviction takes its last blocks first, so that presence stays prefix-closed.
-- **Places** (a block's depth and predecessor; None if unknown) only make an index faster: results never depend on them,
-  nor on earlier calls.
+- **Places** (a block's depth and predecessor; None if unknown) only make an index faster: results never depend on them.
 - **A miss is a value.** Absent, evicted, corrupt and unreachable all return None; ``complete_load`` raises for none of
   them. The ticket's report has the reason, ``stats()`` a counter.
 - **Views are snapshots.** A returned view never changes, even if its key is put, deleted or evicted, until
-  ``release(ticket)`` allows the reuse of its memory.
+  ``release(ticket)``.
 - **Values are copied.** After ``complete_store`` the caller may change what it passed in.
 - **No needless eviction.** If eviction cannot make room for a value, nothing is evicted for it.
 - **A lease protects** the keys present at ``prepare_load`` from eviction until ``complete_load``, ``release`` or its
@@ -45,18 +44,17 @@ Buffer = bytes | bytearray | memoryview
 """Types of a value; always C-contiguous."""
 
 Places = Sequence[Place | None]
-"""Place per item; empty if all are unknown."""
 
 KEY_BYTES = 32
 LEASE_S = 30.0
-"""Longest protection by a lease: a client that died must not pin memory forever."""
+"""Longest lease: a client that died must not pin memory forever."""
 
 ABANDONED_S = 10 * LEASE_S
-"""Time after its lease in which a ticket may still be completed (as a miss, or not stored)."""
+"""Time after its lease in which a ticket may still be completed."""
 
 
 class Presence(enum.Enum):
-    """Presence of a key. PENDING: being stored; a load now is a miss."""
+    """Presence of a key. PENDING: being stored; a load now misses."""
 
     MISS = 0
     HIT = 1
@@ -98,10 +96,10 @@ class LoadTicket:
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Destination of each value; a tier may receive the value there."""
+    """Destination of each value; a tier may use it."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of values received undamaged in their rows, of which ``complete_load`` returns only the
-    heads. Other rows may be overwritten too.
+    """CRC-32, by position, of values received in their rows, of which only the heads are returned. Other rows may be
+    overwritten too.
     """
 
 
@@ -132,7 +130,7 @@ class Store(Protocol):
         """Return the tier's name in reports and metrics: "memory", "constellation" …"""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the presence of each key, without refreshing or protecting it."""
+        """Return the presence of each key, without a use or protection."""
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the bytes of each value, without loading it; None if absent or unknown."""
@@ -203,7 +201,7 @@ class Prefetching(Protocol):
 
 
 def bring_near(store: Store | Prefetching, keys: Sequence[bytes], at: float) -> list[bool]:
-    """Prefetch in any tier; in a tier without distances, every present value is near."""
+    """Prefetch in any tier; without distances, every present value is near."""
     if isinstance(store, Prefetching):
         return store.prefetch(keys, at)
     return [presence is Presence.HIT for presence in store.lookup(keys)]
@@ -240,7 +238,7 @@ class Keeping(Protocol):
     """Optional interface: know a later release's values, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True per key if such a value was seen. Asks no server."""
+        """Return True per key if seen. Asks no server."""
 
 
 @runtime_checkable
@@ -260,8 +258,6 @@ def keeps(store: Store | Keeping, keys: Sequence[bytes]) -> list[bool]:
 
 
 class TwoPhase:
-    """Base of all implementations."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -376,7 +372,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def ending(self, ticket: _Ticket) -> Iterator[None]:
-        """Take the ticket, but count it as open inside the ``with`` block."""
+        """Take the ticket, but count it as open inside ``with``."""
         with self._lock:
             self._ending.add(ticket)  # add before taking, so that the ticket is always in one of the sets
         try:
@@ -388,7 +384,7 @@ class OpenTickets(Generic[_Ticket]):
 
     @contextmanager
     def at_once(self, ticket: _Ticket, now_s: float) -> Iterator[None]:
-        """Count a ticket that begins and ends inside the ``with`` block."""
+        """Count a ticket that begins and ends inside ``with``."""
         with self._lock:
             self._drop_abandoned(now_s)
             self._ending.add(ticket)
@@ -419,8 +415,6 @@ _LEARN_FROM_BYTES = 1 << 20
 
 
 class ReadRate:
-    """Moving average of a tier's read rate; the last load weighs 1/4."""
-
     def __init__(self, bytes_per_s: float = 1e9) -> None:
         self.bytes_per_s = bytes_per_s
 
@@ -483,7 +477,7 @@ class RemoteStore(TwoPhase):
 
 _KEPT_BUFFERS = 4
 ALIGNED = 64
-"""Alignment of values in bytes: reading into ``malloc``'s 16-byte alignment takes a quarter longer."""
+"""Alignment of values in bytes: reading into 16-byte alignment (``malloc``) takes a quarter longer."""
 
 
 class BufferPool:
@@ -541,11 +535,10 @@ _STRIPES = 4096
 
 
 class KeyLocks:
-    """Locks on keys: writers of a key run one after the other, and a value moving between tiers cannot undo a put or a
-    delete. Thread-safe, not reentrant.
+    """Locks on keys: writers run one after the other, and a move between tiers cannot undo a put or a delete.
+    Thread-safe, not reentrant.
 
-    Puts and deletes wait for their keys (``exclusive``); moves take only free keys (``try_lock``) with unchanged
-    versions.
+    Puts and deletes wait (``exclusive``); moves take only free keys (``try_lock``) with unchanged versions.
     """
 
     def __init__(self) -> None:
@@ -569,7 +562,6 @@ class KeyLocks:
             self.give_back(keys)
 
     def take(self, keys: Sequence[bytes], patience_s: float = math.inf) -> bool:
-        """Lock until ``give_back``; False after waiting ``patience_s``."""
         with self._freed:
             if not self._busy.isdisjoint(keys):
                 timeout_s = patience_s if patience_s < math.inf else None
@@ -579,7 +571,6 @@ class KeyLocks:
             return True
 
     def give_back(self, keys: Sequence[bytes]) -> None:
-        """Unlock keys; each may have a new value."""
         with self._freed:
             for key in set(keys):
                 self._versions[_stripe(key)] += 1
@@ -588,7 +579,6 @@ class KeyLocks:
 
     @contextmanager
     def try_lock(self, keys: Iterable[bytes], versions: dict[bytes, int] | None = None) -> Iterator[set[bytes]]:
-        """Lock and yield those of ``keys`` that are free and still have the given ``versions``."""
         with self._freed:
             mine = {
                 key

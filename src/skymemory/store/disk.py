@@ -1,9 +1,9 @@
 """Disk tier: values as files within a byte budget, found again by the next process.
 
 An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A damaged file fails its
-checksum: a counted miss, never wrong bytes.
+checksum: a counted miss.
 
-A store writes parts (``Parts``), evicts, and renames the parts into place. A load reads without the lock.
+A store writes parts (``Parts``), evicts, and renames the parts. A load reads without the lock.
 """
 
 from __future__ import annotations
@@ -52,20 +52,18 @@ from skymemory.store.disk_files import (
 Sync = Literal["never", "each"]
 """Flushing: by the kernel, or before a store is acknowledged."""
 _STAMPS_S = 1.0
-"""Interval of writing use times to files; a kill loses the order since then."""
+"""Interval of writing use times; a kill loses the order since then."""
 
 
 _ROOM_S = 60.0
-"""Time to believe that a full disk stays full."""
 _ROOM_TRIES = 3
-"""Limit of evictions for one value: freed space is not always available at once."""
+"""Limit of evictions for one value: freed space may be available late."""
 
 
 class DiskStore(BudgetedStore):
     """Store of values in files under ``path``: at most ``budget_bytes``, plus 64 bytes and a name each.
 
-    One process at a time; any number of threads. ``pin_fraction`` of the budget may be pinned; pins end with the
-    process. ``clock``: seconds with any origin.
+    One process at a time; any number of threads. Pins end with the process. ``clock``: seconds with any origin.
 
     Raises:
         InvalidInput: no budget, an unknown ``sync``, or an unusable directory (``StoreDirectory``).
@@ -94,10 +92,9 @@ class DiskStore(BudgetedStore):
         self._rate = ReadRate()
         self._used_ns = 0
         self._unstamped: dict[bytes, None] = {}
-        """Keys in the order of their use."""
         self._stamp_again_s = -math.inf
         self._room_bytes, self._room_until_s = budget_bytes, -math.inf
-        """Bytes that the full disk had room for, and the end of believing it."""
+        """Room of the full disk, and the end of believing it."""
         self._directory = StoreDirectory(path, synced=self._synced)
         try:
             self._scan()
@@ -177,7 +174,6 @@ class DiskStore(BudgetedStore):
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
     def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
-        """Return the present keys with memory, and all that memory. Requires the lock."""
         entries = self._inventory.entries
         present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
         buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
@@ -273,21 +269,17 @@ class DiskStore(BudgetedStore):
         ticket.reason = no_room_reason(self._directory.path, error)
 
     def _evict_for(self, written: Sequence[tuple[bytes, int]]) -> list[bytes]:
-        """Evict; return the first keys that have room now. Requires the lock."""
         count, victims = self._inventory.in_the_way(written)
         self._counters.add("refused", len(written) - count)
         return [key for key, _ in written[:count]] if self._evict(victims) else []
 
     def _evict_for_disk(self, size_bytes: int, now_s: float) -> None:
-        """Evict before writing to a full disk. Requires the lock."""
         if now_s < self._room_until_s:
             excess_bytes = self._inventory.used_bytes + size_bytes - self._room_bytes
             self._evict(self._inventory.victims_for(excess_bytes) or [])
 
     def _make_room(self, ticket: StoreTicket, size_bytes: int, error: OSError, tries: int) -> bool:
-        """Evict for a value on a full disk, all or nothing; True if it may fit now. ``tries``: evictions for it so
-        far.
-        """
+        """Evict for a value on a full disk, all or nothing, after ``tries`` evictions; True if it may fit now."""
         with self._lock:
             if tries == _ROOM_TRIES or self._closed or not self._inventory.has_room(ticket, self._clock()):
                 return False
@@ -343,7 +335,7 @@ class DiskStore(BudgetedStore):
             self._inventory.remove(key)
 
     def _evict(self, victims: Sequence[bytes]) -> bool:
-        """Remove files up to the first that cannot be; True if all were. Requires the lock."""
+        """Remove files up to the first failure. Requires the lock."""
         for key in victims:
             path = self._directory.path_of(key)
             value = None if self.on_evict is None else whole_value(self._directory.path_text_of(key), key)
@@ -358,7 +350,6 @@ class DiskStore(BudgetedStore):
         return True
 
     def _stamp(self, keys: Sequence[bytes], *, wait: bool = False) -> None:
-        """Record the order of use, the most recent last; with ``wait``, it is written later."""
         for key in keys:
             self._unstamped.pop(key, None)
             self._unstamped[key] = None
@@ -427,7 +418,6 @@ LATER = Reading(None, reason=LATER_VERSION)
 
 
 def read_file(path: str, key: bytes, out: memoryview, clock: Callable[[], float]) -> Reading:
-    """Read into ``out``, which has the value's size."""
     started_s = clock()
     try:
         is_whole = read_value(path, key, out)
@@ -466,7 +456,7 @@ class Parts:
         self.evicted = False
 
     def write(self, items: Sequence[tuple[bytes, Buffer]], make_room: MakeRoom) -> list[tuple[bytes, int]]:
-        """Write up to the first failure: the rest of a chain is useless. Return key and size of each."""
+        """Write up to the first failure: the rest of a chain is useless. Return keys and sizes."""
         for key, value in items:
             data = memoryview(value).cast("B")
             try:
@@ -497,7 +487,7 @@ class Parts:
                     raise
 
     def settle(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Rename parts into place up to the first failure; return key and size of each."""
+        """Rename parts into place up to the first failure; return keys and sizes."""
         settled: list[tuple[bytes, int]] = []
         for key in keys:
             part, size_bytes = self._parts[key]

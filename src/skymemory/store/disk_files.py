@@ -1,14 +1,13 @@
 """Directory of a disk store, and the format of its files.
 
-``format`` names the layout; ``lock`` is locked by the process that has the store open; ``values/`` has one file per
-value, its modification time the last use. Others may have placed links or pipes there: only regular files are opened.
+``format`` names the layout; the process that has the store open locks ``lock``; ``values/`` has one file per value, its
+modification time the last use. Only regular files are opened: others may have placed links or pipes.
 
-A value's file (64 bytes of header, the value) is written once as a ``.part``, renamed into place, never changed. A
-power cut may tear it, which its checksum shows; a ``synced`` store flushes bytes before renaming, and directory entries
-before relying on them. A torn ``format`` is rewritten if the headers in ``values/`` are ours.
+A value's file is written once as a ``.part``, renamed into place, never changed. A power cut may tear it, which its
+checksum shows; a ``synced`` store flushes bytes and directory entries before relying on them.
 
-The directory, or ``lock`` alone, may be removed under a running store and opened by another process. So the store
-removes, renames or marks nothing unless ``lock`` is the file that it holds (``is_ours``).
+Another process may take over a directory whose ``lock`` was removed. So the store removes, renames or marks nothing
+unless ``lock`` is the file that it holds (``is_ours``).
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class FoundValue:
 
 
 class StoreDirectory:
-    """Directory at ``path``, created if needed, locked until ``close``.
-
-    Raises:
-        InvalidInput: it cannot be created or written, is open in another process, or holds other files.
+    """Directory at ``path``, created if needed, locked until ``close``; InvalidInput if it cannot be written, is open
+    elsewhere, or holds other files.
     """
 
     def __init__(self, path: Path, *, synced: bool = False) -> None:
@@ -60,7 +57,6 @@ class StoreDirectory:
         self.values = self.path / "values"
         self._values_text = f"{self.values}/"
         self.torn = 0
-        """Incomplete files removed by a scan."""
         self.has_unsynced_removals = False
         self._lock_fd = -1
         self._relocking = threading.Lock()
@@ -133,7 +129,6 @@ class StoreDirectory:
             os.close(fd)
 
     def _check_torn_format(self, path: Path, found: bytes) -> None:
-        """Raise InvalidInput unless this was our ``format``, as far as it and the values show."""
         text = found.decode(errors="replace")
         version = text[len(_FORMAT) - 2 :].strip()
         if text.startswith(_FORMAT[:-2]) and version.isascii() and version.isprintable() and version > _FORMAT[-2]:
@@ -155,7 +150,7 @@ class StoreDirectory:
 
     def _examine_values(self) -> tuple[bool, bool]:
         """Return two flags: a header proves ``values/`` ours; none does, and a file named like a key is foreign. A torn
-        file (zeros, or cut in its header) proves nothing. Raises LaterVersion for a later release's file.
+        file proves nothing. Raises LaterVersion.
         """
         ours = foreign = False
         for entry in os.scandir(self.values) if self.values.is_dir() else ():
@@ -169,9 +164,7 @@ class StoreDirectory:
         return ours, foreign and not ours
 
     def scan(self) -> Iterator[FoundValue]:
-        """Yield the values, in no order. Removes parts and incomplete files; leaves folders, foreign names and a later
-        release's files.
-        """
+        """Yield the values, in no order. Removes parts and incomplete files only."""
         with os.scandir(self.values) as entries:
             for entry in entries:
                 path = self.values / entry.name
@@ -200,8 +193,8 @@ class StoreDirectory:
                 self.remove(path)
 
     def is_ours(self) -> bool:
-        """Return True if no other process can have opened the directory. If only ``lock`` was removed (as by a cleanup
-        of ``/tmp``), lock a new file.
+        """Return True if no other process can have opened the directory. A removed ``lock`` (cleanup of ``/tmp``) is
+        restored.
         """
         lock = self.path / "lock"
         with self._relocking:
@@ -230,7 +223,6 @@ class StoreDirectory:
             raise OSError(errno.ESTALE, "the directory was removed, or another process has taken it: open it again")
 
     def restore_values(self) -> bool:
-        """Create ``values/`` again if only that was removed; True if so."""
         try:
             if not self.is_ours():
                 return False
@@ -245,7 +237,7 @@ class StoreDirectory:
         return self.values / file_name(key)
 
     def path_text_of(self, key: bytes) -> str:
-        """Return text: constructing a ``Path`` takes longer than opening the file."""
+        """Return text: a ``Path`` takes longer than opening the file."""
         return self._values_text + file_name(key)
 
     def part_of(self, key: bytes, number: int) -> Path:
@@ -257,7 +249,7 @@ class StoreDirectory:
             os.utime(self.path_text_of(key), ns=(used_ns, used_ns), follow_symlinks=False)
 
     def expire(self, key: bytes, until_s: float, *, synced: bool) -> bool:
-        """Record the end of the lifetime (Unix time) as a file attribute; False if the file system has none."""
+        """Record the end of the lifetime (Unix time); False if the file system has no attributes."""
         try:
             self.check_ours()
             fd = os.open(self.path_text_of(key), os.O_RDONLY | PLAIN)
@@ -306,9 +298,7 @@ class StoreDirectory:
             raise
 
     def _sync_names(self) -> None:
-        """Flush the entries that lead to the values, up to the file system's root: another process may have created
-        some.
-        """
+        """Flush the entries up to the file system's root: another process may have created some."""
         for folder in (self.values, self.path):
             _sync_directory(folder)
         resolved = self.path.resolve()
@@ -331,7 +321,7 @@ class StoreDirectory:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS)
-"""Errors of a directory sync to ignore: the directory is not ours, or needs no sync."""
+"""Errors of a directory sync to ignore: not ours, or no sync needed."""
 
 
 def _sync_directory(path: Path) -> None:
@@ -373,7 +363,7 @@ PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Follow no links, wait for no pipes."""
 
 FAULTS_OF_THE_FILE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.ESPIPE, errno.ENXIO)
-"""Errors of the file itself. Others are due to too many open files, too little memory, …"""
+"""Errors of the file itself, not of too many open files, too little memory, …"""
 
 
 _LIFETIME = b"user.skymemory.expires_ms"
@@ -403,7 +393,7 @@ def key_of(name: str) -> bytes | None:
 
 
 def write_part(path: Path, key: bytes, value: memoryview, *, synced: bool) -> None:
-    """Write header and value to a new file. On an OSError (disk full, …) the file is removed."""
+    """Write header and value to a new file, which an OSError removes."""
     header = _HEADER.pack(_MAGIC, key, value.nbytes, crc32(value), 0)[:-4]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -437,7 +427,6 @@ def _head_of(path: str) -> bytes:
 
 
 def beginning_of(path: str, size_bytes: int) -> bytes:
-    """Read at most ``size_bytes`` of a value, unchecked."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         return os.pread(fd, size_bytes, HEADER_BYTES)
@@ -446,11 +435,7 @@ def beginning_of(path: str, size_bytes: int) -> bytes:
 
 
 def read_value(path: str, key: bytes, out: memoryview) -> bool:
-    """Read into ``out``, which has the value's size; False if damaged, or another key's.
-
-    Raises:
-        OSError: the file does not exist, is not regular, or cannot be read.
-    """
+    """Read into ``out``, which has the value's size; False if damaged, or another key's. OSError if unreadable."""
     header = bytearray(HEADER_BYTES)
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
@@ -467,7 +452,7 @@ def read_value(path: str, key: bytes, out: memoryview) -> bool:
 
 
 def read_value_now(path: str, key: bytes, out: memoryview) -> bool:
-    """Read only from the page cache; also False if that would block, or fails."""
+    """Read only from the page cache; also False if that would block."""
     header = bytearray(HEADER_BYTES)
     got_bytes = read_cached(path, header, out)
     return got_bytes is not None and _is_whole(header, got_bytes, key, out)
@@ -479,9 +464,7 @@ def _is_whole(header: bytearray, got_bytes: int, key: bytes, value: memoryview) 
 
 
 def stored_bytes(path: Path, key: bytes) -> int | None:
-    """Return the value's size; None if the file's length or header is wrong. Raises LaterVersion for a later release's
-    file.
-    """
+    """Return the value's size; None if length or header is wrong. Raises LaterVersion."""
     fd = os.open(path, os.O_RDONLY | PLAIN)
     try:
         header = os.pread(fd, HEADER_BYTES, 0)
@@ -496,7 +479,6 @@ def stored_bytes(path: Path, key: bytes) -> int | None:
 
 
 def _open_header(header: bytes | bytearray) -> tuple[bytes, int, int] | None:
-    """Return key, size and CRC of the value; None if invalid."""
     magic, key, size_bytes, value_crc, header_crc = _HEADER.unpack(header)
     if magic != _MAGIC or crc32(header[:-4]) != header_crc:
         return None

@@ -74,7 +74,6 @@ class MemoryStore(BudgetedStore):
             return True
 
     def _used(self, keys: tuple[bytes, ...]) -> list[bytes | None]:
-        """Count a use. Requires the lock."""
         values = [self._values.get(key) for key in keys]
         self._inventory.use(list(dict.fromkeys(keys)))
         misses = values.count(None)

@@ -20,7 +20,6 @@ from skymemory.store.wrappers import Wrapped
 NAMESPACE = hashlib.sha256(b"skymemory named values 1").digest()
 
 SEALED = "sealed"
-"""Reason of a miss: the value is sealed, and was read without keys."""
 
 NOT_PROMISED = "it is stored, but not every satellite promised to expire it"
 
@@ -40,7 +39,7 @@ class Listing(Protocol):
     """Optional interface: list named values."""
 
     def names(self) -> list[NamedValue]:
-        """Return the values by name, without blocks and sealed values (whose names are unreadable)."""
+        """Return the values by name, without blocks and sealed values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def named_key(name: str) -> bytes:
 
 
 def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedValue | None:
-    """Return the value that begins so; None if it is unreadable or not ``key``'s."""
+    """Return the value that begins so; None if unreadable or not ``key``'s."""
     try:
         header = unpack_header(start_of_value)
     except MalformedPacket:
@@ -67,12 +66,7 @@ def named_value(key: bytes, start_of_value: Buffer, chunks: int = 1) -> NamedVal
 
 
 def put_named(store: Store, name: str, data: Buffer) -> NamedOutcome:
-    """Store ``data`` under ``name``, replacing any value there.
-
-    Raises:
-        InvalidInput: no name, or no bytes.
-        ValueTooLarge: it can never fit.
-    """
+    """Store ``data`` under ``name``. Raises InvalidInput without a name or bytes, ValueTooLarge if it can never fit."""
     ((key, data),) = check_items([(named_key(name), data)])
     view = memoryview(data).cast("B")
     header = ValueHeader(RAW.codec_id, len(view), len(view), name=name)
@@ -105,7 +99,6 @@ def get_named(store: Store, name: str) -> NamedOutcome:
 
 
 def named_payload(value: memoryview, name: str) -> memoryview | str:
-    """Return the bytes in a stored value; or the reason of the miss."""
     if is_sealed(value):
         return SEALED
     try:
@@ -118,7 +111,6 @@ def named_payload(value: memoryview, name: str) -> memoryview | str:
 
 
 def unwrap_store(store: Store) -> Store:
-    """Return the innermost store, without wrappers."""
     while isinstance(store, Wrapped):
         store = store.store
     return store
@@ -139,7 +131,7 @@ class NamedValues:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, replacing any value there; it expires after ``ttl_s``.
+        """Store ``data`` under ``name``, for ``ttl_s``.
 
         Raises:
             InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.
@@ -160,7 +152,7 @@ class NamedValues:
         return isinstance(name, str) and self._store.lookup([named_key(name)]) == [Presence.HIT]
 
     def delete(self, name: str) -> bool | None:
-        """Return True if deleted, False if absent, None if a satellite that may hold it did not answer."""
+        """Return True if deleted, False if absent, None if a satellite did not answer."""
         return self._store.delete([named_key(name)])[0]
 
     def pin(self, name: str, ttl_s: float) -> bool:
@@ -168,13 +160,11 @@ class NamedValues:
         return self._store.pin([named_key(name)], ttl_s)[0]
 
     def expire(self, name: str, ttl_s: float) -> bool:
-        """Expire it after ``ttl_s`` seconds (infinite: never). False: absent, or not promised by every satellite.
-        Raises as ``put``.
-        """
+        """Expire after ``ttl_s`` seconds (infinite: never). False: absent, or not promised. Raises as ``put``."""
         return self._expiring(ttl_s).expire([named_key(name)], ttl_s)[0]
 
     def names(self) -> list[NamedValue]:
-        """Return the values by name, without sealed values; InvalidInput if the store cannot list."""
+        """Return the values by name; InvalidInput if the store cannot list."""
         store = unwrap_store(self._store)
         if not isinstance(store, Listing):
             raise InvalidInput(f"a {store.name} store cannot list names: a constellation, memory and disk can")

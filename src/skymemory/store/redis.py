@@ -1,7 +1,6 @@
 """Redis tier: values in a Redis or Valkey server, which evicts as configured (``maxmemory-policy``).
 
-A value is one string: its bytes, a mark and a CRC-32 of key and value. A failing server costs a counted miss or failed
-store; the next call tries again.
+A value is one string: its bytes, a mark and a CRC-32 of key and value. A failing server costs a counted miss.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _MOST_LATER = 1 << 16
 class RedisStore(RemoteStore):
     """Store of values in the server at ``url``, shared by all its clients.
 
-    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file with the
-    authorities of a ``rediss://`` server (default: the system's). ``clock``: seconds with any origin.
+    No call takes longer than ``timeout_s`` plus the time of its bytes at ``MIN_BYTES_PER_S``. ``ca``: PEM file for a
+    ``rediss://`` server (default: the system's authorities).
 
     Raises:
         InvalidInput: a malformed address. (An unreachable server is not an error.)
@@ -67,9 +66,8 @@ class RedisStore(RemoteStore):
         self._link = Link(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
-        """Keys of a later release's values, which are not overwritten."""
+        """Keys of a later release's values, not overwritten."""
         self._value_bytes: float = _BYTES_AT_ONCE
-        """Mean of the last load."""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
         sizes = self.sizes(keys)
@@ -206,7 +204,6 @@ class RedisStore(RemoteStore):
         return replies
 
     def stats(self) -> dict[str, int | float]:
-        """Return figures of this process only."""
         return {
             **{f"{name}_total": value for name, value in self._counters.as_dict().items()},
             "open_leases": len(self._loads) + len(self._stores),
@@ -214,7 +211,7 @@ class RedisStore(RemoteStore):
         }
 
     def server_info(self) -> dict[str, str]:
-        """Return the reply to INFO, by name. Raises SkyMemoryError without a reply."""
+        """Return the reply to INFO; SkyMemoryError without."""
         (reply,) = self._link.ask([pack(b"INFO")], 1)
         if not isinstance(reply, bytes):
             verb = "does not answer" if isinstance(reply, Unreachable) else "refuses"
@@ -236,7 +233,7 @@ def _at_once(value_bytes: float) -> int:
 
 
 def trailer_of(key: bytes, value: memoryview) -> bytes:
-    """Return the trailer of a value. A block's CRC comes from its header: the receiver reads the payload."""
+    """Return the trailer. A block's CRC comes from its header: the receiver reads the payload."""
     crc = crc_by_header(key, value, crc32(key))
     return _trailer(crc32(value, crc32(key)) if crc is None else crc)
 
@@ -250,7 +247,6 @@ def _trailer(crc: int) -> bytes:
 
 
 def opened(key: bytes, reply: object) -> memoryview | str:
-    """Return the value in a reply, without a copy; or the reason of the miss."""
     if reply is None:
         return "absent"
     if isinstance(reply, Unreachable):
@@ -276,11 +272,10 @@ Command = list[Buffer]
 _READ_BYTES = 256 << 10
 """Bytes per read: redis-py's 32 KiB take ninety calls for a block of 2.9 MB."""
 MIN_BYTES_PER_S = 1e6
-"""Lowest rate of a working link."""
 _SMALL_BYTES = 4096
 """Limit of joined pieces: a copy costs less than a call."""
 _REST_S = 1.0
-"""Silence after a timeout: otherwise every call of a load would wait again."""
+"""Silence after a timeout: otherwise every call of a load would wait."""
 _PROBE_S = 30.0
 
 
@@ -318,7 +313,6 @@ class Deadline(threading.local):
         self._until_s += size_bytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Return the seconds left, above 0; else raise TimeoutError."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline of the call has passed")
@@ -381,9 +375,7 @@ def _with_deadline(kind: Any, deadline: Deadline) -> Any:
 
 
 class Link:
-    """Pool of connections to the server at ``url``, opened when needed and reopened when broken. Raises as
-    ``RedisStore``.
-    """
+    """Pool of connections to the server at ``url``. Raises as ``RedisStore``."""
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic, ca: str = "") -> None:
         try:
@@ -419,8 +411,7 @@ class Link:
     def ask(self, commands: Sequence[Command], at_once: int) -> list[object]:
         """Return a reply per command; ``redis.ResponseError`` or ``Unreachable`` on failure.
 
-        At most ``at_once`` are in flight, which bounds the replies kept by the server. One deadline for all; the first
-        failure ends them all.
+        At most ``at_once`` are in flight. One deadline for all; the first failure ends them all.
         """
         self._owner.check()
         replies: list[object] = []
@@ -488,9 +479,7 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error of redis-py, which may raise anything for an unexpected reply: no Redis server, so
-        unreachable.
-        """
+        """Map an error of redis-py, which may raise anything for a reply of no Redis server: unreachable."""
         if isinstance(error, self._redis.RedisError | OSError):
             return error
         self.counters.add("strange_replies")

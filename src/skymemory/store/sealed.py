@@ -4,8 +4,7 @@ A sealed value is ``magic "SKYE" 4 | version 1 | zero 1 | key id 2 | nonce 12 | 
 first 20 bytes and the value's 32-byte key are authenticated: a value moved to another key does not open. Later versions
 keep the magic and the version's position.
 
-The nonce is random. A secret seals at most 2^32 values (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB: rotate it
-earlier.
+The nonce is random: a secret seals at most 2^32 values (NIST SP 800-38D, 8.3), 12 PB of blocks of 2.9 MB.
 """
 
 from __future__ import annotations

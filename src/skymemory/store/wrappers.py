@@ -110,8 +110,7 @@ class Selecting(Wrapped):
     def select(self, items: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
         return [True] * len(items)
 
-    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Handle stored items."""
+    def stored(self, items: Sequence[tuple[bytes, Buffer]]) -> None: ...
 
     def prepare_store(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> StoreTicket:
         items, places = check_items(items), check_places(items, places)
@@ -142,8 +141,7 @@ _BITS_PER_KEY = 16
 class Sketch:
     """Set of the last ``capacity`` to ``2 * capacity`` keys: two Bloom filters that take turns.
 
-    Keys are hashes, so four words of a key are its probes. A new key in 400 counts as seen, which only stores it a
-    write early.
+    Keys are hashes, so four words are the probes. A new key in 400 counts as seen, which only stores it early.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -155,7 +153,6 @@ class Sketch:
         self._added = 0
 
     def check_and_add(self, key: bytes) -> bool:
-        """Add ``key``; True if it was seen before."""
         places = [word % self._bits for word in _PROBES.unpack_from(key)]
         now, before = (all(bits[at >> 3] >> (at & 7) & 1 for at in places) for bits in (self._now, self._before))
         if not now:
@@ -170,9 +167,8 @@ class Sketch:
 
 
 class AdmittingStore(Selecting):
-    """Write admission: stores a key when it is offered a second time, or is present already.
-
-    Most prompts of a busy service are seen once; blocks are chained, so exactly the shared blocks are offered again.
+    """Write admission: stores a key when it is offered a second time, or is present. Most prompts are seen once;
+    exactly the shared blocks of a chain are offered again.
     """
 
     def __init__(self, store: Store, sketch: Sketch | None = None) -> None:
@@ -201,7 +197,7 @@ class TenantStore(Selecting):
     refused put costs nothing, but the quota is exceeded by up to that put.
 
     The tenant's salt is in every block hash, so this handle sees all its writes. Values count until the store confirms
-    their removal: a miss in an outage confirms nothing.
+    their removal.
     """
 
     def __init__(
@@ -213,7 +209,6 @@ class TenantStore(Selecting):
         self.tenant = tenant
         self.quota_bytes = quota_bytes
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Least recently used first."""
         self.used_bytes = 0
         self._clock = clock
         self._leases: dict[object, tuple[tuple[bytes, ...], float]] = {}
@@ -302,7 +297,6 @@ class TenantStore(Selecting):
         return done
 
     def complete_load(self, ticket: LoadTicket) -> list[memoryview | None]:
-        """Complete the load. Only absent values are no longer counted."""
         values = self.store.complete_load(ticket)
         reports = ticket.report.keys if ticket.report is not None else ()
         with self._lock:
@@ -380,10 +374,8 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStore:
-    """Store for asyncio: awaitable calls, without tickets, on ``store``, which it closes.
-
-    Each call runs in a thread. Cancelled before its thread starts, it does nothing; later it continues, its result
-    dropped.
+    """Store for asyncio: awaitable calls in threads, on ``store``, which it closes. A call cancelled before its thread
+    starts does nothing; later it continues.
     """
 
     def __init__(self, store: Store, threads: int = 32) -> None:

@@ -1,4 +1,4 @@
-"""Leases of keys for which EXISTS has answered 1 (``commands``: EXISTS leases)."""
+"""Leases of keys for which EXISTS has answered 1 (see ``commands``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LEASES = 1 << 16
 
 
 class Leases:
-    """Leases of all clients. A lease is a started load, or the value itself. Bounded; thread-safe."""
+    """Leases of all clients: started loads, or values. Bounded; thread-safe."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Leases:
         clock: Callable[[], float],
         left_s: Callable[[Sequence[bytes]], Sequence[float]],
     ) -> None:
-        """Create the table. ``left_s``: returns the remaining lifetimes of values, by their keys."""
+        """Set up. ``left_s``: remaining lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
         self._protects = unwrap_store(store).leases
@@ -32,7 +32,7 @@ class Leases:
         self._leases: dict[bytes, Lease] = {}
         """Leases by stored key, oldest first."""
         self._beginning: dict[bytes, object] = {}
-        """Keys being leased now, with the mark of their last ``begin``; a write removes the mark."""
+        """Keys being leased now, with the mark of their last ``begin``; a write removes it."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
@@ -88,7 +88,7 @@ class Leases:
         return fits
 
     def take(self, key: bytes) -> Lease | None:
-        """Remove and return the lease of ``key``; the caller completes or releases its ticket."""
+        """Remove and return the lease; the caller completes or releases its ticket."""
         if not self._leases:
             return None
         with self._lock:
@@ -100,7 +100,7 @@ class Leases:
             return self._pop(key)
 
     def shorten(self, key: bytes, left_s: float) -> None:
-        """End the lease of ``key`` in ``left_s`` at the latest, when its value expires."""
+        """End the lease in ``left_s`` at the latest."""
         with self._lock:
             lease = self._leases.get(key)
             if lease is not None:
@@ -119,7 +119,7 @@ class Leases:
             self._drop(key)
 
     def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """Yield the oldest leases: few per call, but enough that all expired leases are dropped over time."""
+        """Yield the oldest leases: few per call, but enough to drop all expired leases over time."""
         for number, item in enumerate(self._leases.items()):
             if number == 64:
                 return
@@ -143,10 +143,7 @@ class Leases:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lease of a key.
-
-    ``value`` is set if the store cannot protect values: then the load has ended, and the ticket keeps its views valid.
-    """
+    """Lease of a key. ``value`` is set if the store cannot protect values; the ticket then keeps it valid."""
 
     until_s: float
     ticket: LoadTicket

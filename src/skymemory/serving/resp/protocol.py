@@ -1,9 +1,8 @@
-r"""Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
+"""Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
 
-A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (``inline``).
-``RequestParser`` takes bytes as they arrive. It does not collect an argument of ``LARGE_BYTES`` or more. Instead,
-``next`` returns a ``LargeArgument``, and the owner of the socket receives the remaining bytes directly into their final
-buffer, or lets ``discard`` skip the request.
+``RequestParser`` takes bytes as they arrive. For an argument of ``LARGE_BYTES`` or more, ``next`` returns a
+``LargeArgument``: the owner of the socket receives its remaining bytes into their final buffer, or lets ``discard``
+skip the request.
 
 Source: redis.io/docs/latest/develop/reference/protocol-spec.
 """
@@ -19,16 +18,13 @@ from skymemory.serving.resp import inline
 from skymemory.store.base import Buffer
 
 LARGE_BYTES = 32 << 10
-"""Size from which an argument is received separately.
-
-Smaller arguments arrive with their request in one or two reads; copying them costs less than a call.
-"""
+"""Size from which an argument is received separately: copying less costs less than a call."""
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
-"""Largest number accepted as a length; the socket's owner limits values (``discard``)."""
+"""Largest number accepted as a length; the socket's owner limits values."""
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
-"""Limit of a request's arguments below ``LARGE_BYTES``, together."""
+"""Limit of a request's small arguments, together."""
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
 """Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
@@ -57,7 +53,7 @@ Word = Buffer | Framed
 
 @dataclass(frozen=True, slots=True)
 class LargeArgument:
-    """Announcement of a following argument of ``size_bytes``. ``head``: its first bytes, which have arrived already."""
+    """Announcement of an argument. ``head``: its first bytes."""
 
     words: tuple[Word, ...]
     size_bytes: int
@@ -65,16 +61,16 @@ class LargeArgument:
 
 
 class NeedData:
-    """Result of ``next`` without a complete request: read from the socket and ``feed``."""
+    """Result of ``next`` without a complete request."""
 
 
 NEED_DATA = NeedData()
 
 
 class RequestParser:
-    """Incremental parser of requests: ``feed``, then ``next`` until it needs data.
+    """Incremental parser: ``feed``, then ``next`` until it needs data.
 
-    ``trusted``: true if the client is authenticated; may be changed between requests.
+    ``trusted``: the client is authenticated; may be changed between requests.
     """
 
     def __init__(self, max_bulk_bytes: int, *, trusted: bool = True) -> None:
@@ -107,7 +103,7 @@ class RequestParser:
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
     def head_of(self, large: LargeArgument) -> bytes:
-        """Return the argument's first bytes, including bytes fed since ``next`` returned it."""
+        """Return the argument's first bytes, including bytes fed since."""
         more_bytes = len(self._data) - self._at - self.bytes_behind(large)
         with memoryview(self._data) as data:
             rest_of_head = bytes(data[self._at : self._at + more_bytes])
@@ -127,13 +123,13 @@ class RequestParser:
         self.feed(behind)
 
     def discard(self) -> None:
-        """Drop the request of the last ``LargeArgument``: ``next`` skips its remaining bytes."""
+        """Drop the request of the last ``LargeArgument``."""
         assert self._large is not None
         self._unread_bytes = self._large.size_bytes - len(self._large.head) + len(_CRLF)
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """Return the next request's words (an empty list for an empty line), or what is needed for it.
+        """Return the next request's words (none for an empty line), or what is needed for it.
 
         Raises:
             ProtocolError: a malformed request; the message is for the client.
@@ -196,7 +192,7 @@ class RequestParser:
         return True
 
     def _whole_words(self) -> list[Word] | None:
-        """Take all arguments that are certainly complete in one call; return the words of a complete request."""
+        """Take all complete arguments in one call; return the words of a complete request."""
         most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
         most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
         before, under_way = self._at, self._missing
@@ -305,7 +301,6 @@ def integer(number: int) -> bytes:
 
 
 def bulk_head(size_bytes: int) -> bytes:
-    """Return the bytes that precede the data; CRLF must follow it."""
     return b"$%d\r\n" % size_bytes
 
 

@@ -1,12 +1,8 @@
 """Sockets of the store daemon, with a thread for each connection.
 
-Values are received directly into their final buffer and sent without copying.
-
-A thread that waits for a slow client, or for a satellite, blocks no other connection. Everything that connections share
-is bounded: their number, the bytes of values in transfer, the size of a value. A client is disconnected if it neither
-reads nor writes within a value for ``stall_s``, or needs longer for the value than ``stall_s`` plus the time of its
-bytes at ``LEAST_BYTES_PER_S``. A client that is idle between requests stays connected. While others wait for the memory
-that it holds (``budget``), a client is disconnected sooner.
+A slow client blocks no other connection. The number of connections, the bytes in transfer and the size of a value are
+bounded. A client is disconnected if it stalls within a value for ``stall_s``, or is slower than ``LEAST_BYTES_PER_S``;
+sooner while others wait for its memory (``budget``). Idle clients stay.
 """
 
 from __future__ import annotations
@@ -51,26 +47,23 @@ from skymemory.serving.resp.protocol import (
 log = logging.getLogger("skymemory.store.daemon")
 
 _READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
-"""Bytes of a read; and of a read before a large value, whose first bytes must be copied into place."""
+"""Bytes of a read; and before a large value, whose first bytes must be copied into place."""
 _CRLF_BYTES = 2
 _MAX_PIECES = 512
 """Most buffers of a ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
-"""Size below which replies are collected, so that answers to a pipeline go out in one call."""
+"""Size below which replies are collected: a pipeline's answers go out in one call."""
 _PART_BYTES = 1 << 20
-"""Most bytes of a ``sendmsg``.
-
-On a Unix socket its timeout applies to every 32 KiB, so a larger call would not notice a slow reader.
+"""Most bytes of a ``sendmsg``. On a Unix socket its timeout applies to every 32 KiB: a larger call would not notice a
+slow reader.
 """
 _SEND_BUFFER_BYTES = 512 << 10
-"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``.
-
-With the system's 208 KiB, writer and reader wait for each other 14 times in a value of 2.9 MB; a larger buffer falls
-out of the processor's cache before it is read.
+"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait for
+each other 14 times in a value of 2.9 MB; a larger buffer falls out of the processor's cache.
 """
 _UNBOOKED_BYTES = 64 << 10
 _WHOLE_BYTES = 4 << 20
-"""Largest value that is received in one call. For larger values the daemon checks the progress."""
+"""Largest value received in one call, without checks of the progress."""
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _BLOCKED_S = 0.1
@@ -92,9 +85,8 @@ class Limits:
 
 
 class Pace:
-    """Deadline of a client's transfer: ``stall_s`` plus the time of its bytes at ``LEAST_BYTES_PER_S``.
-
-    So a client that moves a byte now and then cannot hold memory forever.
+    """Deadline of a transfer: ``stall_s`` plus the time of its bytes at ``LEAST_BYTES_PER_S``, so that a client that
+    moves a byte now and then cannot hold memory forever.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -105,11 +97,7 @@ class Pace:
         self._until_s = time.monotonic() + self._stall_s
 
     def moved(self, size_bytes: int) -> None:
-        """Count transferred bytes.
-
-        Raises:
-            TimeoutError: the transfer is too slow.
-        """
+        """Count bytes; raise TimeoutError if the transfer is too slow."""
         self._until_s += size_bytes / LEAST_BYTES_PER_S
         if time.monotonic() > self._until_s:
             raise TimeoutError("slower than a client may be in the middle of a request or a reply")
@@ -282,15 +270,15 @@ class Conversation:
         self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
-        """Budget of the received part of the current request."""
+        """Budget of the received part of the request."""
         self._booked_small_bytes = 0
         self._queued_bytes = 0
         """Budget of commands that wait for EXEC."""
         self._collected: Run | None = None
-        """Received requests without an answer, because another of the same kind seems to follow."""
+        """Unanswered requests, because another of the same kind seems to follow."""
         self._collected_bytes = 0
         self._ahead_bytes = 0
-        """Budget of data that was read while replies were being sent."""
+        """Budget of data read while replies were sent."""
         self._is_fed = False
         """True if the parser has been fed since it last asked for data."""
         self._readable = select.poll()
@@ -317,7 +305,7 @@ class Conversation:
             self._settle_ahead()
 
     def _step(self) -> bool:
-        """Process one request, or read what it needs; return False if the connection must end."""
+        """Process one request, or read what it needs; False if the connection must end."""
         self._is_fed = False
         request = self._parser.next()
         if isinstance(request, NeedData | LargeArgument):
@@ -334,7 +322,6 @@ class Conversation:
         return True
 
     def _on_stranger(self, stranger: Stranger) -> None:
-        """Count and log the stranger, and end the connection; its other data is dropped."""
         level = logging.WARNING if self._commands.on_stranger() else logging.DEBUG
         log.log(
             level,
@@ -346,13 +333,13 @@ class Conversation:
         self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
 
     def _end_for_others(self) -> None:
-        """Disconnect the client. Called by another thread, which waits for memory."""
+        """Disconnect the client. Another thread, which waits for memory, calls it."""
         log.info("connection %d held room that others waited for, and moved too little", self._session.number)
         with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
-        """Keep the request for a run; return False if it must be answered now."""
+        """Keep the request for a run; False if it must be answered now."""
         match = self._commands.run_key(self._session, words)
         if self._collected is not None and not (match and self._collected.takes(match[0])):
             self._answer_collected()
@@ -419,10 +406,8 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read input while the client does not read its replies; some clients write a complete pipeline first.
-
-        Returns:
-            The number of bytes; 0 without budget or data.
+        """Read input while the client does not read its replies: some clients write a complete pipeline first. Return
+        the number of bytes; 0 without budget or data.
         """
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
@@ -446,9 +431,8 @@ class Conversation:
         self._ahead_bytes = left_bytes
 
     def _receive(self, large: LargeArgument) -> None:
-        """Receive the remaining bytes of a large argument after its stored header, into one buffer.
-
-        Nothing is kept if the command will be refused anyway.
+        """Receive a large argument after its stored header, into one buffer; nothing is kept if the command will be
+        refused.
         """
         self._outbox.flush()
         try:
@@ -472,7 +456,7 @@ class Conversation:
         self._pace.begin()
 
     def _refuse(self, reply: bytes) -> None:
-        """Answer a request that has not arrived completely: the client reads the reply after sending it."""
+        """Answer a request that has not arrived completely."""
         self._answer_collected()
         self._outbox.send([reply])
         self._outbox.flush()
@@ -483,7 +467,7 @@ class Conversation:
         self._pace.begin()
 
     def _book(self, size_bytes: int) -> bool:
-        """Reserve budget; return False if there is none. A client that holds some does not wait for more."""
+        """Reserve budget; False if there is none. A client that holds some does not wait for more."""
         patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
         granted = self._commands.budget.take(self._claim, size_bytes, patience_s)
         if not granted and self._collected is not None:
@@ -528,9 +512,8 @@ class Conversation:
 def receive_all(
     sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
 ) -> bytes:
-    """Return ``head`` and the next ``size_bytes`` from the socket; the bytes after them fill ``tail``.
-
-    ``claim`` gets a deadline for each part.
+    """Return ``head`` and the next ``size_bytes`` from the socket; the bytes after them fill ``tail``. ``claim`` gets a
+    deadline for each part.
 
     Raises:
         OSError: the bytes did not arrive, or not in time.
@@ -559,10 +542,10 @@ def receive_all(
 
 
 class Outbox:
-    """Replies to a client: small replies are collected, large replies are sent without copying."""
+    """Replies to a client: small replies are collected, large replies sent without copying."""
 
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
-        """Create the outbox. ``read_ahead``: called if the client sends without reading; returns the bytes read."""
+        """Set up. ``read_ahead``: called if the client sends without reading; returns the bytes read."""
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
@@ -572,7 +555,7 @@ class Outbox:
         self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:
-        """Send ``pieces``, immediately if they are large: their memory may be released afterwards."""
+        """Send, immediately if large: the memory may be released afterwards."""
         if sum(memoryview(piece).nbytes for piece in pieces) < _SMALL_BYTES:
             for piece in pieces:
                 self._small += piece
@@ -618,7 +601,7 @@ class Outbox:
         self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
 
     def _await_client(self) -> None:
-        """Wait until the client takes data. Read its input meanwhile: it may not read before it has sent everything."""
+        """Wait until the client takes data, reading its input meanwhile."""
         now_s = time.monotonic()
         deadline_s, read_again_s = now_s + self._stall_s, now_s
         while now_s < deadline_s:
@@ -675,7 +658,7 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that no other daemon replaces a socket in it; continue without after ``_REPLACED_S``."""
+    """Lock the folder against daemons that replace a socket in it; continue without after ``_REPLACED_S``."""
     fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:
         while time.monotonic() < deadline_s:
@@ -690,11 +673,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file that a killed daemon left.
-
-    Raises:
-        OSError: another process listens there.
-    """
+    """Remove a killed daemon's socket file; OSError if another process listens there."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,7 +1,4 @@
-"""Location of values on satellites: ``Catalog`` finds a value's info, ``Holders`` the satellites of its chunks.
-
-Infos come from the index, from probing satellites, or, if the index is incomplete, from both.
-"""
+"""Location of values on satellites: ``Catalog`` finds a value's info, ``Holders`` the satellites of its chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ NONE_SPARED: Mapping[bytes, Container[SatelliteId]] = {}
 
 
 class Catalog:
-    """Mapping from key to ``ValueInfo``. Without ``index``, satellites are probed."""
+    """Mapping from key to ``ValueInfo``, from the index, from probes without, or from both if it is incomplete."""
 
     def __init__(self, index: SharedIndex | None, prober: Prober, chunk_bytes: int) -> None:
         self.index = index
@@ -37,9 +34,8 @@ class Catalog:
         self._rebuilder = IndexRebuilder(index, prober, self._enter) if index is not None else None
         self._chunk_bytes = chunk_bytes
         self._known: OrderedDict[bytes, tuple[ValueInfo, float]] = OrderedDict()
-        """Last probe result of each key, and its time; without an index."""
         self._predecessors: OrderedDict[bytes, bytes] = OrderedDict()
-        """Predecessors by the calls of this process: good enough for a touch, never for the index."""
+        """Predecessors in this process's calls: good enough for a touch, never for the index."""
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         self._learn_order(keys)
@@ -54,9 +50,7 @@ class Catalog:
         return self.search(keys)[0]
 
     def search(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Return the infos of the present keys, and True if the others are certainly absent: all satellites
-        answered.
-        """
+        """Return the infos of the present keys, and True if the others are certainly absent."""
         self._learn_order(keys)
         if self.index is None or self._rebuilder is None:
             infos, certain = self._prober.search(keys) if keys else ({}, True)
@@ -71,7 +65,6 @@ class Catalog:
         return infos, certain
 
     def settings_in_box(self, infos: Sequence[ValueInfo]) -> dict[bytes, list[ValueInfo]]:
-        """Return, per key, all different values that the box reports."""
         return self._prober.settings_in_box([info.key for info in infos])
 
     def replaced(self, infos: Sequence[ValueInfo]) -> set[bytes]:
@@ -79,8 +72,8 @@ class Catalog:
         return {info.key for info in infos if _replacement_of(info, reported.get(info.key, ())) is not None}
 
     def adopt_replacements(self, infos: Sequence[ValueInfo], now_s: float) -> list[ValueInfo]:
-        """Replace stale entries: satellites report a later value, or only others. Return the torn values: some chunks
-        were overwritten, and no complete index vouches for them.
+        """Replace stale entries: satellites report a later value, or only others. Return torn values, with overwritten
+        chunks that no complete index vouches for.
         """
         unvouched = self.index is None or not self.index.complete
         reported = self.settings_in_box(infos)
@@ -134,7 +127,7 @@ class Catalog:
 
     def _chunk_size(self, info: BlockInfo) -> int:
         """Return an entry's chunk size. Earlier releases did not write it: the default or ours if it fits, else the
-        largest that fits.
+        largest.
         """
         if info.chunk_bytes:
             return info.chunk_bytes
@@ -167,7 +160,6 @@ class Catalog:
         return {key: self._info(key, info) for key, info in zip(keys, infos, strict=True) if info is not None}
 
     def before(self, key: bytes) -> list[ValueInfo]:
-        """Return the known infos of the blocks before ``key``, in chain order."""
         chain: list[bytes] = []
         parent = self._predecessors.get(key)
         while parent is not None and len(chain) < _MAX_CHAIN:
@@ -179,7 +171,7 @@ class Catalog:
         return list(self.known(chain).values()) if chain else []
 
     def take(self, keys: Sequence[bytes]) -> tuple[dict[bytes, ValueInfo], bool]:
-        """Search the distinct keys, in order. Results of a probing ``prefix`` are used once."""
+        """Search the distinct keys. A probing ``prefix``'s results are used once."""
         wanted = list(dict.fromkeys(keys))
         if self.index is not None:
             infos, certain = self.search(wanted)
@@ -200,11 +192,10 @@ class Catalog:
         self._trim_predecessors()
 
     def record_of(self, info: ValueInfo, now_s: float, place: Place | None) -> bytes:
-        """Return the record for ``add``; empty without an index."""
         return b"" if self.index is None else self.index.record_of(info.key, _entry(info, now_s), place)
 
     def add(self, infos: Sequence[ValueInfo], now_s: float, places: Mapping[bytes, Place], record: bytes = b"") -> None:
-        """Enter stored values at their writer's places. ``record``: of all of them, by ``record_of``."""
+        """Enter stored values at their writer's places. ``record``: of ``record_of``."""
         if self._rebuilder is None:
             for info in infos:
                 self._known.pop(info.key, None)  # it was the entry of the previous value
@@ -221,7 +212,7 @@ class Catalog:
         *,
         patient: bool = False,
     ) -> None:
-        """Enter runs of a chain as one record each. ``patient``: wait for the index's lock, which no read does."""
+        """Enter runs of a chain as one record each. Only ``patient`` waits for the index's lock."""
         if self.index is None:
             return
         unplaced: dict[bytes, BlockInfo] = {}
@@ -263,7 +254,7 @@ class Catalog:
         )
 
     def remove(self, keys: Sequence[bytes], gone: bool = True, patient: bool = False) -> None:
-        """Drop entries. ``gone`` False: another value may be present. ``patient``: as in ``_enter``."""
+        """Drop entries. ``gone`` False: another value may be present."""
         for key in keys:
             self._known.pop(key, None)
         if self.index is not None and self._rebuilder is not None:
@@ -290,7 +281,6 @@ def _entry(info: ValueInfo, now_s: float) -> BlockInfo:
 
 
 def _size_to_write(info: ValueInfo) -> int:
-    """Return 0 for the default size, or a single chunk."""
     return 0 if info.chunk_bytes == DEFAULT_CHUNK_BYTES or info.chunks == 1 else info.chunk_bytes
 
 
@@ -300,15 +290,12 @@ def _same_setting(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 def _overwrites(other: ValueInfo, info: ValueInfo) -> bool:
-    """Return True if ``other`` is a different value with its chunks in the places of ``info``."""
     same_places = (other.strategy, other.servers, other.set_moves) == (info.strategy, info.servers, info.set_moves)
     return same_places and (other.value_bytes, other.value_crc) != (info.value_bytes, info.value_crc)
 
 
 def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo | None:
-    """Return the latest other value, if it is later or none reports ``info``: leftovers of an earlier value prove
-    nothing.
-    """
+    """Return the latest other value, if later, or if none reports ``info``: leftovers prove nothing."""
     candidates = [candidate for candidate in reported if not _same_setting(info, candidate)]
     if not candidates:
         return None
@@ -318,13 +305,13 @@ def _replacement_of(info: ValueInfo, reported: Sequence[ValueInfo]) -> ValueInfo
 
 
 Reach = Literal["now", "nearby", "ever"]
-"""Range of satellites. "now": holders of copies. "nearby": also before the last move and after the next, which may
-precede a command's arrival. "ever": wherever copies may have been left.
+"""Satellites with copies: "now"; "nearby": also before the last move and after the next, which may precede a command's
+arrival; "ever": wherever copies may have been left.
 """
 
 
 class Holders:
-    """Satellites of a value's chunks, computed from its info and the clock. Asks no satellite."""
+    """Satellites of a value's chunks, computed from its info and the clock."""
 
     def __init__(self, driver: ClientDriver, sky: SkyMap, replicas: int) -> None:
         self._driver = driver
@@ -357,7 +344,6 @@ class Holders:
         return dict.fromkeys(satellite for share in self.shares(info, reach) for satellite in share)
 
     def chunks_of(self, info: ValueInfo) -> Counter[SatelliteId]:
-        """Return the number of chunks that each satellite should hold."""
         counts: Counter[SatelliteId] = Counter()
         for server, share in enumerate(self.shares(info, "now")):
             for satellite in share:
@@ -371,9 +357,7 @@ class Holders:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         most: int = MAX_KEYS_PER_PACKET,
     ) -> list[tuple[SatelliteId, list[ValueInfo]]]:
-        """Return satellites with at most ``most`` values per packet, without satellites that ``but`` spares for a
-        key.
-        """
+        """Return satellites with at most ``most`` values per packet; ``but`` spares satellites by key."""
         by_satellite: dict[SatelliteId, list[ValueInfo]] = {}
         for info in infos:
             spared = but.get(info.key, ())

@@ -1,4 +1,4 @@
-"""Upkeep of values on satellites: evicting useless chunks (``Evictor``), copying ahead of time (``Prefetcher``)."""
+"""Upkeep of values on satellites: evicting useless chunks, copying ahead of time."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ _Places = defaultdict[bytes, set[SatelliteId]]
 
 
 class Evictor:
-    """Evictor of many values at once. EVICT removes any value under a key; FORGET only the chunks of one setting (bytes
-    and moves).
-    """
+    """Evictor. EVICT removes any value under a key; FORGET only chunks of one setting (bytes and moves)."""
 
     def __init__(self, driver: ClientDriver, catalog: Catalog, holders: Holders, counters: Counters) -> None:
         self._driver = driver
@@ -47,14 +45,13 @@ class Evictor:
         self._holders = holders
         self._counters = counters
         self._owed: dict[ValueInfo, float] = {}
-        """Replaced values of which silent satellites may have chunks, and the times of replacement."""
+        """Replaced values of silent satellites, and the times of replacement."""
         self._owing = Lock()
-        """Lock of ``_owed``; not held while satellites are asked."""
         self._pays_s = -math.inf
 
     def evict_holed(self, infos: Sequence[ValueInfo], looked_s: float) -> None:
-        """Evict values that reads, started at ``looked_s``, found incomplete. If another writer has set a key again
-        since, only our stale entry is dropped.
+        """Evict values that reads, started at ``looked_s``, found incomplete. For a key set again since, only our entry
+        is dropped.
         """
         replaced = self._catalog.replaced(infos)
         dead = [info for info in infos if info.key not in replaced]
@@ -68,9 +65,8 @@ class Evictor:
             self._catalog.remove([info.key for info in dead])
 
     def evict_replaced(self, before: Mapping[bytes, ValueInfo], stored: Sequence[ValueInfo]) -> None:
-        """Evict leftovers of values stored again in another placement, with more chunks, or with skipped satellites:
-        readers without an index would take them for the value. For the same setting, the new value's chunks are spared.
-        Silent satellites are asked again (``pay``).
+        """Evict leftovers of replaced values, which readers without an index would take for the value. For the same
+        setting, the new value's chunks are spared. Silent satellites are asked again (``pay``).
         """
 
         def leaves_some(old: ValueInfo, new: ValueInfo) -> bool:
@@ -99,7 +95,7 @@ class Evictor:
                 self._owed.pop(info, None)
 
     def pay(self) -> None:
-        """Retry owed evictions, at most once per second, wherever the chunks may be by now."""
+        """Retry owed evictions, at most once per second, wherever the chunks may be."""
         if not self._owed or (now_s := self._driver.now_s()) < self._pays_s:
             return
         self._pays_s = now_s + _PAYS_EVERY_S
@@ -115,8 +111,8 @@ class Evictor:
             self._settle(info for info in infos if info.key not in silent)
 
     def clean_up_failed(self, failed: Sequence[ValueInfo], before: Mapping[bytes, ValueInfo]) -> None:
-        """Evict the parts of failed stores, if a complete index proves the same bytes absent before and now: else they
-        may be chunks of an intact value.
+        """Evict the parts of failed stores, if a complete index proves the same bytes absent: else they may belong to
+        an intact value.
         """
         remains: list[ValueInfo] = []
         if self._catalog.index is not None and self._catalog.index.complete:
@@ -136,9 +132,8 @@ class Evictor:
         but: Mapping[bytes, Container[SatelliteId]] = NONE_SPARED,
         reach: Reach = "nearby",
     ) -> set[bytes]:
-        """FORGET values, except on satellites in ``but`` and chunks stored in the last ``since_s``. Return the keys for
-        which a satellite did not answer. Earlier releases do not support it: their leftovers stay until they are the
-        oldest.
+        """FORGET values, sparing satellites in ``but`` and chunks stored in the last ``since_s``. Return the keys of
+        silent satellites. Earlier releases do not support it: their leftovers age out.
         """
         questions = []
         for satellite, page in self._holders.pages(infos, reach, but=but, most=MAX_DEAD_PER_PACKET):
@@ -149,9 +144,8 @@ class Evictor:
         return {info.key for page in silent for info in page}
 
     def delete(self, infos: Sequence[ValueInfo]) -> set[bytes]:
-        """EVICT values. Return the keys that can no longer be read; only these leave the index. Proof: of one server's
-        share, every copy was evicted in its place, or all satellites that may ever have had it confirm that they hold
-        nothing.
+        """EVICT values. Return the keys that can no longer be read: of one server's share, every copy was evicted in
+        its place, or all satellites that may ever have had it confirm that they hold nothing.
         """
         keys, holders, confirmed, emptied = {info.key for info in infos}, self._holders, _Places(set), _Places(set)
         with self._owing:
@@ -176,9 +170,7 @@ class Evictor:
         return keys
 
     def _evict(self, infos: Sequence[ValueInfo], reach: Reach, confirmed: _Places, emptied: _Places) -> None:
-        """EVICT. Add satellites that hold nothing any more to ``confirmed``, those that had all chunks also to
-        ``emptied``.
-        """
+        """EVICT. ``confirmed`` gets satellites that hold nothing any more, ``emptied`` those that had all chunks."""
         expected = {info: self._holders.chunks_of(info) for info in infos}
         pages = self._holders.pages(infos, reach, but=confirmed)
         evicts = [(at, pack_keys([info.key for info in page]), (at, page)) for at, page in pages]
@@ -204,7 +196,7 @@ def _same_placement(one: ValueInfo, other: ValueInfo) -> bool:
 
 
 BATCH_BYTES = 8 << 20
-"""Limit of bytes copied at once: it bounds the memory, and the wait of a concurrent read."""
+"""Limit of bytes copied at once: it bounds memory and concurrent reads' waits."""
 _PARKED = STRATEGY_CODES["hop"]
 
 
@@ -216,8 +208,6 @@ class Prefetcher:
     1. read, and written as ``hop`` around the satellite that will be overhead;
     2. switched, once every chunk is acknowledged, if its index entry is unchanged;
     3. forgotten in its old place a lease later.
-
-    If a step fails, the value stays in its place.
     """
 
     def __init__(
@@ -236,7 +226,6 @@ class Prefetcher:
         self._evictor = evictor
         self._counters = counters
         self._obsolete: list[tuple[float, ValueInfo]] = []
-        """Copies to forget, and when."""
 
     def run(self, keys: Sequence[bytes], at_s: float, target: Moves | None) -> list[bool]:
         """Return True per key if its value will be near at ``at_s``. ``target``: moves of another place's box."""
@@ -283,7 +272,7 @@ class Prefetcher:
         return done
 
     def _forget_obsolete(self) -> None:
-        """FORGET obsolete copies that are due, except on satellites with the current value."""
+        """FORGET obsolete copies that are due, sparing the current value."""
         now_s = self._driver.now_s()
         expired = [info for due_s, info in self._obsolete if due_s <= now_s]
         self._obsolete = [copy for copy in self._obsolete if copy[0] > now_s]

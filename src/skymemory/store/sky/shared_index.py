@@ -3,15 +3,15 @@
 **Reads and writes.** A change is a record, appended under a file lock; each lookup first replays others' records
 (``_follow``). Without a path the index lives in this process only.
 
-**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be a stopped process. Its
-record then goes to a side file without a lock, which makes the index incomplete until the next holder of the lock has
-moved it into the journal. Earlier releases do not read it.
+**Waiting.** No read waits for the file lock, a put at most ``LOCK_WAIT_S``: the holder may be a stopped process. The
+record then goes to a side file without a lock; the index is incomplete until the next holder has moved it into the
+journal.
 
 **Damage.** The first process that sees a torn record cuts the journal off there and appends a record of the loss.
 
 **Compaction.** A journal mostly about removed blocks is replaced by a minimal journal, written to a second file and
-renamed: a kill leaves one of them intact. Others see that theirs was removed, and open the new journal. An older
-release may still append to the old journal, from which the process that replaced it copies.
+renamed; others open it when they find that theirs was removed. What an older release still appends to the old journal
+is copied.
 """
 
 from __future__ import annotations
@@ -44,43 +44,40 @@ from skymemory.kv.block import Place
 _log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 0.5
-"""Longest wait of a put for the lock, normally held for about a millisecond."""
+"""Longest wait of a put for the lock, normally held for a millisecond."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.0001, 0.005
 _BESIDE, _TAKEN = ".late", ".taken"
 _LOOKS = 50
-"""Attempts to read a torn record of the side file, which may still be in writing."""
+"""Attempts to read a torn record of the side file, perhaps only being written."""
 COMPACT_BYTES = 1 << 20
 """Least size for compaction: less is replayed in a tenth of a second."""
 _COMPACT_TIMES = 4
-"""Least factor of compaction; so it adds a fourth to the cost of a block."""
+"""Least factor of compaction, which adds a fourth to the cost of a block."""
 _BLOCK_BYTES = 68
 _NEW = ".new"
 _LOCKS = Path("/proc/locks")
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.01, 0.5
-"""Wait for earlier releases' writers at a replaced journal's lock. A writer just woken is not seen waiting."""
+"""Wait for earlier releases' writers at a replaced journal's lock; a writer just woken is not seen."""
 _KEPT_JOURNALS = 4
 _PIECE_BYTES = 8 << 20
-"""Size of replayed pieces, which bounds the memory."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
 class _Replaced:
-    """Journal that we have replaced, still open, and its bytes already copied."""
+    """Journal that we have replaced, still open, and its bytes copied."""
 
     fd: int
     taken_bytes: int
 
 
 class SharedIndex:
-    """``RadixIndex`` that follows its journal file. Thread-safe.
-
-    Raises:
-        InvalidInput: the path has no journal that this user may write, and none can be created.
+    """``RadixIndex`` that follows its journal file. Thread-safe. Raises InvalidInput if the journal cannot be
+    opened.
     """
 
     def __init__(self, path: Path | None = None, *, born: bool | None = None) -> None:
-        """Open. ``born``: the constellation is known to be empty, so a new journal is complete."""
+        """Open. ``born``: the constellation is empty, so a new journal is complete."""
         self._index = RadixIndex()
         self._state = JournalState(path is None if born is None else born and path is None)
         self._path = path
@@ -90,25 +87,23 @@ class SharedIndex:
         self._beside = "" if path is None else f"{path}{_BESIDE}"
         self._taken = f"{self._beside}{_TAKEN}"
         self.unwritten = 0
-        """Records that the disk had no room for."""
         self.written_beside = 0
-        """Records written to the side file."""
         self.locked_out = False
-        """True if the last write found the lock held longer than ``LOCK_WAIT_S``."""
+        """True if the last write waited for the lock in vain."""
         self._ahead = False
-        """True if we know records that are not in the journal yet."""
+        """True if we know records that the journal lacks."""
         self._lost = False
         """True if such records could not be written anywhere."""
         self._kept_beside = False
         """True if there was a side file at the last replay."""
         self._unread = False
-        """True if the journal has a torn tail, perhaps only being written: its lock is held."""
+        """True if the journal has a torn tail, perhaps only being written."""
         self._shortened = False
         """True if the journal was cut before replayed records, which this program never does."""
         self._old: deque[_Replaced] = deque()
         self._lock = OwnLock("this index" if path is None else f"the index {path}", self.close)
-        """Lock of our threads. The file lock excludes only other processes, and a forked child shares it; so the child
-        closes its copy.
+        """Lock of our threads. The file lock excludes only other processes; a forked child shares it, so it closes its
+        copy.
         """
         if path is not None:
             try:
@@ -132,12 +127,12 @@ class SharedIndex:
 
     @property
     def complete(self) -> bool:
-        """Return True if keys missed by the last lookup are absent: the journal was complete, without a side file."""
+        """Return True if keys missed by the last lookup are absent."""
         return self._state.complete and not (self._unread or self._lost or self._kept_beside)
 
     @property
     def unknown_records(self) -> int:
-        """Return the number of a later release's records, which stay, unread."""
+        """Return the number of a later release's records, as of the last lookup."""
         return self._state.unknown_records
 
     def record_probes(self, keys_probed: int, values_adopted: int) -> None:
@@ -187,8 +182,8 @@ class SharedIndex:
         *,
         patient: bool = True,
     ) -> None:
-        """Add a chain at its writer's places, replacing older entries; blocks with contradictory places lose them.
-        ``patient``: as in ``_write``.
+        """Add a chain at its writer's places, replacing older entries; contradictory places are dropped. ``patient``:
+        as in ``_write``.
         """
         self._write(lambda: self._enter_chain(keys, infos, start, parent), patient)
 
@@ -213,7 +208,7 @@ class SharedIndex:
         return encode_record(RecordOp.REMOVE, removed) if removed else b""
 
     def record_of(self, key: bytes, info: BlockInfo, place: Place | None) -> bytes:
-        """Return the record that adds a value at its writer's or its known place; empty if contradictory."""
+        """Return the record that adds a value at its writer's or known place; empty if contradictory."""
         if place is not None:
             start, parent = place.depth, place.parent
         else:
@@ -225,7 +220,7 @@ class SharedIndex:
         return b""
 
     def add_record(self, record: bytes) -> bool:
-        """Add a record of ``record_of``; False, with no change, if it contradicts the index."""
+        """Add a record; False, with no change, if it contradicts the index."""
 
         def change() -> bytes:
             replay_all(record, self._index, self._state)
@@ -238,16 +233,13 @@ class SharedIndex:
         return True
 
     def add_unplaced(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], *, patient: bool = True) -> None:
-        """Add values without places; known places stay."""
         self._write(lambda: b"".join(self._enter_unplaced(*entry) for entry in zip(keys, infos, strict=True)), patient)
 
     def _enter_unplaced(self, key: bytes, info: BlockInfo) -> bytes:
         return self._enter([key], [info], *(self._index.place_of(key) or self._index.free_place(key)))
 
     def _enter(self, keys: Sequence[bytes], infos: Sequence[BlockInfo], start: int, parent: bytes | None) -> bytes:
-        """Add entries by replaying their record, as other processes will. InvalidInput, with no change, on a
-        contradiction.
-        """
+        """Add entries by replaying their record, as others will. InvalidInput, with no change, on a contradiction."""
         record = encode_record(RecordOp.ADD, keys, infos, start=start, parent=parent)
         replay_all(record, self._index, self._state)
         return record
@@ -255,7 +247,7 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace a key's entry if it is still ``expected``; True if so."""
+        """Replace a key's entry if it is still ``expected``; True if so."""
         done = False
 
         def change() -> bytes:
@@ -273,7 +265,6 @@ class SharedIndex:
         self._write(lambda: self._drop(keys), patient)
 
     def clear(self) -> None:
-        """Remove everything: the constellation was restarted."""
         self._write(self._clear, patient=True)
 
     def _clear(self) -> bytes:
@@ -296,7 +287,7 @@ class SharedIndex:
 
     def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
         """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
-        ``LOCK_WAIT_S``). False: the disk is full, and the journal is incomplete from now on.
+        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -318,7 +309,6 @@ class SharedIndex:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _try_write(self, change: Callable[[], bytes]) -> tuple[bool, bool] | None:
-        """Return None, with no change, if another process holds the lock."""
         if self._fd < 0:
             return None
         # 1. Lock the current journal; 2. replay others' records; 3. change and append; 4. compact if needed.
@@ -345,7 +335,6 @@ class SharedIndex:
         return True
 
     def _note_lock(self, *, held: bool) -> None:
-        """Log once that writers are locked out, and once that they no longer are."""
         if held and not self.locked_out:
             _log.warning(
                 "another process has held the lock of the index %s for more than %g s (is it stopped?): until it is "
@@ -358,8 +347,8 @@ class SharedIndex:
         self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change. Return: processes wait for the lock of a journal replaced here; the change is in the journal.
-        Requires the file lock.
+        """Apply a change. Return: processes wait for a replaced journal's lock; the change is written. Requires the
+        file lock.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
@@ -404,7 +393,7 @@ class SharedIndex:
 
     @staticmethod
     def _append_beside(record: bytes, path: str) -> bool:
-        """Append a record. False, leaving a torn tail, if there is no room; OSError if even that fails."""
+        """Append. False, leaving a torn tail, if there is no room; OSError if even that fails."""
         while True:
             fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
             try:
@@ -443,7 +432,6 @@ class SharedIndex:
             self._append_lost()
 
     def _move_in(self, path: str) -> bool:
-        """Move a file's records into the journal and remove it; False if there is no room."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         taken_bytes, removed, attempts = 0, False, _LOOKS
         try:
@@ -475,7 +463,6 @@ class SharedIndex:
             os.close(fd)
 
     def _repeat(self, record: Record) -> bytes:
-        """Apply another journal's record; return ours."""
         if record.op is RecordOp.ADD:
             return self._enter_chain(record.hashes, record.infos, record.start, record.parent)
         if record.op is RecordOp.REMOVE:
@@ -489,7 +476,6 @@ class SharedIndex:
     # --- the journal's length ---
 
     def _compact(self) -> bool:
-        """Replace the journal by a much smaller equivalent, if possible; True if so. Requires the file lock."""
         blocks, path, state = len(self._index), self._path, self._state
         least_bytes = COMPACT_BYTES + _COMPACT_TIMES * _BLOCK_BYTES * blocks
         self._compact_at_bytes = least_bytes
@@ -520,7 +506,6 @@ class SharedIndex:
         return True
 
     def _wait_for_writers_of_old(self) -> None:
-        """Copy records of processes that waited for the lock of the journal just replaced."""
         started_s, is_done = time.monotonic(), False
         while not is_done and time.monotonic() < started_s + _MOST_WAIT_S:
             time.sleep(0.001)
@@ -537,7 +522,6 @@ class SharedIndex:
             self._copy_from_replaced()
 
     def _copy_from_replaced(self) -> None:
-        """Add records appended to journals since we replaced them."""
         for old in list(self._old):
             new_bytes = os.fstat(old.fd).st_size - old.taken_bytes
             if new_bytes <= 0:
@@ -548,9 +532,7 @@ class SharedIndex:
                 self._write(lambda record=record: self._repeat(record))  # type: ignore[misc]
 
     def _append(self, record: bytes) -> bool:
-        """Append a record. False if there is no room: the torn tail shows other processes the loss. OSError if even
-        that fails.
-        """
+        """Append. False if there is no room: the torn tail shows others the loss. OSError if even that fails."""
         try:
             written = os.write(self._fd, record)
         except OSError:
@@ -572,7 +554,7 @@ class SharedIndex:
         self._ahead = False
 
     def _reopen(self) -> None:
-        """Open the new journal: ours was removed. If its folder was, no constellation runs there: keep ours."""
+        """Open the journal that replaced ours. If its folder was removed, no constellation runs there: keep ours."""
         if self._path is None:
             return
         try:
@@ -585,7 +567,6 @@ class SharedIndex:
         self._shortened = False
 
     def _follow(self) -> None:
-        """Replay new records; cut off a damaged tail."""
         if self._old:
             self._copy_from_replaced()
         if self._fd < 0:
@@ -634,7 +615,7 @@ class SharedIndex:
 
     def _cut_off(self) -> bool:
         """Replace the unreadable tail by a record of the loss, written over it first: the journal never looks intact
-        without it. False: no room.
+        without it.
         """
         record = self._record_state(Record(RecordOp.LOST))
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -681,7 +662,7 @@ def _sync_folder(path: str) -> None:
 
 
 def create_journal(path: Path) -> None:
-    """Create the complete journal of a constellation about to start, empty."""
+    """Create the complete, empty journal of a starting constellation."""
     path.unlink(missing_ok=True)  # a client of the previous constellation may have created a journal
     for suffix in (_NEW, _BESIDE, _BESIDE + _TAKEN):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

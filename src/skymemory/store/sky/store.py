@@ -1,8 +1,7 @@
 """Constellation tier: values are cut into chunks on satellites, under the common contract.
 
 A warm read: ``prefix`` asks the index; ``complete_load`` takes the infos from it (``catalog``), begins a ``get`` of the
-client's state machine for each, and lets the driver run them together. Info and clock give the satellites. Without a
-complete index, satellites are probed.
+client's state machine for each, and lets the driver run them together. Info and clock give the satellites.
 
 A failed read is a miss, but no proof of loss: a chunk may be moving. Only a value with a chunk proved lost
 (``protocol.client.transfer``) leaves the index; the rest of it is evicted.
@@ -90,9 +89,8 @@ class SkySettings:
     lazy_eviction: bool = True
     """True if a reader that finds a chunk lost evicts the rest."""
     replicas: int = 1
-    """Copies per chunk, on different satellites (and planes, if the box has rows)."""
+    """Copies per chunk, on different satellites (and planes, if possible)."""
     fan_out: FanOut | None = None
-    """Policy for the servers of a value by its size; None: always ``servers``."""
 
     @property
     def strategy_code(self) -> int:
@@ -104,7 +102,7 @@ class SkySettings:
 
     @property
     def box_bytes(self) -> float:
-        """Return the capacity of the box; infinite if the memory is unknown."""
+        """Return the bytes that fit into the box; infinite if unknown."""
         memory_bytes = self.memory_per_satellite_bytes * self.servers / self.replicas
         return memory_bytes or math.inf
 
@@ -117,7 +115,7 @@ class SkySettings:
         return min(_WIRE_LIMIT_BYTES, chunks * self.servers * self.chunk_bytes // self.replicas)
 
     def can_hold(self, chunks: int, chunk_bytes: int, value_bytes: int) -> bool:
-        """Return True if a reported value can exist: its chunks fit, or, with unknown memory, are at most a million."""
+        """Return True if a reported value can exist; with unknown memory, up to a million chunks."""
         if not self.memory_per_satellite_bytes:
             return chunks <= _MAX_CHUNKS
         room_bytes = self.memory_per_satellite_bytes * max(self.servers, _MAX_SERVERS)
@@ -135,13 +133,9 @@ class SkySettings:
 
 @dataclass(slots=True)
 class _Ahead:
-    """Index lookups for a store, done while the packets are in flight."""
-
     before: dict[bytes, ValueInfo] = field(default_factory=dict)
-    """Earlier entries of the keys, whose leftovers are evicted."""
     chain: list[ValueInfo] = field(default_factory=list)
     record: bytes = b""
-    """Index record of a single value."""
 
 
 class ConstellationStore(RemoteStore):
@@ -196,7 +190,7 @@ class ConstellationStore(RemoteStore):
         return [infos[key].value_bytes if key in infos else None for key in keys]
 
     def _process_notices(self) -> None:
-        """Remove values from the index that satellites reported as evicted (GONE), unless set again since."""
+        """Remove values reported as evicted (GONE) from the index, unless set again since."""
         if not self._driver.machine.any_gone:
             return
         with self._driver.lock:
@@ -210,15 +204,13 @@ class ConstellationStore(RemoteStore):
     # --- loading ---
 
     def prepare_load(self, keys: Sequence[bytes]) -> LoadTicket:
-        """Lease, and hint the lease to the satellites. A satellite that misses the packet, or has leased its share, may
-        evict.
-        """
+        """Lease by an unacknowledged packet. A satellite that misses it, or has leased its share, may evict."""
         ticket = super().prepare_load(keys)
         self._hint(Retain.LEASE, ticket.expires_s, list(self._catalog.known(ticket.keys).values()))
         return ticket
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """Run both phases without a lease: there is nothing to protect in between."""
+        """Load without a lease: there is nothing to protect in between."""
         if len(keys) != 1:
             return self.complete_load(super().prepare_load(keys))
         (key,) = self._check(keys)
@@ -274,7 +266,6 @@ class ConstellationStore(RemoteStore):
     def _fetch(
         self, infos: Sequence[ValueInfo], buffer: memoryview, rows: Mapping[bytes, Rows]
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read values into their ``rows``, else ``buffer``."""
         outs: dict[bytes, memoryview | Rows] = dict(rows)
         at = 0
         for info in infos:
@@ -291,7 +282,7 @@ class ConstellationStore(RemoteStore):
         outcomes: dict[bytes, Finished],
         looked_s: float,
     ) -> tuple[dict[bytes, Finished], dict[bytes, memoryview]]:
-        """Read doubtful values again, evict values proved lost, and adopt replacements."""
+        """Read doubtful values again, evict lost values, adopt replacements."""
         doubtful = [info for info in infos if (found := outcomes.get(info.key)) and found.report.failure in _DOUBTFUL]
         if doubtful:
             self._counters.add("second_looks", len(doubtful))
@@ -359,7 +350,7 @@ class ConstellationStore(RemoteStore):
             return self._store(ticket)
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
-        """Run both phases at once: nothing is reserved in between."""
+        """Store without a reservation."""
         ticket, now_s = self._store_ticket(items, places)
         with self._stores.at_once(ticket, now_s):
             return self._store(ticket)
@@ -402,7 +393,6 @@ class ConstellationStore(RemoteStore):
     def _write(
         self, items: Mapping[bytes, Buffer], places: Mapping[bytes, Place], ahead: _Ahead
     ) -> dict[bytes, Finished]:
-        """Write values; return their outcomes, the last value first."""
         driver, settings = self._driver, self.settings
         # Without an index, the fill level of small boxes is unknown.
         bytes_by_servers = self._catalog.bytes_by_servers() if settings.fan_out is not None else None
@@ -433,7 +423,6 @@ class ConstellationStore(RemoteStore):
         ahead.chain = self._catalog.before(keys[0]) if keys else []
 
     def _servers_for(self, value: Buffer, held: dict[int, float] | None) -> int:
-        """Return the number of satellites for a value, and add it to ``held``."""
         settings = self.settings
         if settings.fan_out is None or held is None:
             return settings.servers
@@ -443,16 +432,15 @@ class ConstellationStore(RemoteStore):
         return servers
 
     def prefetch(self, keys: Sequence[bytes], at: float, *, moves: Moves | None = None) -> list[bool]:
-        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds).
-
-        Other values follow the box; with ``moves``, the box of another place (a travelling host), they are copied too.
+        """Copy parked values (``hop``, ``baseline``) to the satellites that will be overhead at ``at`` (Unix seconds);
+        with ``moves`` (the box of another place, as of a travelling host) all values.
         """
         return self._prefetcher.run(self._check(keys), at, moves)
 
     # --- the rest of the contract ---
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Hint a touch to the satellites, unacknowledged."""
+        """Touch by an unacknowledged hint."""
         infos = self._catalog.find(self._check(keys))
         self._touch([infos[key] for key in dict.fromkeys(keys) if key in infos])
 
@@ -467,7 +455,7 @@ class ConstellationStore(RemoteStore):
         return [promised.get(key, False) for key in keys]
 
     def expire(self, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
-        """Expire values after ``ttl_s`` seconds (infinite: never). True if all their satellites promise."""
+        """Expire values (infinite: never). True if all their satellites promise."""
         keys = self._check(keys)
         until_s = 0.0 if math.isinf(check_ttl(ttl_s)) else max(self._driver.now_s() + ttl_s, 0.001)
         promised = self._retain(Retain.EXPIRE, until_s, list(self._catalog.find(keys).values()))
@@ -477,7 +465,6 @@ class ConstellationStore(RemoteStore):
         self._hint(Retain.TOUCH, 0.0, infos, last_first=True)
 
     def _hint(self, what: Retain, until_s: float, infos: Sequence[ValueInfo], last_first: bool = False) -> None:
-        """Send a RETAIN without an answer, not repeated."""
         if not infos:
             return
         machine, now_s = self._driver.machine, self._driver.now_s()
@@ -489,7 +476,6 @@ class ConstellationStore(RemoteStore):
         self._driver.run(())
 
     def _retain(self, what: Retain, until_s: float, infos: Sequence[ValueInfo]) -> dict[bytes, bool]:
-        """Send a RETAIN. True per key if all its satellites promise."""
         promised = {info.key: True for info in infos}
         pages = [(at, [info.key for info in page]) for at, page in self._holders.pages(infos, "now")]
         retains = [(at, pack_retain(what, until_s, page), page) for at, page in pages]
@@ -500,8 +486,8 @@ class ConstellationStore(RemoteStore):
         return promised
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete values. True: it can no longer be read, though a silent satellite may keep useless chunks. None: it
-        may still exist; delete it again.
+        """Delete values. True: it can no longer be read, though a silent satellite may keep chunks. None: delete it
+        again.
         """
         keys = self._check(keys)
         with self._writing.exclusive(keys):
@@ -511,13 +497,13 @@ class ConstellationStore(RemoteStore):
         return [(True if key in deleted else None) if key in infos else absent for key in keys]
 
     def synchronise(self) -> bool:
-        """Ask satellites for the moves of the box (an operator may have pushed it); True if any answered."""
+        """Ask satellites for the moves of the box, which an operator may have pushed; True if any answered."""
         ahead_s = synchronise_clock(self._driver, self._sky)
         self._clock_ahead_s = ahead_s or 0.0
         return ahead_s is not None
 
     def names(self) -> list[NamedValue]:
-        """List the named values in the box, also where dead satellites displaced it."""
+        """List the named values in the box, also if dead satellites displaced it."""
         with self._driver.lock:
             moves = self._driver.machine.moves(self._driver.now_s())
         return list_names(self._driver, self._sky.displaced_boxes(self._strategy, self.settings.servers, moves))
@@ -536,8 +522,8 @@ class ConstellationStore(RemoteStore):
         return figures
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate a round trip plus the bytes at the recent rate; infinite if a key is known to be absent. Asks no
-        satellite: unknown keys count as present.
+        """Estimate without asking satellites: a round trip and the bytes at the recent rate. Unknown keys count as
+        present.
         """
         keys = self._check(keys)
         farthest_s = self._driver.machine.config.expected_rtt_s
