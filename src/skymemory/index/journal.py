@@ -29,7 +29,6 @@ from skymemory.kv.block import HASH_BYTES, MAX_DEPTH, Buffer
 
 JOURNAL_VERSION = 1
 _SIZED_VERSION = 2
-"""Version of ADD records with chunk sizes, and of no other."""
 _MARKER = 0x5B
 _FRAME = struct.Struct("<BBHII")
 _ADD = struct.Struct(f"<III{HASH_BYTES}s")
@@ -105,8 +104,8 @@ def _framed(op: RecordOp, version: int, body: bytes) -> bytes:
 
 
 def decode_records(data: Buffer) -> tuple[list[Record], int]:
-    """Return the records up to the first that is incomplete or damaged, and their bytes: cut off the remainder before
-    appending. A later release's record is UNKNOWN; MalformedPacket for a self-contradiction.
+    """Return the records up to the first incomplete or damaged, and their bytes: cut off the remainder before
+    appending. MalformedPacket for a self-contradiction.
     """
     view = memoryview(data).cast("B")
     records: list[Record] = []
@@ -118,7 +117,6 @@ def decode_records(data: Buffer) -> tuple[list[Record], int]:
 
 
 def _record_at(view: memoryview, at: int) -> tuple[Record, int] | None:
-    """Return the record and its end; None if incomplete or damaged."""
     if at + _FRAME.size > len(view):
         return None
     marker, op, version, body_bytes, crc = _FRAME.unpack_from(view, at)
@@ -156,7 +154,6 @@ def _joined_add(
 
 @lru_cache(maxsize=64)
 def _packed_groups(groups: tuple[Group, ...]) -> tuple[bytes, int]:
-    """Return packed groups, and the oldest version that has room for them."""
     return pack_groups(groups), _SIZED_VERSION if sized(groups) else JOURNAL_VERSION
 
 
@@ -203,7 +200,7 @@ def split_hashes(data: Buffer) -> tuple[bytes, ...]:
 
 
 def sized(groups: Iterable[Group]) -> bool:
-    """Return True if a group gives the size of its chunks: version 2."""
+    """Return True if the groups need version 2."""
     return any(chunk_bytes for _, _, _, chunk_bytes in groups)
 
 
@@ -255,7 +252,7 @@ def replay(record: Record, index: RadixIndex) -> None:
 
 def replay_all(data: Buffer, index: RadixIndex, state: JournalState) -> int:
     """Replay records, and apply them to ``state``; return their bytes. Additions and removals, nearly all, never become
-    objects. InvalidInput for a contradiction to the index.
+    objects. InvalidInput for a contradiction.
     """
     view = memoryview(data).cast("B")
     at = 0
@@ -278,8 +275,6 @@ def _groups_of(packed: bytes, count: int, sized: bool) -> Sequence[Group]:
 
 
 def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
-    """Write the fewest records that make such an index."""
-
     def write_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, groups: Sequence[Group]) -> None:
         body, version = _joined_add(start, parent, hashes, rows, groups)
         write(_framed(RecordOp.ADD, version, body))
@@ -290,8 +285,8 @@ def write_records(index: RadixIndex, write: Callable[[bytes], object]) -> None:
 class JournalState:
     """State of a journal. ``complete``: blocks that it does not name are absent.
 
-    Only a journal that began with its constellation (BORN) and lost no record is complete. Nothing makes another
-    complete, not even probing: clients elsewhere may store more.
+    Only a journal that began with its constellation (BORN) and lost no record is complete. Not even probing makes
+    another complete: clients elsewhere may store more.
     """
 
     __slots__ = ("complete", "keys_probed", "unknown_records", "values_adopted")
@@ -301,7 +296,7 @@ class JournalState:
         self.keys_probed = 0
         self.values_adopted = 0
         self.unknown_records = 0
-        """Records of a later release, which may be about any block."""
+        """Records of a later release, about any block."""
 
     def apply(self, record: Record) -> None:
         if record.op is RecordOp.BORN:

@@ -1,7 +1,6 @@
 """RadixIndex: block hash → BlockInfo, and the longest present prefix of a prompt (paper §3.10).
 
-A hash names its complete prefix, so no edge labels are compared: one lookup finds a block, which knows its predecessor
-(``native.twin.blocks``). A prefix ends at the first absent block.
+A hash names its complete prefix, so no edge labels are compared: one lookup finds a block, which knows its predecessor.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ ROW_BYTES = _ROW.size
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """Fields to find and rebuild a block (spec §1, radix index)."""
-
     chunks: int
     value_bytes: int
     value_crc: int
@@ -35,12 +32,12 @@ class BlockInfo:
     set_at_s: float
     """Unix time."""
     slot_moves: int
-    """Slot moves of the anchor from the epoch to the setting, which determine the chunks' current places."""
+    """Slot moves from the epoch to the setting, which determine the current places."""
     plane_moves: int
     strategy: str
     servers: int
     context: bytes = b""
-    """Digest of the cache context, by which a context can be cleared."""
+    """Digest of the cache context."""
     chunk_bytes: int = 0
     """Size of its chunks; 0: the default, or unknown."""
 
@@ -59,7 +56,6 @@ class Groups:
         self._numbers = {group: number for number, group in enumerate(self.listed)}
 
     def number(self, group: Group) -> int:
-        """Return a group's number, possibly new; InvalidInput if it cannot be recorded."""
         number = self._numbers.get(group)
         if number is None:
             _check_group(group)
@@ -68,7 +64,7 @@ class Groups:
         return number
 
     def pack(self, info: BlockInfo) -> bytes:
-        """Return the row of ``info``, and keep its group; InvalidInput if a number does not fit."""
+        """Return the row of ``info``; InvalidInput if a number does not fit."""
         if not math.isfinite(info.set_at_s):
             raise InvalidInput(f"set_at_s must be finite, got {info.set_at_s}")
         numbers = info.chunks, info.value_bytes, info.value_crc, info.set_at_s, info.slot_moves, info.plane_moves
@@ -82,7 +78,7 @@ class Groups:
         return _ROW.pack(*numbers, number) if number else row
 
     def unpack(self, row: Buffer) -> BlockInfo:
-        """Return the entry of a row; IndexError if its group is missing."""
+        """Return a row's entry; IndexError if its group is missing."""
         *numbers, number = _ROW.unpack(row)
         return BlockInfo(*numbers, *self.listed[number])
 
@@ -100,8 +96,8 @@ def _check_group(group: Group) -> None:
 
 
 def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> None:
-    """Check a chain at depths ``start``, … after ``parent`` (None exactly at depth 0), without a block twice;
-    InvalidInput.
+    """Raise InvalidInput unless a chain at depths ``start``, … after ``parent`` (None exactly at depth 0) is
+    possible.
     """
     if not 0 <= start <= MAX_DEPTH - len(hashes) or (start == 0) != (parent is None):
         raise InvalidInput(
@@ -119,15 +115,13 @@ def check_chain(hashes: Sequence[bytes], start: int, parent: bytes | None) -> No
 class RadixIndex:
     """Entries of the present blocks. Not thread-safe; no I/O.
 
-    Depth is the number of blocks before a block. A block after a hole is kept, but no prefix reaches it until the hole
-    is filled.
+    Depth is the number of blocks before a block. No prefix reaches a block after a hole.
     """
 
     def __init__(self) -> None:
         self._table = native.BlockTable()
         self._groups = Groups()
         self._packed_groups: dict[tuple[bytes, bool], Sequence[int]] = {}
-        """Group numbers of replayed records, by their bytes."""
 
     @property
     def capacity_bytes(self) -> float:
@@ -154,10 +148,9 @@ class RadixIndex:
     def add(
         self, hashes: Sequence[bytes], infos: Sequence[BlockInfo], start: int = 0, parent: bytes | None = None
     ) -> int:
-        """Add a chain, or replace its infos; return the number of new blocks.
-
-        ``start``: depth of the first; ``parent``: hash before it (None exactly at depth 0), present or not. Raises
-        InvalidInput, changing nothing, if the chain contradicts itself or known entries.
+        """Add a chain, or replace its infos; return the number of new blocks. ``start``: depth of the first;
+        ``parent``: hash before it, present or not. InvalidInput, with no change, if the chain contradicts itself or
+        known entries.
         """
         if len(hashes) != len(infos):
             raise InvalidInput(f"{len(hashes)} hashes and {len(infos)} infos: one info per hash is expected")
@@ -170,7 +163,7 @@ class RadixIndex:
 
     def replay(self, data: Buffer, at: int, groups_of: Callable[[bytes, int, bool], Sequence[Group]]) -> int:
         """Apply additions and removals from ``at`` up to the first other, incomplete, damaged or contradictory record;
-        return its position. ``groups_of`` parses a record's groups (bytes, number, with sizes); none: a contradiction.
+        return its position. ``groups_of`` parses a record's groups; none: a contradiction.
         """
 
         def numbers_of(packed: bytes, count: int, sized: bool) -> Sequence[int]:
@@ -188,7 +181,6 @@ class RadixIndex:
         return self._table.leading(hashes)
 
     def get(self, block_hash: bytes) -> BlockInfo | None:
-        """Return the entry of a block; None if absent."""
         return self.infos([block_hash])[0]
 
     def infos(self, hashes: Sequence[bytes]) -> list[BlockInfo | None]:
@@ -196,7 +188,7 @@ class RadixIndex:
 
     def bytes_by_servers(self) -> dict[int, float]:
         """Return the bytes of the present values by number of servers. Most evictions are never reported, so weights
-        decay exponentially with the bytes set later, by ``capacity_bytes``.
+        decay exponentially with the bytes set later.
         """
         bytes_by_servers: dict[int, float] = {}
         for group, size_bytes in zip(self._groups.listed, self._table.held(), strict=False):
@@ -208,18 +200,17 @@ class RadixIndex:
         return self._table.place(key)
 
     def free_place(self, block_hash: bytes) -> tuple[int, bytes | None]:
-        """Return a place that contradicts no entry, for an absent block without a place: depth 0 or, if blocks follow,
-        the depth before those, after a made-up hash, so that no prefix reaches the block.
+        """Return a possible place for an absent block: depth 0 or, if blocks follow, the depth before those, after a
+        made-up hash, so that no prefix reaches the block.
         """
         below = self._table.below(block_hash)
         return (0, None) if below is None or below == 1 else (below - 1, bytes(0xFF - byte for byte in block_hash))
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block; False if absent. Blocks after it stay, unreachable."""
+        """Remove a block; False if absent. Its successors stay, unreachable."""
         return self._table.remove(key)
 
     def remove_context(self, context: bytes) -> list[bytes]:
-        """Remove a context's blocks; return their hashes, deepest first."""
         numbers = {number for number, group in enumerate(self._groups.listed) if group[2] == context}
         blocks = [(depth, key) for key, depth, number in self._table.items() if number in numbers] if numbers else []
         blocks.sort(reverse=True)
@@ -228,8 +219,8 @@ class RadixIndex:
         return [key for _, key in blocks]
 
     def runs(self, visit: Callable[[int, bytes | None, bytes, bytes, Sequence[Group]], object]) -> None:
-        """Call ``visit`` with every run, a chain of maximum length: first depth, hash before it, hashes, rows, and the
-        groups that rows name by position. It must not change the index.
+        """Call ``visit`` with every run: first depth, hash before it, hashes, rows, and the groups that rows name by
+        position. It must not change the index.
         """
 
         def visit_run(start: int, parent: bytes | None, hashes: bytes, rows: bytes, numbers: list[int]) -> None:

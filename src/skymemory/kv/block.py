@@ -47,7 +47,6 @@ class Place:
 
 
 def places_in(hashes: Sequence[BlockHash], indices: Sequence[int]) -> list[Place]:
-    """Return the places of the blocks ``indices``."""
     return [Place(index, hashes[index - 1] if index else None) for index in indices]
 
 
@@ -57,10 +56,10 @@ def hash_blocks(
     """Return the hashes of the full blocks of ``tokens``.
 
     ``h_i = SHA-256(h_{i-1} || tokens_i)``, tokens as unsigned 32-bit little-endian, ``h_{-1}`` the context digest (the
-    paper's §3.1 starts from a null hash).
+    paper's §3.1: null).
 
-    ``content``: token position of the first placeholder → 32-byte digest of an image or sound, whose placeholders share
-    token ids. Its block's hash gets ``|| offset in the block as u32 || digest``, in order of position.
+    ``content``: token position of the first placeholder → 32-byte digest of an image or sound. Its block's hash gets
+    ``|| offset in the block as u32 || digest``, in order of position.
 
     Raises InvalidInput for tokens that are not integers in 0 .. 2^32-1 or not one-dimensional.
     """
@@ -81,9 +80,7 @@ def hash_blocks(
 
 
 def key_hash(namespace_digest: bytes, key: str) -> bytes:
-    """Return ``SHA-256(tag || namespace || UTF-8 key)``, the name of a text key. The tag distinguishes it from block
-    hashes.
-    """
+    """Return ``SHA-256(tag || namespace || UTF-8 key)``; the tag distinguishes it from block hashes."""
     _check_digest(namespace_digest, "namespace digest")
     if not isinstance(key, str) or not key:
         raise InvalidInput(f"a key must be non-empty text, got {key!r}")
@@ -140,9 +137,8 @@ _MAX_NUMBER = 2**31 - 1
 class KVLayout:
     """Layout of a block: ``(layers, 2, kv_heads, block_tokens, head_dim)`` in C order, 2 = key, value; little-endian.
 
-    If values have another width (``value_dim``; 0: the same), each layer has its keys, ``(kv_heads, block_tokens,
-    head_dim)``, then its values, ``(kv_heads, block_tokens, value_dim)``. Sizes are per block, not cumulative: 2.88 MB
-    for TinyLlama-1.1B in 16 bit (paper §5).
+    If values have another width (``value_dim``; 0: the same), each layer has its keys, then its values. Sizes are per
+    block: 2.88 MB for TinyLlama-1.1B in 16 bit (paper §5).
     """
 
     layers: int
@@ -166,7 +162,6 @@ class KVLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Widths of a head's key and value."""
         return self.head_dim, self.value_dim or self.head_dim
 
     @property
@@ -182,7 +177,6 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values over all layers."""
         return self.layers * self.kv_heads * sum(self.widths) * self.item_bytes
 
     @property
@@ -190,7 +184,7 @@ class KVLayout:
         return self.token_bytes * self.block_tokens
 
     def describe(self) -> str:
-        """Return a stable text for ``CacheContext.layout``; it changes exactly when a block's bytes would."""
+        """Return a stable text, which changes exactly when a block's bytes would."""
         if self.value_dim:
             return (
                 f"kv2[layers={self.layers},kv_heads={self.kv_heads},tokens={self.block_tokens},"
@@ -204,9 +198,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """Layout of a block that only engines of the same kind can read, stored raw. ``packing`` names all that its bytes
-    depend on.
-    """
+    """Layout of a block that only engines of the same kind can read. ``packing`` names all that its bytes depend on."""
 
     packing: str
     block_tokens: int

@@ -20,12 +20,11 @@ _FIXED = struct.Struct("<BI")
 class CacheContext:
     """Identity of a KV cache. Contexts that differ in any field share no block.
 
-    The digest seeds the chain of block hashes (the paper's null hash, §3.1), so a change of any field invalidates by
-    construction (§3.3). Of the codec only the permission of loss is included: a block may be re-encoded under its hash.
+    The digest seeds the chain of block hashes (the paper's null hash, §3.1), so any change invalidates by construction
+    (§3.3). Of the codec only the permission of loss is included: a block may be re-encoded.
     """
 
     model: str
-    """Name such as ``TinyLlama/TinyLlama-1.1B-Chat-v1.0``."""
     weights: str
     """Revision or digest."""
     tokenizer: str
@@ -36,7 +35,6 @@ class CacheContext:
     lossless: bool = True
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     adapter: str = ""
-    """Name and revision of a LoRA adapter, or empty."""
     tenant_salt: bytes = field(default=b"", repr=False)
     """Secret that separates tenants; never printed."""
 
@@ -58,8 +56,8 @@ class CacheContext:
             raise InvalidInput(f"cache context: tenant_salt must be bytes, got {type(self.tenant_salt).__name__}")
 
     def encode(self) -> bytes:
-        """Return the bytes to hash: tag and version, then every field, variable parts with their length
-        (little-endian), so that the encoding is injective.
+        """Return the bytes to hash: tag, version, then every field, variable parts with their length (little-endian):
+        injective.
         """
         texts = (self.model, self.weights, self.tokenizer, self.kv_dtype, self.layout, self.adapter)
         parts = [_PREFIX.pack(b"skycache", ENCODING_VERSION), _FIXED.pack(self.lossless, self.block_tokens)]

@@ -23,8 +23,8 @@ from skymemory.errors import InvalidInput, LaterVersion, MalformedPacket, ValueT
 from skymemory.kv.block import Buffer, KVLayout, OpaqueLayout
 
 DEFAULT_CHUNK_BYTES = 6144
-"""Size of the chunks (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; a missing chunk
-means a missing value (paper §3.2).
+"""Size of the chunks (the last may be shorter). Chunk ``index`` goes to server ``index % servers``; without one chunk
+the value is lost (paper §3.2).
 """
 HEADER_BYTES = 64
 HEADER_VERSION = 1
@@ -32,9 +32,8 @@ MAX_NAME_BYTES = 4096
 MAX_RAW_BYTES = 16 * 2**30
 """Limit of decoded values, checked before anything is allocated."""
 LATER_VERSION = "later version"
-"""Miss reason of a value that only a later release can read. The value is kept."""
+"""Miss reason of a value that only a later release can read; it stays."""
 BYTES_DTYPE = "bytes"
-"""Dtype of general values: any bytes, no layout."""
 
 _MAGIC = b"SKYV"
 _HEADER = struct.Struct("<4sBBBxQQIIIIHI14xI")
@@ -46,8 +45,8 @@ _DTYPES = (BYTES_DTYPE, "float32", "float16", "bfloat16")
 class ValueHeader:
     """Header of a value of ``raw_bytes`` decoded bytes, stored as ``payload_bytes``.
 
-    ``layout``: of a KV block; None for plain bytes and opaque layouts. ``name``: a block's name (``block_name``), or a
-    key of the general store, which is checked at each read and rebuilds a lost index.
+    ``layout``: of a KV block. ``name``: a block's (``block_name``), or a key of the general store, checked at each
+    read.
     """
 
     codec_id: int
@@ -93,10 +92,8 @@ class ValueHeader:
 
 
 def unpack_value(value: Buffer) -> tuple[ValueHeader, memoryview]:
-    """Return header and payload (a view) of a stored value. The payload is not checked.
-
-    Raises MalformedPacket for truncated, foreign, inconsistent or damaged bytes; its subclass LaterVersion for what a
-    later release wrote.
+    """Return header and payload (a view) of a stored value; the payload is not checked. Raises MalformedPacket, or its
+    subclass LaterVersion for what a later release wrote.
     """
     view = memoryview(value).cast("B")
     header = unpack_header(view)
@@ -142,7 +139,7 @@ def unpack_header(start_of_value: Buffer) -> ValueHeader:
 # --- a block of a KV cache as a stored value: the name has the block's hash and the payload's CRC ---
 
 PAYLOAD_AT = HEADER_BYTES + 64
-"""Offset of a block's payload: its name has 64 characters, which aligns the payload."""
+"""Offset of a block's payload: its name has 64 characters."""
 _BLOCK_NAME = "block {} crc32 {:08x}"
 
 
@@ -156,20 +153,16 @@ def block_name(block_hash: bytes, payload_crc: int) -> str:
 
 
 def block_header(block_hash: bytes, layout: KVLayout | OpaqueLayout, codec_id: int, payload: Buffer) -> bytes:
-    """Return the ``PAYLOAD_AT`` bytes before ``payload``."""
     name = block_name(block_hash, native.crc32(payload))
     return ValueHeader(codec_id, layout.block_bytes, len(payload), _written(layout), name).pack()
 
 
 def _written(layout: KVLayout | OpaqueLayout) -> KVLayout | None:
-    """Return the layout in the header, which an opaque layout is not."""
     return layout if isinstance(layout, KVLayout) else None
 
 
 def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
-    """Return True for an undamaged block of this hash, in any layout. Values of a later release pass: they are moved
-    unread.
-    """
+    """Return True for an undamaged block of this hash. Values of a later release pass: they are moved unread."""
     try:
         header, payload = unpack_value(value)
     except LaterVersion:
@@ -180,8 +173,8 @@ def is_sound_block(block_hash: bytes, value: memoryview) -> bool:
 
 
 def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | None:
-    """Return the CRC-32 of a stored block, continued from ``crc``; None if it is no block of this hash. The payload's
-    CRC is taken from the header: wrong for a damaged payload.
+    """Return the CRC-32 of a stored block, continued from ``crc``; None if it is no such block. The payload's CRC is
+    taken from the header: wrong for a damaged payload.
     """
     if len(value) < PAYLOAD_AT:
         return None
@@ -197,10 +190,8 @@ def crc_by_header(block_hash: bytes, value: memoryview, crc: int = 0) -> int | N
 
 
 def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLayout) -> tuple[int, memoryview]:
-    """Return codec id and payload of a stored block, after every check.
-
-    Raises MalformedPacket, and its subclasses: ForeignBlock for another block or layout, LaterVersion for what a later
-    release wrote.
+    """Return codec id and payload of a stored block, after every check. Raises MalformedPacket; ForeignBlock for
+    another block or layout, LaterVersion for what a later release wrote.
     """
     header, payload = unpack_value(value)
     _check_block(header, native.crc32(payload), block_hash, layout)
@@ -210,9 +201,7 @@ def open_block(value: memoryview, block_hash: bytes, layout: KVLayout | OpaqueLa
 def check_placed_block(
     head: memoryview, value_bytes: int, value_crc: int, block_hash: bytes, layout: KVLayout | OpaqueLayout
 ) -> int:
-    """Return the codec id after the checks of ``open_block``, given only the header and the CRC-32 of all
-    ``value_bytes``.
-    """
+    """Return the codec id after these checks, given only the header and the CRC-32 of all ``value_bytes``."""
     header = unpack_header(head)
     if header.header_bytes != len(head) or header.header_bytes + header.payload_bytes != value_bytes:
         raise MalformedPacket(f"a value of {value_bytes} bytes whose header says otherwise: {header}")

@@ -4,11 +4,11 @@ A value of n chunks from s servers takes (spec §4, bound (i), if transmitting a
 
     round trip to the farthest satellite of the box of s  +  ⌈n / s⌉ · transmission of a chunk  +  s · ``_SERVER_S``
 
-A satellite gets at most ``_MOST_BYTES`` of a value: several writers would otherwise overrun it.
+A satellite gets at most ``_MOST_BYTES`` of a value: several writers would overrun it.
 
-The nearest satellite has a share of every value. If it is full, it evicts a share of a value, which is then lost on all
-others. So values on s servers or fewer may take a fifth of a satellite's memory, and only what values on more servers
-leave free, but always a little; else the next best number is used. Weights of old values decay (``held``).
+The nearest satellite has a share of every value; if it is full and evicts a share, the value is lost on all others. So
+values on s servers or fewer may take a fifth of its memory, and only what values on more servers leave free, but always
+a little.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from skymemory.placement.layout import Box
 from skymemory.placement.locate import Moves, Placement
 
 BEAM_BYTES_PER_S = 150e6
-"""Rate of a beam to a ground host: 1.2 Gbit/s, a channel of 400 MHz in Ka band at 550 km (3GPP TR 38.821,
+"""Rate of a beam: 1.2 Gbit/s, a channel of 400 MHz in Ka band at 550 km (3GPP TR 38.821,
 ``sim.loading.LinkBudget``).
 """
 _SERVER_S = 25e-6
-"""Time to pack, send and answer another request, measured on one computer."""
+"""Time of another request, measured on one computer."""
 _MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
-"""Shares of a satellite's memory. The larger is below what a satellite leases (a quarter)."""
+"""Shares of a satellite's memory; the larger is below what it leases (a quarter)."""
 
 
 @dataclass(frozen=True)
 class FanOut:
     """Choice of the number of servers.
 
-    ``round_trips_s``: to the farthest satellite of the box, by number of servers; the largest is always allowed.
-    ``chunk_s``: transmission of a chunk. ``memory_bytes``: of a satellite; 0: unknown, and none is too full.
+    ``round_trips_s``: to the farthest satellite of the box, by number of servers. ``chunk_s``: transmission of a chunk.
+    ``memory_bytes``: of a satellite; 0: unknown.
     """
 
     round_trips_s: Mapping[int, float]
@@ -58,8 +58,8 @@ class FanOut:
     ) -> FanOut:
         """Choose among full boxes of at most ``most`` servers, and ``most`` itself.
 
-        A box must hold all ``replicas`` of a chunk, and have a plane more, as far as the largest box has: if a plane is
-        dead, other satellites then still know of some chunk that all its copies are gone (so a delete is certain).
+        A box must hold all ``replicas`` of a chunk and, if possible, a plane more: if a plane is dead, other satellites
+        still know of some chunk that all its copies are gone (so a delete is certain).
         """
         planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 
@@ -74,7 +74,6 @@ class FanOut:
         return cls(chosen, chunk_s, memory_bytes, replicas)
 
     def seconds(self, servers: int, chunks: int) -> float:
-        """Return the time to fetch ``chunks`` chunks."""
         return self.round_trips_s[servers] + -(-chunks // servers) * self.chunk_s + servers * _SERVER_S
 
     def servers(self, chunks: int, value_bytes: int, held: Mapping[int, float]) -> int:
@@ -89,7 +88,6 @@ class FanOut:
         return next((count for count in ranked if count == most or self._has_room(count, value_bytes, held)), most)
 
     def _has_room(self, servers: int, value_bytes: int, held: Mapping[int, float]) -> bool:
-        """Return True if the satellites may have so much of a value, and the nearest has room."""
         if value_bytes > servers * _MOST_BYTES:
             return False
         if not self.memory_bytes:

@@ -27,7 +27,6 @@ from skymemory.errors import InvalidInput
 Strategy = Literal["rotation", "hop", "rotation_hop", "cost", "baseline"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Cell = tuple[int, int]
-"""Offset ``(x, y)``: slots east and planes south of the centre."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Box:
 
     @property
     def cells(self) -> list[Cell]:
-        """Cells row by row from the north-west corner."""
         return [(x, y) for y in self.rows for x in self.columns]
 
     def __contains__(self, cell: object) -> bool:
@@ -90,7 +88,7 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """Return ``(width, height)`` of the nearly square box: columns of slots, rows of planes."""
+    """Return ``(width, height)`` of the nearly square box."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -108,10 +106,8 @@ def check_servers(servers: int, torus: Torus) -> None:
 def layout(
     strategy: Strategy, servers: int, torus: Torus, slot_link_s: float = 1.0, plane_link_s: float = 1.0
 ) -> Layout:
-    """Return a layout. Only ``cost`` (and ``worst_path_s``) use the link delays.
-
-    Raises:
-        InvalidInput: more servers than satellites, or no delay.
+    """Return a layout; only ``cost`` and ``worst_path_s`` use the delays. InvalidInput for too many servers, or no
+    delay.
     """
     check_servers(servers, torus)
     if slot_link_s <= 0 or plane_link_s <= 0:
@@ -149,7 +145,7 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Return the box's cells, breadth-first over the links; a box as wide as a ring closes with it."""
+    """Return the box's cells, breadth-first; a box as wide as a ring closes."""
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
     queue: deque[Cell] = deque(visited)
@@ -168,13 +164,13 @@ def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=16)
 def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tuple[Cell, int], ...]:
-    """Return every cell with its delay, nearest first. Whole picoseconds make every machine break ties alike."""
+    """Return every cell with its delay, nearest first. Whole picoseconds break ties alike on every machine."""
     priced = [((x, y), abs(x) * slot_link_ps + abs(y) * plane_link_ps) for x, y in _walk(torus, _torus_box(torus))]
     return tuple(sorted(priced, key=lambda cell_and_delay: cell_and_delay[1]))
 
 
 def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
-    """Return the smallest box that holds ``servers`` cells within the least worst delay, and those cells."""
+    """Return the smallest box with ``servers`` cells within the least worst delay."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]

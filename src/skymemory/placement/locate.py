@@ -1,4 +1,4 @@
-"""Current satellite of a server: a closed form of the clock, without a table or a query (SkyMemory paper §3.4 to §3.8).
+"""Current satellite of a server: a closed form of the clock (SkyMemory paper §3.4 to §3.8).
 
 ``Moves`` are the steps of the overhead point since the epoch: a slot move takes the centre one slot west (satellites
 fly east under it), a plane move one plane south. Both may be negative.
@@ -6,9 +6,7 @@ fly east under it), a plane move one plane south. Both may be negative.
 At a slot move the leaving east column hands its chunks to the entering west column; at a plane move the north row to
 the south row. So after r and p moves a server set at ``(x, y)`` is at ``(((x + r + west) mod w) − west, ((y − p +
 north) mod h) − north)`` from the current centre. The mod runs over the full box, empty cells included: so the axes
-commute.
-
-For a gap, ``Torus.living`` stands in; several servers may then be on one satellite.
+commute. ``Torus.living`` stands in for a gap.
 """
 
 from __future__ import annotations
@@ -92,13 +90,13 @@ class Placement:
         return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
 
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
-        """Return the centre of the box that now holds what was set at ``set_moves``."""
+        """Return the centre of the box that now holds what was set then."""
         if self.migrates:
             return self.centre_at(now_moves)
         return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
 
     def cell_at(self, cell: Cell, set_moves: Moves, now_moves: Moves) -> Cell:
-        """Return the cell, at ``now_moves``, of what was set in ``cell`` at ``set_moves``."""
+        """Return the current cell of what was set in ``cell``."""
         if not self.migrates:
             return cell
         box = self.layout.box
@@ -108,8 +106,8 @@ class Placement:
         )
 
     def replica_cell(self, cell: Cell, replica: int) -> Cell:
-        """Return the cell of a copy of ``cell``. Replicas 0 (``cell``) to width · height − 1 are all in different cells
-        and, as long as the box has rows left, planes; they stay apart wherever the box goes.
+        """Return the cell of a copy. Replicas 0 (``cell``) to width · height − 1 are in different cells and, as long as
+        rows are left, planes, wherever the box goes.
         """
         box = self.layout.box
         if not 0 <= replica < box.width * box.height:
@@ -125,7 +123,7 @@ class Placement:
     def locate(
         self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0), replica: int = 0
     ) -> SatelliteId:
-        """Return the satellite that now holds what was set on ``server`` (0-based) at ``set_moves``."""
+        """Return the satellite that now holds what was set on ``server`` (0-based)."""
         if not 0 <= server < self.layout.servers:
             raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
         cell = self.replica_cell(self.layout.cells[server], replica)
@@ -138,8 +136,8 @@ class Placement:
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Return moves for which ``locate`` covers every satellite that can ever hold what was set at ``set_moves``: a
-        box apart on each axis, once around both rings, since a server keeps its satellite until it has crossed the box.
+        """Return moves for which ``locate`` covers every satellite that can ever hold what was set: a box apart on each
+        axis, once around both rings.
         """
         if not self.migrates:
             return [set_moves]
@@ -153,14 +151,13 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """Return the server that ``satellite`` is, at ``now_moves``, for what was set at ``set_moves``, if any."""
+        """Return the server that ``satellite`` is for what was set then, if any."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None
         return self.layout.server_of.get(self.cell_at(cell, now_moves, set_moves))
 
     def cell_of(self, satellite: SatelliteId, centre: SatelliteId) -> Cell | None:
-        """Return the cell of ``satellite`` in the box around ``centre``; None outside it."""
         box = self.layout.box
         column = (satellite.slot - centre.slot + box.west) % self.torus.slots_per_plane
         row = (satellite.plane - centre.plane + box.north) % self.torus.planes
@@ -169,7 +166,7 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """Return the full box around the overhead satellite, row by row from its north-west corner, gaps replaced."""
+        """Return the full box overhead, row by row from its north-west corner."""
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
 
@@ -189,7 +186,7 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
 
 
 class Handover(NamedTuple):
-    """Transfer of everything in ``cell`` (of the box before the move) from ``source`` to ``target``."""
+    """Transfer of all that ``source`` holds in ``cell`` (before the move)."""
 
     cell: Cell
     source: SatelliteId
@@ -203,9 +200,7 @@ class ServerHandover(NamedTuple):
 
 
 def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """Return the handovers of the full box, row by row, also of empty cells: what was set before earlier moves may be
-    there.
-    """
+    """Return the handovers of the full box, also of empty cells: what was set before earlier moves may be there."""
     if not placement.migrates:
         return []
     torus = placement.torus

@@ -32,10 +32,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: Buffer, layout: KVLayout, out: memoryview) -> None:
-        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes).
-
-        Raises MalformedPacket for another codec's or layout's payload (LaterVersion for a later release's); ``out`` is
-        then undefined.
+        """Write the block into ``out`` (writable, ``layout.block_bytes`` bytes). Raises MalformedPacket for another
+        codec's or layout's payload; ``out`` is then undefined.
         """
         ...
 

@@ -57,11 +57,10 @@ Floats = npt.NDArray[np.float32]
 BASES = (0.0, 1e4, 5e5, 1e6)
 """Rotation bases by number in the payload: none; Llama, Llama 2, Mistral 7B v0.1; Llama 3; Qwen 2, Mistral."""
 _WORTH = 0.95
-"""Fraction of the unrotated variance below which a base is used."""
 
 
 def best_base(keys: Floats) -> int:
-    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least once rotated back."""
+    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least."""
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
@@ -84,7 +83,7 @@ def _summed(numbers: npt.NDArray[np.float64], factors: Floats) -> npt.NDArray[np
 
 
 def turn(keys: Floats, base: int, direction: int) -> Floats:
-    """Rotate forward (direction 1) or back (-1) by the tokens' positions in the block."""
+    """Rotate forward (direction 1) or back (-1) by the tokens' positions."""
     if not base:
         return keys
     _, tokens, head_dim = keys.shape
@@ -113,14 +112,14 @@ def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
 Steps = npt.NDArray[np.float32]
 
 MIN_CODE, MAX_CODE = -480, 500
-"""Range of step codes, 2 ** -120 .. 2 ** 125: normal float32 numbers."""
+"""Range of step codes: normal float32 numbers."""
 MAX_QUOTIENT = 1 << 20
 """Largest number of steps from 0: float32 still resolves halves there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Steps in the thirds of the layers, in standard deviations of a channel over the tokens."""
+    """Steps in the thirds of the layers, in a channel's standard deviations."""
 
     name: str
     number: int
@@ -149,7 +148,7 @@ def level_of(name: str) -> Level:
 
 
 def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
-    """Return the code of each head's step, for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
+    """Return each head's step code for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
     exact = numbers.astype(np.float64)
     tokens = numbers.shape[1]
     centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0
@@ -189,7 +188,7 @@ class CacheGen:
     lossless = False
 
     def __init__(self, level: str = "medium", layers: Sequence[int] = (), of: int = 0) -> None:
-        """Set up. ``layers``: their numbers if a block has only some of a model's ``of`` layers; only for encoding."""
+        """Set up. ``layers``: numbers of a block's layers if it has only some of ``of``; for encoding."""
         self.level: Level = level_of(level)
         self._layers = tuple(layers)
         self._of = of
@@ -272,7 +271,6 @@ def _codes(section: memoryview, layout: KVLayout) -> npt.NDArray[np.int16]:
 
 
 def _encode_part(numbers: npt.NDArray[np.float32], relative_step: float, base: int) -> bytes:
-    """Encode a layer's keys or values, already rotated back by ``base``."""
     heads, tokens, head_dim = numbers.shape
     codes = step_codes(numbers, relative_step)
     scaled = (numbers / steps_of(codes)[:, None, None]).transpose(0, 2, 1)
@@ -303,7 +301,7 @@ def _decode_part(section: memoryview, layout: KVLayout) -> npt.NDArray[np.float3
 
 
 def _to_bytes(numbers: npt.NDArray[np.float32], dtype: str) -> bytes:
-    """Round to nearest, ties to even: the inverse of ``to_float32``."""
+    """Round to nearest, ties to even."""
     if dtype != "bfloat16":
         return numbers.astype("<f4" if dtype == "float32" else "<f2").tobytes()
     wide = np.ascontiguousarray(numbers).view(np.uint32)

@@ -22,9 +22,8 @@ from skymemory.installation import install_command
 Ints = npt.NDArray[np.int32]
 
 TOTAL = 4096
-"""Sum of a table's frequencies, which fit two bytes each."""
+"""Sum of a table's frequencies: each fits two bytes."""
 MAX_BITS = 24
-"""Limit of individually written numbers, on either side of 0."""
 
 
 @functools.cache
@@ -44,7 +43,6 @@ class Writer:
         self._tables = bytearray()
 
     def symbols(self, symbols: Ints) -> None:
-        """Write a run of symbols 0..255, with their table."""
         if not len(symbols):
             return
         first = int(symbols.min())
@@ -59,12 +57,12 @@ class Writer:
             self._runs.append((shifted, _model(frequencies)))
 
     def bits(self, numbers: Ints, width: int) -> None:
-        """Write a run of equally likely numbers below 2 ** width."""
+        """Write equally likely numbers below 2 ** width."""
         if width and len(numbers):
             self._runs.append((numbers, constriction().stream.model.Uniform(1 << width)))
 
     def numbers(self, numbers: Ints) -> None:
-        """Write a run of numbers of up to MAX_BITS bits and sign: first the widths, then the bits."""
+        """Write numbers of up to MAX_BITS bits and sign: first the widths, then the bits."""
         folded = numbers << 1 ^ numbers >> 31
         widths = np.frexp(folded.astype(np.float64))[1].astype(np.int32)
         self.symbols(widths)
@@ -145,7 +143,6 @@ def _model(frequencies: npt.NDArray[np.int64]) -> Any:
 
 
 def _frequencies(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Scale ``counts`` to a sum of TOTAL, at least 1 for what occurs."""
     scaled: npt.NDArray[np.int64] = counts * (TOTAL - len(counts)) // counts.sum() + (counts > 0)
     scaled[np.argmax(scaled)] += TOTAL - scaled.sum()
     return scaled
@@ -165,7 +162,7 @@ _CLASSES = 48
 """Class 0: all differences are 0. Class c: on average below 2 ** ((c − 5) / 2)."""
 _LIMITS = 2.0 ** ((np.arange(1, _CLASSES) - 5) / 2)
 _LEAST_NUMBERS = 1024
-"""Numbers below which a class is merged with the next: a table costs about 20 bytes."""
+"""Least numbers of a class: a table costs about 20 bytes."""
 _FAR = 31
 _ESCAPE = 2 * _FAR + 1
 
@@ -223,7 +220,6 @@ def decode_section(section: memoryview, channels: int, tokens: int) -> Ints:
 
 
 def _classes(differences: Ints) -> Ints:
-    """Return each channel's class; small classes are merged with the next present."""
     tokens = differences.shape[1]
     sizes = np.abs(differences).sum(axis=1, dtype=np.int64)
     classes = np.searchsorted(_LIMITS * tokens, sizes, side="right").astype(np.int32) + 1
@@ -238,7 +234,6 @@ def _classes(differences: Ints) -> Ints:
 
 
 def _low_bits(number: int) -> int:
-    """Return as many low bits as leave an average of about 4."""
     return max(0, (number - 5) // 2 - 2)
 
 
@@ -261,7 +256,6 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 PHASES = 8
-"""Fractions of a step by which a grid can be moved."""
 _PULL_PARTS = 64
 MAX_PULL = 16
 """Limit of the pull: a quarter of a step."""
@@ -269,7 +263,7 @@ MAX_PULL = 16
 
 @dataclass(frozen=True, slots=True)
 class Snapped:
-    """Numbers on grids: integers (channels, tokens), phases (channels,) below PHASES, and a pull in 64ths."""
+    """Numbers on grids: integers (channels, tokens), phases (channels,), and a pull in 64ths."""
 
     quotients: Ints
     phases: Bytes
@@ -277,7 +271,7 @@ class Snapped:
 
 
 def snap(scaled: Floats) -> Snapped:
-    """Round ``scaled`` (channels, tokens), in steps, to grids through the channels' means."""
+    """Round ``scaled`` (channels, tokens) to grids through the channels' means."""
     means = scaled.mean(axis=1, dtype=np.float64)
     phases = (np.rint((means - np.floor(means)) * PHASES).astype(np.int64) % PHASES).astype(np.uint8)
     shifts = (phases / np.float32(PHASES)).astype(np.float32)[:, None]
@@ -301,7 +295,7 @@ def packed_bytes(channels: int) -> int:
 
 
 def pack(phases: Bytes) -> bytes:
-    """Pack phases in three bits each, the first in the highest bits; zeros fill the last byte."""
+    """Pack phases in three bits each, the first in the highest bits."""
     return np.packbits(np.unpackbits(phases[:, None], axis=1)[:, 5:].ravel()).tobytes()
 
 

@@ -2,10 +2,9 @@
 
 Clients wait in order of arrival. To let the first proceed, a client gives way:
 
-1. the largest overdue client, which did not move its next bytes within ``SLOW_S`` plus their time at
-   ``LEAST_SHARED_BYTES_PER_S``;
-2. after ``fair_s``, unless the first wants more than a share: the largest in a transfer that holds more than its share
-   (the limit divided by the clients that hold memory or wait);
+1. the largest overdue client: slower than ``SLOW_S`` plus its bytes at ``LEAST_SHARED_BYTES_PER_S``;
+2. after ``fair_s``, unless the first wants more than a share (the limit by the number of clients): the largest in a
+   transfer that holds more;
 3. if all holders are waiting themselves: the largest.
 
 It loses its connection (1, 2) or receives BUSY (3).
@@ -20,21 +19,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 BRIEF_BYTES = 64 << 10
-"""Size up to which values bypass the wait, so that slow large transfers cannot block small values."""
+"""Size up to which values do not wait: slow large transfers cannot block them."""
 SLOW_S = 1.0
 LEAST_SHARED_BYTES_PER_S = 1 << 20
-"""Required speed while other clients wait for memory."""
 _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Memory that a client holds. ``end`` disconnects the client; any thread may call it."""
+    """Memory that a client holds. Any thread may call ``end``, which disconnects it."""
 
     end: Callable[[], object]
     held_bytes: int = 0
     due_s: float = math.inf
-    """Deadline of the transfer; infinite while the server does not wait for the client."""
     waits: bool = False
     is_ended: bool = False
 
@@ -58,7 +55,7 @@ class Room:
     waiting: list[Waiter] = field(default_factory=list)
 
     def fits(self, size_bytes: int) -> bool:
-        """Return True if ``size_bytes`` fit; a value larger than the limit is admitted alone."""
+        """Return True if it fits; a value larger than the limit is admitted alone."""
         return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
 
     def change(self, claim: Claim, by_bytes: int) -> None:
@@ -70,7 +67,7 @@ class Room:
             self.holders.pop(claim, None)
 
     def payer(self, now_s: float) -> Claim | None:
-        """Return the client that must give way; None if memory is about to be freed, or no client is at fault yet."""
+        """Return the client that must give way; None if memory is about to be freed, or no client is at fault."""
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):
             return None

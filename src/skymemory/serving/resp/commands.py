@@ -2,17 +2,14 @@
 
 Two kinds of keys:
 
-- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The value is stored without that client's
-  trailer (a mark and a CRC), which is checked here and computed again for each reader: these are the blocks that every
-  other SkyMemory client sees.
+- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. Its value is stored as by every other
+  SkyMemory client, without that trailer (a mark and a CRC), which is checked and computed here.
 - Any other key is a name, and its value a named value (``store.named``).
 
 **EXISTS leases.** LMCache's native client waits forever if the GET after EXISTS misses. So a key with the answer 1 is
-leased for ``LEASE_S``, its lifetime, or until the next GET. If the store cannot lease (Redis, satellites), the value is
-held in the daemon's own bounded memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the
-connection ends. Only a write or an EXPIRE of 0 ends a lease earlier.
-
-MULTI and EXEC: ``transactions``. Other protocols: ``inline``. Waiting for memory: ``budget``.
+leased for ``LEASE_S``, its lifetime, or until the next GET. If the store cannot lease, the value is held in the
+daemon's own bounded memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection
+ends. Only a write or an EXPIRE of 0 ends a lease earlier.
 """
 
 from __future__ import annotations
@@ -46,9 +43,8 @@ from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
-"""Limits of a store call: requests, and bytes of values."""
 _REDIS_VERSION = b"7.2.0"
-"""Version from which clients derive the commands that they may use."""
+"""Version by which clients choose commands."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _NOT_AN_INTEGER = "value is not an integer or out of range"
@@ -60,8 +56,7 @@ _FLUSHED_AT_ONCE = 256
 _MAX_CLIENT_NAME_BYTES = 1024
 
 
-class Close(Exception):
-    """End of the connection without a reply."""
+class Close(Exception): ...
 
 
 @dataclass(slots=True, eq=False)
@@ -75,15 +70,11 @@ class Session:
     transaction: Transaction | None = None
     watch: Watch = field(default_factory=Watch)
     kept: ExitStack | None = None
-    """Resources of EXEC's replies, until they are sent; set while EXEC holds its keys, whose commands then do not
-    wait.
-    """
+    """Resources of EXEC's replies, until sent; set while EXEC holds its keys, whose commands then do not wait."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Pipelined GETs or plain SETs for one store call: a constellation is asked for all at once."""
-
     verb: bytes
     requests: list[Sequence[Word]] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
@@ -104,10 +95,7 @@ Pieces = list[Buffer]
 
 
 class Commands:
-    """Commands over ``store``, shared by all connections. Thread-safe.
-
-    ``password``: for AUTH, with the user ``default`` or none; None: no AUTH.
-    """
+    """Commands over ``store``, shared by all connections. Thread-safe. ``password``: for AUTH; None: no AUTH."""
 
     def __init__(
         self,
@@ -131,10 +119,10 @@ class Commands:
         self._is_alone = isinstance(unwrap_store(store), MemoryStore | DiskStore)
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
-        """The store, if its values are views of its memory, which need no wait, lease or release."""
+        """The store, if its values are views of its memory: no wait, lease or release."""
         self._unix_time = unix_time
         self._writing = KeyLocks()
-        """Locks of keys being written: a write may be several store calls (NX, value, lifetime)."""
+        """Locks of keys being written: a write may be several store calls."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
         self.counters = SharedCounters()
@@ -150,7 +138,7 @@ class Commands:
             return self.counters.get("strangers") == 1
 
     def check_inline(self, words: Sequence[Word]) -> None:
-        """Raise Stranger for a line that is not a command: it may belong to another protocol."""
+        """Raise Stranger for a line that is not a command."""
         if not words:
             return
         verb = _verb(words)
@@ -161,11 +149,8 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """Return the header of the next word, a value, and how many of its last bytes are not stored: the value is
-        received after its header, without a copy.
-
-        Raises:
-            Refused, InvalidInput: the command will be refused.
+        """Return the header of the next word, a value, and how many of its last bytes are not stored: it is received
+        without a copy. Raises Refused or InvalidInput if the command will be refused.
         """
         if not words:
             raise Refused(f"unknown command, of {size_bytes} bytes")
@@ -192,7 +177,7 @@ class Commands:
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Yield the replies to a request, in parts. A part's memory is released when the next is requested.
+        """Yield the replies, in parts. A part's memory is released when the next is requested.
 
         Raises:
             Close: the connection ends.
@@ -227,7 +212,6 @@ class Commands:
             yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
-        """Return verb and key of a request that may join a ``Run``; else None."""
         if self._memory is not None or len(words) not in (2, 3):
             return None
         if not session.authenticated or session.transaction is not None:
@@ -469,7 +453,6 @@ class Commands:
         ]
 
     def _to_client_value(self, key: Key, value: memoryview) -> Pieces | None:
-        """Return a stored value in the client's form; None if it does not fit its key."""
         if key.name:
             payload = named_payload(value, key.name)
             return None if isinstance(payload, str) else [payload]
@@ -531,7 +514,6 @@ class Commands:
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
-        """Yield the value in its client's form, valid within the context."""
         (size_bytes,) = self._store.sizes([key.stored])
         self._book(session, size_bytes or 0)
         ticket = None
@@ -589,7 +571,6 @@ class Commands:
         return [protocol.integer(number)]
 
     def _put(self, session: Session, items: Sequence[tuple[Key, Word]], options: Options) -> bool:
-        """Store all ``items`` or none; False if the condition does not hold."""
         stored = [(key.stored, _to_store(key, value)) for key, value in items]
         with self._written(session, [key for key, _ in stored]):
             return self._put_held(stored, options)
@@ -614,7 +595,6 @@ class Commands:
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Store values, ending the lifetimes of previous values."""
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
@@ -630,9 +610,7 @@ class Commands:
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers; end their leases before the write, and after it, because a new lease may
-        hold the previous value.
-        """
+        """Lock ``keys``, and end their leases before and after the write: a new lease may hold the previous value."""
         with self._lock_keys(session, keys):
             try:
                 for key in keys:
@@ -644,7 +622,6 @@ class Commands:
 
     @contextmanager
     def _lock_keys(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers, unless EXEC has."""
         if session.kept is not None:
             yield
             return
@@ -745,7 +722,6 @@ class Commands:
         yield [protocol.integer(self._get_remaining_lifetime(words[0], 1e-3))]
 
     def _get_remaining_lifetime(self, word: Word, unit_s: float) -> int:
-        """Return the lifetime; -2: no such key; -1: no known lifetime."""
         key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
             return -2
@@ -847,7 +823,7 @@ class Commands:
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """List all names at once, with the cursor 0: satellites have no position from which to continue."""
+        """List all names at once: satellites have no position from which to continue."""
         cursor, *option_words = map(_bytes, words)
         if not cursor.isdigit():
             raise Refused("invalid cursor")
@@ -868,7 +844,6 @@ class Commands:
         yield from self._names(session, _bytes(words[0]))
 
     def _names(self, session: Session, glob: bytes, head: bytes = b"") -> Iterator[Pieces]:
-        """Yield an array of the matching names, after ``head``; for one client at a time."""
         matches = pattern_of(glob)
         if matches is None:
             raise Refused(f"a pattern of {len(glob)} bytes: expected at most {MAX_PATTERN_BYTES}")
@@ -913,8 +888,6 @@ class Commands:
 
 
 class Refused(Exception):
-    """Error of a command that is not executed, or not completely."""
-
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
         self.code = code
@@ -959,7 +932,6 @@ def _key(word: Word) -> Key:
 
 
 def _keys_of(transaction: Transaction) -> Iterator[bytes]:
-    """Yield the stored keys of all commands, without invalid keys."""
     for words in transaction.requests:
         keys = COMMANDS[_verb(words)].keys
         for word in words[keys.start : keys.stop : keys.step]:
@@ -1017,9 +989,8 @@ class Command:
     keys: range = _NONE
     """Positions of keys; the verb's position is 0."""
     values: range = _NONE
-    """Positions of values, which are received as they are stored."""
+    """Positions of values, received as they are stored."""
     is_at_once: bool = False
-    """True if executed immediately between MULTI and EXEC, too."""
     is_never_queued: bool = False
     needs_no_password: bool = False
     differs: str = ""

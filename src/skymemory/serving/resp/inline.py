@@ -10,7 +10,6 @@ import re
 import string
 
 _HTTP = re.compile(rb"\sHTTP/[0-9](?:\.[0-9])?\s*$|^\s*host:", re.IGNORECASE)
-"""Request line of any method, or the header of all requests."""
 _FIRST = frozenset(string.printable.encode())
 _SPACE = frozenset(string.whitespace.encode())
 _ESCAPED = {ord(short): code for short, code in zip("nrtba", b"\n\r\t\b\a", strict=True)}
@@ -20,7 +19,7 @@ _BACKSLASH, _QUOTE, _APOSTROPHE = b"\\\"'"
 
 
 def may_begin_with(byte: int) -> bool:
-    """Return True if a line of words may begin so; TLS, HTTP/2, STUN and database greetings do not."""
+    """Return True if a line may begin so; TLS, HTTP/2, STUN and database greetings do not."""
     return byte in _FIRST
 
 
@@ -54,7 +53,6 @@ def words_of(line: bytes) -> list[bytes] | None:
 
 
 def _quoted(line: bytes, at: int, word: bytearray) -> int:
-    """Append the text quoted at ``at``; return its end, or -1 if not closed."""
     quote = line[at]
     at += 1
     while at < len(line):

@@ -18,7 +18,7 @@ _ODD_NAME = "\0bytes:"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of the protocol and the store. ``name`` is empty for a block's key."""
+    """Key of the protocol and the store. ``name`` is empty for a block."""
 
     stored: bytes
     name: str = ""
@@ -40,19 +40,16 @@ class Key:
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
-        """Return the stored value's additional bytes (negative for a block)."""
         return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
 
     def front(self, size_bytes: int) -> bytes:
-        """Return the header stored before a client's value."""
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 
 _key_of = lru_cache(256)(Key.of_bytes)
-"""Cache, because ``of_bytes`` computes a digest: a SET needs it twice, a GET after EXISTS again."""
+"""Cache of digests: a SET needs its key's twice, a GET after EXISTS again."""
 
 
 def client_key(name: str) -> bytes:
-    """Return the key by which a client knows a named value."""
     odd = name.startswith(_ODD_NAME)
     return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()

@@ -23,20 +23,18 @@ class Leases:
         clock: Callable[[], float],
         left_s: Callable[[Sequence[bytes]], Sequence[float]],
     ) -> None:
-        """Set up. ``left_s``: remaining lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
         self._protects = unwrap_store(store).leases
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
-        """Leases by stored key, oldest first."""
         self._beginning: dict[bytes, object] = {}
-        """Keys being leased now, with the mark of their last ``begin``; a write removes it."""
+        """Keys being leased, with the mark of their last ``begin``; a write removes it."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Lease the keys that exist; return for each key whether the next GET will find it."""
+        """Lease keys; return True for each that the next GET will find."""
         exists = [presence is Presence.HIT for presence in self._store.lookup(keys)]
         lifetimes_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
         return [
@@ -88,7 +86,7 @@ class Leases:
         return fits
 
     def take(self, key: bytes) -> Lease | None:
-        """Remove and return the lease; the caller completes or releases its ticket."""
+        """Remove and return the lease; the caller ends its ticket."""
         if not self._leases:
             return None
         with self._lock:
@@ -100,14 +98,13 @@ class Leases:
             return self._pop(key)
 
     def shorten(self, key: bytes, left_s: float) -> None:
-        """End the lease in ``left_s`` at the latest."""
         with self._lock:
             lease = self._leases.get(key)
             if lease is not None:
                 lease.until_s = min(lease.until_s, self._clock() + left_s)
 
     def end(self, key: bytes) -> None:
-        """Drop the lease of a key that is written or deleted. Call it before and after the store is changed."""
+        """Drop a written key's lease. Call it before and after the store is changed."""
         if not self._leases and not self._beginning:
             return
         with self._lock:
@@ -119,7 +116,7 @@ class Leases:
             self._drop(key)
 
     def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """Yield the oldest leases: few per call, but enough to drop all expired leases over time."""
+        """Yield the oldest leases: enough to drop all expired leases over time."""
         for number, item in enumerate(self._leases.items()):
             if number == 64:
                 return
@@ -143,7 +140,7 @@ class Leases:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lease of a key. ``value`` is set if the store cannot protect values; the ticket then keeps it valid."""
+    """Lease of a key. ``value`` is set if the store cannot protect values."""
 
     until_s: float
     ticket: LoadTicket

@@ -12,13 +12,11 @@ from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named import unwrap_store
 
 MAX_GIVEN = 1 << 16
-"""Limit of active lifetimes given to a store that cannot report them."""
+"""Limit of lifetimes given to a store that cannot report them."""
 
 
 class Lifetimes:
-    """Lifetimes as the store reports them; else (satellites) those set here, at most about ``MAX_GIVEN``.
-    Thread-safe.
-    """
+    """Lifetimes as the store reports them; else (satellites) as set here. Thread-safe."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         inner: object = unwrap_store(store)
@@ -39,11 +37,9 @@ class Lifetimes:
             return len(self._given) >= MAX_GIVEN
 
     def left_s(self, key: bytes) -> float:
-        """Return the remaining seconds; infinite if no lifetime is known."""
         return self.all_left_s([key])[0]
 
     def all_left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return all remaining seconds with one store call."""
         if self._lasting is not None:
             return self._lasting.left_s(keys)
         now_s = self._clock()
@@ -63,7 +59,6 @@ class Lifetimes:
         return promised
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """Remove the lifetimes of keys with new values."""
         mortal = [] if self._lasting is not None else [key for key in keys if self._given.of(key) < math.inf]
         if mortal:
             self.give(mortal, math.inf)
@@ -88,10 +83,8 @@ _UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """Return the options; None if an option is not ``allowed`` or contradicts another.
-
-    Raises:
-        ValueError: a lifetime is not a whole number above 0.
+    """Return the options; None for an invalid combination. Raises ValueError for a lifetime that is not a whole number
+    above 0.
     """
     condition, get, ttl_s, lifetime = b"", False, None, b""
     remaining = list(words)
@@ -120,7 +113,6 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
 
 
 def parse_integer(word: bytes) -> int:
-    """Parse a whole number of at most 15 digits; else raise ValueError."""
     if not (word.removeprefix(b"-").isdigit() and len(word) <= 15):
         raise ValueError("value is not an integer or out of range")
     return int(word)

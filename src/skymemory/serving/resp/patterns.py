@@ -9,8 +9,8 @@ MAX_PATTERN_BYTES = 1024
 
 
 def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
-    """Compile a pattern for complete names, matched in time linear in the name for each ``*``: text skipped by a ``*``
-    is not tried again. None if it is too long.
+    """Compile a pattern for complete names, matched in time linear in the name for each ``*``: skipped text is not
+    tried again. None if it is too long.
     """
     if len(glob) > MAX_PATTERN_BYTES:
         return None
@@ -38,7 +38,6 @@ def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
 
 
 def _one_of(glob: bytes, at: int) -> tuple[bytes, int]:
-    """Translate the set after ``[``; return it and its end. An open set ends with the pattern."""
     excluded = glob[at : at + 1] == b"^"
     at += excluded
     members = b""

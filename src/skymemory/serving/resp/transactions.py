@@ -1,8 +1,7 @@
 """MULTI, EXEC and WATCH: commands that wait for EXEC, and keys that must not change before it.
 
-EXEC locks its commands' and all watched keys against this daemon's other writers, not readers: a reader of two keys may
-see one old and one new value. WATCH sees this daemon's writes, expiry and eviction, so it is refused for stores with
-other writers.
+EXEC locks all keys against this daemon's other writers, not readers: a reader may see one old and one new value. WATCH
+sees this daemon's writes, expiry and eviction, so it is refused for stores with other writers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from skymemory.serving.resp.protocol import Framed, Word
 
 MAX_WATCHED = 4096
 _REQUEST_BYTES = 256
-"""Memory of a queued request besides its words."""
 _WORD_BYTES = 64
 
 
@@ -32,7 +30,6 @@ class Transaction:
         self.size_bytes += _REQUEST_BYTES + sum(map(_size, words))
 
     def refuse(self, why: str) -> None:
-        """Drop the queued commands; EXEC will be refused."""
         self.abort = self.abort or why
         self.requests.clear()
         self.size_bytes = 0
@@ -76,7 +73,7 @@ class Watches:
             watch.keys, watch.is_changed = {}, False
 
     def on_write(self, keys: Sequence[bytes]) -> None:
-        """Mark the watches of these keys as changed. The caller holds the keys' locks."""
+        """Mark the watches as changed. The caller holds the keys' locks."""
         if not self._by_key:
             return
         with self._lock:
