@@ -1,4 +1,4 @@
-"""Pure-Python twin of the compiled helper: same signatures, same results, which tests compare. All functions are here or in:
+"""Pure-Python twin of the compiled helper: same signatures, same results. All functions are here or in:
 
 =============  ==================================================================
 ``segments``   packets: verify, place payloads; MACs
