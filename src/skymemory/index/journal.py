@@ -44,13 +44,13 @@ class RecordOp(enum.IntEnum):
     REMOVE_CONTEXT = 3
     CLEAR = 4
     BORN = 5
-    """The constellation is empty: unnamed blocks are absent."""
+    """The constellation is empty: blocks not in the journal are absent."""
     LOST = 6
-    """Earlier records are lost: unnamed blocks may be present."""
+    """Earlier records are lost: blocks not in the journal may be present."""
     UNKNOWN = 0
     """Record of a later release; never written."""
     PROBED = 7
-    """Satellites were probed, and unnamed values adopted."""
+    """Satellites were probed, and values adopted that the journal lacked."""
 
 
 _KNOWN = frozenset(RecordOp) - {RecordOp.UNKNOWN}

@@ -137,8 +137,9 @@ _MAX_NUMBER = 2**31 - 1
 class KVLayout:
     """Layout of a block: ``(layers, 2, kv_heads, block_tokens, head_dim)`` in C order, 2 = key, value; little-endian.
 
-    If values have another width (``value_dim``; 0: the same), each layer has its keys, then its values. Sizes are per
-    block: 2.88 MB for TinyLlama-1.1B in 16 bit (paper §5).
+    If values have another width (``value_dim``; 0: the same), each layer has its keys, ``(kv_heads, block_tokens,
+    head_dim)``, then its values, ``(kv_heads, block_tokens, value_dim)``. Sizes are per block: 2.88 MB for
+    TinyLlama-1.1B in 16 bit (paper §5).
     """
 
     layers: int

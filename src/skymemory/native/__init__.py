@@ -1,4 +1,5 @@
 """Hot loops: in C if the helper was compiled, else in Python (``twin``, whose docstrings document each function).
+Without libcrypto, the twin hashes.
 
 ``SKYMEMORY_PURE_PYTHON=1`` in the environment forces the twin.
 """

@@ -90,13 +90,13 @@ class Placement:
         return self.torus.wrap(self.centre.plane + now_moves[1], self.centre.slot - now_moves[0])
 
     def centre_of(self, set_moves: Moves, now_moves: Moves) -> SatelliteId:
-        """Return the centre of the box that now holds what was set then."""
+        """Return the centre of the box that now holds what was set at ``set_moves``."""
         if self.migrates:
             return self.centre_at(now_moves)
         return self.centre_at(set_moves) if self.layout.strategy == "hop" else self.centre
 
     def cell_at(self, cell: Cell, set_moves: Moves, now_moves: Moves) -> Cell:
-        """Return the current cell of what was set in ``cell``."""
+        """Return the cell, at ``now_moves``, of what was set in ``cell`` at ``set_moves``."""
         if not self.migrates:
             return cell
         box = self.layout.box
@@ -123,7 +123,7 @@ class Placement:
     def locate(
         self, server: int, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0), replica: int = 0
     ) -> SatelliteId:
-        """Return the satellite that now holds what was set on ``server`` (0-based)."""
+        """Return the satellite that now holds what was set on ``server`` (0-based) at ``set_moves``."""
         if not 0 <= server < self.layout.servers:
             raise InvalidInput(f"server {server}: expected 0 … {self.layout.servers - 1}")
         cell = self.replica_cell(self.layout.cells[server], replica)
@@ -151,7 +151,7 @@ class Placement:
         ]
 
     def server_at(self, satellite: SatelliteId, set_moves: Moves = (0, 0), now_moves: Moves = (0, 0)) -> int | None:
-        """Return the server that ``satellite`` is for what was set then, if any."""
+        """Return the server that ``satellite`` is for what was set at ``set_moves``, if any."""
         cell = self.cell_of(satellite, self.centre_of(set_moves, now_moves))
         if cell is None:
             return None

@@ -94,7 +94,8 @@ class _Node:
 
 
 class PrefixOrder:
-    """Order of the keys in their chains. ``set_evictable`` hears of changes to present keys.
+    """Order of the keys in their chains. ``set_evictable(key, evictable)`` is called when that changes for a present
+    key.
 
     O(1) per key, but a late predecessor costs, once, a step for each key before it.
     """

@@ -96,10 +96,10 @@ class LoadTicket:
     report: LoadReport | None = None
     state: object = field(default=None, repr=False)
     rows: Sequence[Rows | None] = field(default=(), repr=False)
-    """Destination of each value; a tier may use it."""
+    """Destination of each value; a tier may receive the value there."""
     placed: Mapping[int, int] = field(default_factory=dict)
-    """CRC-32, by position, of values received in their rows, of which only the heads are returned. Other rows may be
-    overwritten too.
+    """CRC-32, by position, of values received undamaged in their rows, of which only the heads are returned. Other rows
+    may be overwritten too.
     """
 
 
@@ -130,7 +130,7 @@ class Store(Protocol):
         """Return the tier's name in reports and metrics: "memory", "constellation" …"""
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the presence of each key, without a use or protection."""
+        """Return the presence of each key, without refreshing or protecting it."""
 
     def sizes(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the bytes of each value, without loading it; None if absent or unknown."""
@@ -163,9 +163,11 @@ class Store(Protocol):
         as ``complete_load``.
         """
 
-    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]: ...
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Run both phases of a load."""
 
-    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]: ...
+    def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
+        """Run both phases of a store."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark ``keys`` as just used, the first as the most recent. Absent keys are ignored."""
@@ -238,7 +240,7 @@ class Keeping(Protocol):
     """Optional interface: know a later release's values, which are neither read nor overwritten."""
 
     def keeps(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return True per key if seen. Asks no server."""
+        """Return True per key if such a value was seen. Asks no server."""
 
 
 @runtime_checkable

@@ -131,7 +131,7 @@ class NamedValues:
         self._store = store
 
     def put(self, name: str, data: Buffer, *, ttl_s: float | None = None) -> NamedOutcome:
-        """Store ``data`` under ``name``, for ``ttl_s``.
+        """Store ``data`` under ``name``, for ``ttl_s`` seconds.
 
         Raises:
             InvalidInput: no name, no bytes, a lifetime of 0 or less, or a store without expiry; nothing is stored.

@@ -211,7 +211,7 @@ class RedisStore(RemoteStore):
         }
 
     def server_info(self) -> dict[str, str]:
-        """Return the reply to INFO; SkyMemoryError without."""
+        """Return the reply to INFO, by name; SkyMemoryError if there is none."""
         (reply,) = self._link.ask([pack(b"INFO")], 1)
         if not isinstance(reply, bytes):
             verb = "does not answer" if isinstance(reply, Unreachable) else "refuses"
@@ -329,7 +329,7 @@ class _DeadlineSocket:
         return getattr(self._sock, name)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the timeout. 0 is kept: redis-py before 8 so polls an idle connection."""
+        """Set the timeout. 0 is kept: with it redis-py before 8 polls an idle connection."""
         self._polling = seconds == 0
         self._sock.settimeout(seconds)
 
@@ -479,7 +479,7 @@ class Link:
             raise self._strange(error) from error
 
     def _strange(self, error: Exception) -> Exception:
-        """Map an error of redis-py, which may raise anything for a reply of no Redis server: unreachable."""
+        """Map an error to unreachable: redis-py may raise anything for a reply of no Redis server."""
         if isinstance(error, self._redis.RedisError | OSError):
             return error
         self.counters.add("strange_replies")

@@ -326,7 +326,9 @@ class TenantStore(Selecting):
 
 
 class RateLimited(Wrapped):
-    """Token bucket: loads are limited to ``bytes_per_s``, which may change, with a bucket of ``burst_s``."""
+    """Token bucket: loads are limited to ``bytes_per_s``, which may change; a full bucket holds ``burst_s`` seconds of
+    bytes.
+    """
 
     def __init__(
         self,

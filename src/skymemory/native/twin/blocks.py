@@ -57,8 +57,8 @@ class BlockTable:
         return self._present
 
     def enter(self, hashes: Buffer, rows: Buffer, start: int, parent: bytes | None) -> int | None:
-        """Enter a chain at depth ``start`` after ``parent``, replacing present rows. Return the number of new blocks;
-        None, with no change, on a contradiction.
+        """Enter a chain, in rows with this table's group numbers, at depth ``start`` after ``parent``, replacing
+        present rows. Return the number of new blocks; None, with no change, on a contradiction.
         """
         keys, packed = _split(hashes, _HASH_BYTES, "hashes"), _split(rows, _ROW_BYTES, "rows")
         if len(keys) != len(packed):

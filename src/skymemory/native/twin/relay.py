@@ -15,7 +15,7 @@ Link = Any
 """Other end of a link: (plane, slot) of a satellite, or endpoint of a ground host."""
 Transit = tuple[Mapping[int, Link], Mapping[int, Link], Mapping[Link, tuple[str, int]]]
 """Known routes: next hops by destination (plane · 4096 + slot) and incoming link (0: the ground, ``BY_SLOT_LINK``,
-``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites.
+``BY_PLANE_LINK``); beams of ground hosts; endpoints of satellites (without an endpoint the caller hands packets over).
 """
 Slot = tuple[int, int, int]
 """Run in the scratch buffer: offset, bytes, bytes of each packet."""

@@ -131,7 +131,8 @@ def answer_get(
 
 def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes, bytes]], int, int] | None:
     """Parse valid SET or MIGRATE packets of the same request, value and server, ascending, in the runs from ``first``
-    on. Return 0-based indices, (reference, payload) of each, their bytes, and the number of runs; None if 0.
+    up to the first other. Return 0-based indices, (reference, payload) of each, their bytes, and the number of runs;
+    None if 0.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -197,8 +198,8 @@ _MOST_SLOTS, _MOST_PATIENCE_US = 64, 60_000_000
 
 
 def place_runs(runs: list[Run], first: int, awaited: dict[int, Landing]) -> list[Tally]:
-    """Place runs from ``first`` on, up to the first that is not all DATA for an awaited request. Return a tally per
-    request.
+    """Place runs from ``first`` on, up to the first that is not all DATA for the same awaited request. Return a tally
+    per request.
     """
     if first < 0:
         raise ValueError(f"first run {first}: expected 0 or more")
@@ -215,7 +216,7 @@ def recv_runs(
     """Receive like ``recv_batch`` (64 slots at most), and place like ``place_runs``.
 
     Ends when nothing arrives for ``patience_us`` (a minute at most), on a signal, after ``calls`` batches, when a value
-    is complete, or at a run that is not placed: the second list has that and later runs.
+    is complete, or at a run that is not placed: the second list has that and later runs, as views of ``scratch``.
 
     Raises:
         OSError: the socket's pending error, before anything was placed.
@@ -305,7 +306,7 @@ def serve(
 
     A plain request is for the first of both ``addresses`` (packed), from the second, our beam, or by a link of
     ``neighbours`` from a ground host to which ``transit`` knows the route: a single GET (``answer_get``), or SETs
-    (``take_sets``). A ``guard`` demands MACs of it and of runs from the ground.
+    (``take_sets``). A ``guard`` demands MACs of it and of runs forwarded from the ground.
 
     Return the other arrivals, the requests served, the number of refused sends, and the runs forwarded.
 

@@ -209,9 +209,10 @@ def place_segments(
     """Copy the payloads of a value's valid DATA segments to their places; return ``(placed, duplicates, corrupt,
     foreign)``.
 
-    ``out`` (writable) gets chunk ``i`` from byte ``i * chunk_bytes`` on, ``arrived`` (``chunks`` bytes) a 1, ``crcs``
-    (``chunks`` uint32) its CRC. In order: malformed, a wrong header CRC or chunk number is corrupt; another operation,
-    key, version or geometry is foreign; an arrived chunk is a duplicate, unread; a wrong payload CRC is corrupt.
+    ``out`` (writable, at least ``value_bytes``, or rows of exactly the value) gets chunk ``i`` from byte ``i *
+    chunk_bytes`` on, ``arrived`` (``chunks`` bytes) a 1, ``crcs`` (``chunks`` uint32) its CRC. In order: malformed, a
+    wrong header CRC or chunk number is corrupt; another operation, key, version or geometry is foreign; an arrived
+    chunk is a duplicate, unread; a wrong payload CRC is corrupt.
     """
     targets = [memoryview(buffer).cast("B") for buffer in (out[:2] if isinstance(out, tuple) else (out,))]
     flags, sums = (memoryview(buffer).cast("B") for buffer in (arrived, crcs))
@@ -304,7 +305,7 @@ def sign_packets(
     time_us: int,
     payloads: Sequence[Buffer] | None = None,
 ) -> bytearray:
-    """Add MACs to rows of ``header_bytes``; return them 16 bytes longer, sealed.
+    """Add MACs to rows of ``header_bytes``, packets without payload; return them 16 bytes longer, sealed.
 
     ``sky_offset`` is 8 for commands, which get ``time_us``, and 16 for telemetry. A key of ``PAYLOAD_KEY_BYTES`` more
     than ``MAC_KEY_BYTES`` covers payloads of SETs and MIGRATEs too. Raises ValueError, also for a packet that would be
@@ -351,8 +352,8 @@ def check_macs(
     data: Buffer, segment_bytes: int, sky_offset: int, keys: Mapping[int, bytes], now_us: int, skew_us: int
 ) -> list[int | None]:
     """Return each packet's time of sending in microseconds (0 for telemetry); None if not authentic: no or a wrong MAC,
-    a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, invalid headers. A payload is checked only
-    if the key covers it.
+    a key not in ``keys``, a command's time over ``skew_us`` from ``now_us``, a chunk too large for an answer with a
+    MAC, invalid headers. A payload is checked only if the key covers it.
     """
     _check_offset(sky_offset)
     return [_sent_us(packet, sky_offset, keys, now_us, skew_us) for packet in segments(data, segment_bytes)]

@@ -273,7 +273,8 @@ _ARRAY, _BULK = re.compile(rb"\*([0-9]{1,12})\r\n"), re.compile(rb"\$([0-9]{1,12
 def request_words(
     data: bytes | bytearray, at: int, missing: int, most_words: int, most_bytes: int, room_bytes: int
 ) -> tuple[list[bytes], int, int]:
-    """Return complete words in ``data`` from ``at`` on, their end, and the number of missing words (0 at first).
+    """Return complete words in ``data`` from ``at`` on, their end, and the number of missing words. ``missing``: words
+    missing so far; 0: the request begins here.
 
     Stops before a word that is incomplete, too large, or not written as clients do; ``serving.resp.protocol`` finds out
     the reason.

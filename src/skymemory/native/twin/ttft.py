@@ -38,7 +38,9 @@ Ranked = tuple[tuple[int, ...], tuple[int, ...], int, bytes, bytes]
 
 
 class DelayPrice:
-    """Rate of ``delays_s``, from recent requests and their work. Servers count as at most ``most_busy`` busy."""
+    """Rate of ``delays_s``, from recent requests and their work (exponential, over ``window_s``). Servers count as at
+    most ``most_busy`` busy.
+    """
 
     def __init__(self, weight: float = 0.3, window_s: float = 60.0, most_busy: float = 0.9) -> None:
         if weight < 0 or not window_s > 0 or not 0 <= most_busy < 1:
@@ -67,7 +69,7 @@ class DelayPrice:
 
 
 class TtftRanker:
-    """Ranker of servers. A match below ``min_tokens`` tokens or ``min_ratio`` of the prompt is not followed."""
+    """Ranker of servers. A match must exceed ``min_tokens`` tokens and ``min_ratio`` of the prompt to be followed."""
 
     def __init__(
         self, queues: PrefillQueues, guard: ShareGuard, under_way: UnderWay, min_tokens: int, min_ratio: float

@@ -2,9 +2,10 @@
 
 Clients wait in order of arrival. To let the first proceed, a client gives way:
 
-1. the largest overdue client: slower than ``SLOW_S`` plus its bytes at ``LEAST_SHARED_BYTES_PER_S``;
-2. after ``fair_s``, unless the first wants more than a share (the limit by the number of clients): the largest in a
-   transfer that holds more;
+1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
+   ``LEAST_SHARED_BYTES_PER_S``;
+2. after ``fair_s``, unless the first wants more than a share (the limit divided by the clients that hold memory or
+   wait): the largest in a transfer that holds more;
 3. if all holders are waiting themselves: the largest.
 
 It loses its connection (1, 2) or receives BUSY (3).

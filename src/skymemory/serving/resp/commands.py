@@ -2,8 +2,9 @@
 
 Two kinds of keys:
 
-- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. Its value is stored as by every other
-  SkyMemory client, without that trailer (a mark and a CRC), which is checked and computed here.
+- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The value is stored as by other SkyMemory
+  clients: the trailer of ``store.redis`` (a mark and a CRC) is checked and removed here, and computed again for each
+  reader.
 - Any other key is a name, and its value a named value (``store.named``).
 
 **EXISTS leases.** LMCache's native client waits forever if the GET after EXISTS misses. So a key with the answer 1 is
@@ -56,7 +57,8 @@ _FLUSHED_AT_ONCE = 256
 _MAX_CLIENT_NAME_BYTES = 1024
 
 
-class Close(Exception): ...
+class Close(Exception):
+    """End of the connection without a reply."""
 
 
 @dataclass(slots=True, eq=False)

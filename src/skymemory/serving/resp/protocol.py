@@ -58,7 +58,8 @@ class LargeArgument:
     head: bytes
 
 
-class NeedData: ...
+class NeedData:
+    """Result of ``next`` without a complete request."""
 
 
 NEED_DATA = NeedData()

@@ -129,8 +129,8 @@ class Daemon:
         return len(self._open)
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accept connections until ``stop``, from a signal handler or another thread; then end them. None uses the
-        store afterwards, unless that has not answered for ``_END_S``.
+        """Accept connections until ``stop``, from a signal handler or another thread; then end them. No connection uses
+        the store afterwards, unless the store has not answered for ``_END_S``.
         """
         previous_size = threading.stack_size(_STACK_BYTES)
         in_main = threading.current_thread() is threading.main_thread()
@@ -500,7 +500,7 @@ def receive_all(
     sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
 ) -> bytes:
     """Return ``head`` and the next ``size_bytes``; the bytes after them fill ``tail``. ``claim`` gets a deadline for
-    each part. Raises OSError, also for a late byte.
+    each part. Raises OSError if bytes are missing or late.
     """
     secured = isinstance(sock, ssl.SSLSocket)
     try:
@@ -614,7 +614,7 @@ def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 def listen_at(address: ListenAddress) -> socket.socket:
     """Return a listening socket. A new socket file is private to this user; a stale file is replaced. OSError if the
-    address is in use or foreign.
+    address is in use, or not of this computer.
     """
     if not address.path:
         return socket.create_server((address.host, address.port), family=address.family, backlog=512)

@@ -1,7 +1,7 @@
 """Questions to the satellites of the box: values (HAS), names (LIST), time (PING).
 
-``Prober`` finds values without an index, ``IndexRebuilder`` those that an incomplete index lacks, ``PrefixSearch``
-picks the blocks to ask about (paper §3.8). Eviction punches holes, which defeat binary search. So it
+``Prober`` finds values without an index, ``IndexRebuilder`` those that an incomplete index lacks. Binary search for a
+prefix (paper §3.8) fails if eviction has punched holes. So ``PrefixSearch``
 
 1. narrows down the first absent block, with several probes per round;
 2. then (``verify``) probes every earlier block; an absent block moves the boundary back, and the search continues.

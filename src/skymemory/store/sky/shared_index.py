@@ -347,8 +347,8 @@ class SharedIndex:
         self.locked_out = held
 
     def _write_locked(self, change: Callable[[], bytes], size_bytes: int) -> tuple[bool, bool]:
-        """Apply a change. Return: processes wait for a replaced journal's lock; the change is written. Requires the
-        file lock.
+        """Apply a change. Return True if processes wait for a replaced journal's lock, and True if it is written.
+        Requires the file lock.
         """
         if self._ahead:  # new records must follow from the journal's content
             self._reset()
