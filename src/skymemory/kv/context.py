@@ -66,7 +66,6 @@ class CacheContext:
         return b"".join(parts)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of ``encode``."""
         return hashlib.sha256(self.encode()).digest()
 
     def describe(self) -> dict[str, str | int | bool]:

@@ -28,7 +28,7 @@ _SERVER_S = 25e-6
 """Time of another request, measured on one computer."""
 _MOST_BYTES = 4 << 20
 _NEAR_SHARE, _LEAST_SHARE = 0.2, 1 / 32
-"""Shares of a satellite's memory; the larger is below what it leases (a quarter)."""
+"""Shares of a satellite's memory, of which it leases at most a quarter."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class FanOut:
     ) -> FanOut:
         """Choose among full boxes of at most ``most`` servers, and ``most`` itself.
 
-        A box must hold all ``replicas`` of a chunk and, if possible, a plane more: if a plane is dead, other satellites
-        still know of some chunk that all its copies are gone (so a delete is certain).
+        A box must hold all ``replicas`` of a chunk and, if possible, a plane more: with a dead plane, other satellites
+        must still know that all copies of a chunk are gone.
         """
         planes = min(replicas + 1 if replicas > 1 else 1, placement(most).box.height)
 

@@ -88,7 +88,6 @@ def parse_strategy(name: str) -> Strategy:
 
 
 def box_shape(servers: int, torus: Torus) -> tuple[int, int]:
-    """Return ``(width, height)`` of the nearly square box."""
     check_servers(servers, torus)
     root = math.isqrt(servers - 1) + 1
     width = min(torus.slots_per_plane, max(root, -(-servers // torus.planes)))
@@ -145,7 +144,6 @@ def _around(cells: tuple[Cell, ...]) -> Box:
 
 @lru_cache(maxsize=256)
 def _walk(torus: Torus, box: Box) -> tuple[Cell, ...]:
-    """Return the box's cells, breadth-first; a box as wide as a ring closes."""
     visited: set[Cell] = {(0, 0)}
     order: list[Cell] = []
     queue: deque[Cell] = deque(visited)
@@ -170,7 +168,6 @@ def _by_delay(torus: Torus, slot_link_ps: int, plane_link_ps: int) -> tuple[tupl
 
 
 def _cheapest(servers: int, torus: Torus, slot_link_s: float, plane_link_s: float) -> tuple[Box, tuple[Cell, ...]]:
-    """Return the smallest box with ``servers`` cells within the least worst delay."""
     priced = _by_delay(torus, max(1, round(slot_link_s * 1e12)), max(1, round(plane_link_s * 1e12)))
     worst_ps = priced[servers - 1][1]
     near = [cell for cell, delay_ps in priced if delay_ps <= worst_ps]

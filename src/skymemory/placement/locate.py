@@ -136,9 +136,7 @@ class Placement:
         return _locate_all(self, set_moves, now_moves)
 
     def moves_of_all_places(self, set_moves: Moves) -> list[Moves]:
-        """Return moves for which ``locate`` covers every satellite that can ever hold what was set: a box apart on each
-        axis, once around both rings.
-        """
+        """Return moves for which ``locate`` covers every satellite that can ever hold what was set."""
         if not self.migrates:
             return [set_moves]
         box, torus = self.layout.box, self.torus
@@ -166,7 +164,7 @@ class Placement:
         return column - box.west, row - box.north
 
     def box_satellites(self, now_moves: Moves = (0, 0)) -> list[SatelliteId]:
-        """Return the full box overhead, row by row from its north-west corner."""
+        """Return the box overhead, row by row from its north-west corner."""
         centre, torus = self.centre_of(now_moves, now_moves), self.torus
         return [torus.living(torus.wrap(centre.plane + y, centre.slot + x)) for x, y in self.layout.box.cells]
 
@@ -200,7 +198,7 @@ class ServerHandover(NamedTuple):
 
 
 def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
-    """Return the handovers of the full box, also of empty cells: what was set before earlier moves may be there."""
+    """Return the handovers of the full box: earlier settings may be in its empty cells."""
     if not placement.migrates:
         return []
     torus = placement.torus

@@ -60,7 +60,7 @@ _WORTH = 0.95
 
 
 def best_base(keys: Floats) -> int:
-    """Return the base by which ``keys`` (kv_heads, block_tokens, head_dim) vary least."""
+    """Return the base by which ``keys`` vary least."""
     _, tokens, head_dim = keys.shape
     if head_dim % 2 or tokens < 2:
         return 0
@@ -112,7 +112,6 @@ def _angles(base: int, tokens: int, head_dim: int) -> tuple[Floats, Floats]:
 Steps = npt.NDArray[np.float32]
 
 MIN_CODE, MAX_CODE = -480, 500
-"""Range of step codes: normal float32 numbers."""
 MAX_QUOTIENT = 1 << 20
 """Largest number of steps from 0: float32 still resolves halves there."""
 
@@ -148,7 +147,6 @@ def level_of(name: str) -> Level:
 
 
 def step_codes(numbers: npt.NDArray[np.float32], relative_step: float) -> npt.NDArray[np.int16]:
-    """Return each head's step code for finite ``numbers`` (kv_heads, block_tokens, head_dim)."""
     exact = numbers.astype(np.float64)
     tokens = numbers.shape[1]
     centre = exact.mean(axis=1, keepdims=True) if tokens > 1 else 0.0

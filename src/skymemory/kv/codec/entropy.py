@@ -22,13 +22,11 @@ from skymemory.installation import install_command
 Ints = npt.NDArray[np.int32]
 
 TOTAL = 4096
-"""Sum of a table's frequencies: each fits two bytes."""
 MAX_BITS = 24
 
 
 @functools.cache
 def constriction() -> Any:
-    """Import the library; CodecUnavailable if it is not installed."""
     try:
         import constriction as library
     except ImportError as error:
@@ -57,7 +55,6 @@ class Writer:
             self._runs.append((shifted, _model(frequencies)))
 
     def bits(self, numbers: Ints, width: int) -> None:
-        """Write equally likely numbers below 2 ** width."""
         if width and len(numbers):
             self._runs.append((numbers, constriction().stream.model.Uniform(1 << width)))
 
@@ -258,7 +255,6 @@ Bytes = npt.NDArray[np.uint8]
 PHASES = 8
 _PULL_PARTS = 64
 MAX_PULL = 16
-"""Limit of the pull: a quarter of a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,6 @@ def _shift_of(length_bytes: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the same multiplication as four tables, per byte."""
     shift = _shift_of(length_bytes)
     return tuple(tuple(_multiply(byte << at, shift) for byte in range(256)) for at in (0, 8, 16, 24))
 
@@ -294,7 +293,6 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
-    """Return header lines, without lower-case names in ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:

@@ -127,7 +127,6 @@ class BlockTable:
         return len(keys)
 
     def place(self, key: bytes) -> tuple[int, bytes | None] | None:
-        """Return a block's depth and predecessor; None if absent."""
         block = self._block(key)
         return None if block is None or block.row is None else (block.depth, block.parent)
 

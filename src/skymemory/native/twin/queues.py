@@ -81,7 +81,6 @@ class PrefillQueues:
         return self._usual_s
 
     def waits_s(self, servers: Sequence[Server], now_s: float) -> list[float]:
-        """Return the seconds until each server could begin."""
         queues, overdue = self._queues, self._overdue
         waits = []
         for server in servers:

@@ -87,7 +87,6 @@ def bulk_headers(prefix: Buffer, refs: Buffer, sequence: int, sky_offset: int) -
 
 
 def answer_prefix(op: int, request: memoryview, terms: AnswerTerms) -> bytes:
-    """Return an answer's headers without sequence count, length and checksum."""
     slot_moves, plane_moves, credit, seconds, fraction, _ = terms
     sky = request[COMMAND_BYTES : COMMAND_BYTES + SKY_BYTES]
     return _TELEMETRY.pack(0x0800 | SKY_APID, 0, 0, seconds, fraction, 0) + b"".join(
@@ -155,7 +154,6 @@ def open_runs(runs: list[Run], first: int) -> tuple[list[int], list[tuple[bytes,
 def _open(
     packets: list[memoryview], first_ref: bytes | None, last: list[int]
 ) -> tuple[bytes, list[int], list[tuple[bytes, bytes]]] | None:
-    """Return journey, indices and chunks of a run that may follow."""
     indices: list[int] = []
     chunks: list[tuple[bytes, bytes]] = []
     ref_at, payload_at = COMMAND_BYTES + SKY_BYTES, COMMAND_BYTES + SKY_BYTES + REF_BYTES

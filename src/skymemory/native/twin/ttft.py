@@ -183,7 +183,6 @@ def delays_s(waits_s: Sequence[float], works_s: Sequence[float], usual_s: float,
 
 
 BARS = 4
-"""Limit of server counts for which a slot keeps a sliding maximum."""
 
 
 @dataclass(slots=True)
