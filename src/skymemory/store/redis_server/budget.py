@@ -1,16 +1,14 @@
-"""Memory budget that clients share: bytes of values being received and sent, and of commands queued for EXEC.
+"""Memory budget that clients share: bytes of values in transfer, and of commands queued for EXEC.
 
-Clients wait for memory in order of arrival. If a client must give way so that the first waiting client can proceed, it
-is chosen as follows:
+Clients wait in order of arrival. To let the first proceed, a client gives way:
 
-1. The largest overdue client: it did not move its next bytes within ``SLOW_S`` plus the time these bytes take at
-   ``LEAST_SHARED_BYTES_PER_S``.
-2. Once the first has waited for ``fair_s``: the largest client in a transfer that holds more than its share, which is
-   the limit divided by the number of clients that hold memory or wait. This rule does not apply if the first wants more
-   than a share itself.
-3. If all clients that hold memory are waiting themselves, the largest of these is refused.
+1. the largest overdue client, whose next bytes took longer than ``SLOW_S`` plus their time at
+   ``LEAST_SHARED_BYTES_PER_S``;
+2. after ``fair_s``, unless the first wants more than a share (the limit divided by the clients that hold memory or
+   wait): the largest in a transfer that holds more;
+3. if all holders are waiting themselves: the largest.
 
-The chosen client loses its connection (1, 2) or receives BUSY (3).
+It loses its connection (1, 2) or receives BUSY (3).
 """
 
 from __future__ import annotations
@@ -22,21 +20,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 BRIEF_BYTES = 64 << 10
-"""Size up to which values bypass the wait, so that slow large transfers cannot block small values."""
+"""Size up to which values do not wait: slow large transfers cannot block them."""
 SLOW_S = 1.0
 LEAST_SHARED_BYTES_PER_S = 1 << 20
-"""Required speed while other clients wait for memory."""
 _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Memory that a client holds. ``end`` disconnects the client; any thread may call it."""
+    """Memory that a client holds. Any thread may call ``end``, which disconnects it."""
 
     end: Callable[[], object]
     held_bytes: int = 0
     due_s: float = math.inf
-    """Deadline of the client's transfer; infinite while the server does not wait for the client."""
     waits: bool = False
     is_ended: bool = False
 
@@ -51,7 +47,7 @@ class Waiter:
 
 @dataclass(slots=True)
 class Room:
-    """Policy: which client gets memory, and which gives way. Not thread-safe."""
+    """Policy: who gets memory, and who gives way. Not thread-safe."""
 
     limit_bytes: int
     fair_s: float
@@ -60,7 +56,7 @@ class Room:
     waiting: list[Waiter] = field(default_factory=list)
 
     def fits(self, size_bytes: int) -> bool:
-        """Return True if ``size_bytes`` fit; a value larger than the limit is admitted alone."""
+        """Return True if it fits; a value larger than the limit is admitted alone."""
         return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
 
     def change(self, claim: Claim, by_bytes: int) -> None:
@@ -72,10 +68,7 @@ class Room:
             self.holders.pop(claim, None)
 
     def payer(self, now_s: float) -> Claim | None:
-        """Return the client that must give way to the first waiting client.
-
-        None means that memory is about to be freed, or that no client is at fault yet.
-        """
+        """Return the client that must give way; None if memory is about to be freed, or no client is at fault."""
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):
             return None
@@ -96,7 +89,7 @@ def _largest(claims: Iterable[Claim]) -> Claim | None:
 
 
 class ByteBudget:
-    """Thread-safe ``Room``. ``fair_s``: how long the first client waits before shares count."""
+    """Thread-safe ``Room``."""
 
     def __init__(self, limit_bytes: int, fair_s: float = 15.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._room = Room(limit_bytes, fair_s)
@@ -109,7 +102,7 @@ class ByteBudget:
         return self._room.used_bytes
 
     def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
-        """Wait for memory; return False after about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
+        """Wait for memory, about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))

@@ -1,20 +1,16 @@
 """The Redis commands over any store, as ``redis-cli``, redis-py, LMCache and others need them of a cache.
 
-There are two kinds of keys:
+Two kinds of keys:
 
-- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The store holds its value in the same form
-  as for every other SkyMemory client: without the trailer (a mark and a CRC) that ``store.redis`` appends. The trailer
-  is checked and removed here, and computed again for each reader. So blocks stored through the daemon, by transformers
-  or in the sky are the same blocks.
-- Any other key is a name, and its value a named value (``store.named``), as ``skymemory kv`` stores it.
+- ``skymemory:`` and 32 bytes is a block's key, as ``store.redis`` sends it. The value is stored as by other SkyMemory
+  clients: the trailer of ``store.redis`` (a mark and a CRC) is checked and removed here, and computed again for each
+  reader.
+- Any other key is a name, and its value a named value (``store.named``).
 
-**EXISTS leases.** Clients call EXISTS and then GET; LMCache's native client waits forever if the GET misses. So a key
-for which EXISTS answered 1 is leased for ``LEASE_S``, for its lifetime, or until the next GET. If a store cannot lease
-(Redis; satellites lease only part of their memory), the value is read immediately and held in the daemon's own bounded
-memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection ends; the answer is never
-nil. Only a write or an EXPIRE of 0 ends a lease earlier: a deleted value is gone.
-
-MULTI and EXEC: ``transactions``. Lines that are not commands: ``inline``. Waiting for memory: ``budget``.
+**EXISTS leases.** LMCache's native client waits forever if the GET after EXISTS misses. So a key with the answer 1 is
+leased for ``LEASE_S``, its lifetime, or until the next GET. If the store cannot lease, the value is held in the
+daemon's own bounded memory; if that is full, EXISTS answers 0. If a leased GET misses nevertheless, the connection
+ends. Only a write or an EXPIRE of 0 ends a lease earlier.
 """
 
 from __future__ import annotations
@@ -48,9 +44,8 @@ from skymemory.store.redis_server.protocol import LARGE_BYTES, Framed, Reply, St
 from skymemory.store.redis_server.transactions import MAX_WATCHED, Transaction, Watch, Watches
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
-"""Limits of a store call: requests, and bytes of values."""
 _REDIS_VERSION = b"7.2.0"
-"""Version from which clients derive the commands that they may use."""
+"""Version by which clients choose commands."""
 _NO_ROOM = "the store has no room, or did not answer: not all is stored"
 NO_BYTES = "too many bytes in flight: of this client, or of others that are slow"
 _NOT_AN_INTEGER = "value is not an integer or out of range"
@@ -77,16 +72,11 @@ class Session:
     transaction: Transaction | None = None
     watch: Watch = field(default_factory=Watch)
     kept: ExitStack | None = None
-    """Resources of the replies to EXEC, released once they are sent.
-
-    It is set while EXEC holds the keys of its commands, which then do not wait.
-    """
+    """Resources of EXEC's replies, until sent; set while EXEC holds its keys, whose commands then do not wait."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Pipelined GETs or plain SETs, executed in one store call, so that a constellation is asked for all at once."""
-
     verb: bytes
     requests: list[Sequence[Word]] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
@@ -107,10 +97,7 @@ Pieces = list[Buffer]
 
 
 class Commands:
-    """Commands over ``store``, shared by all connections. Thread-safe.
-
-    ``password``: what AUTH must give (with the user ``default``, if it names a user); None: no AUTH.
-    """
+    """Commands over ``store``, shared by all connections. Thread-safe. ``password``: for AUTH; None: no AUTH."""
 
     def __init__(
         self,
@@ -134,10 +121,10 @@ class Commands:
         self._is_alone = isinstance(unwrap_store(store), MemoryStore | DiskStore)
         """True if no other process writes to the store."""
         self._memory = store if type(store) is MemoryStore else None
-        """The store, if its values are views of its memory: they need no wait, no lease and no release."""
+        """The store, if its values are views of its memory: no wait, lease or release."""
         self._unix_time = unix_time
         self._writing = KeyLocks()
-        """Locks of keys being written, because a write may be several store calls (NX, value, lifetime)."""
+        """Locks of keys being written: a write may be several store calls."""
         self._strangers_lock, self._listing_lock = threading.Lock(), threading.Lock()
         self.connected = 0
         self.counters = SharedCounters()
@@ -147,17 +134,13 @@ class Commands:
         return self._password is not None
 
     def on_stranger(self) -> bool:
-        """Count a stranger; return True if it is the first."""
+        """Count a stranger; True for the first."""
         with self._strangers_lock:
             self.counters.add("strangers")
             return self.counters.get("strangers") == 1
 
     def check_inline(self, words: Sequence[Word]) -> None:
-        """Check a line of words, which may belong to another protocol.
-
-        Raises:
-            Stranger: the line is not a command.
-        """
+        """Raise Stranger for a line that is not a command."""
         if not words:
             return
         verb = _verb(words)
@@ -168,12 +151,8 @@ class Commands:
             raise Stranger("DICT, in which clients say their names so")
 
     def frame(self, words: Sequence[Word], size_bytes: int, most_bytes: int) -> tuple[bytes, int]:
-        """Return the header of the next word, a value, and how many of its last bytes are not stored.
-
-        The value can then be received after its header, without a copy.
-
-        Raises:
-            Refused, InvalidInput: the command will be refused; its value need not be received.
+        """Return the header of the next word, a value, and how many of its last bytes are not stored: it is received
+        without a copy. Raises Refused or InvalidInput if the command will be refused.
         """
         if not words:
             raise Refused(f"unknown command, of {size_bytes} bytes")
@@ -200,7 +179,7 @@ class Commands:
         return command
 
     def call(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Yield the replies to a request, in parts. A part's memory is released when the next is requested.
+        """Yield the replies, in parts. A part's memory is released when the next is requested.
 
         Raises:
             Close: the connection ends.
@@ -235,7 +214,6 @@ class Commands:
             yield [error_reply(error)]
 
     def run_key(self, session: Session, words: Sequence[Word]) -> tuple[bytes, Key] | None:
-        """Return verb and key of a request that may join a ``Run``; None for any other."""
         if self._memory is not None or len(words) not in (2, 3):
             return None
         if not session.authenticated or session.transaction is not None:
@@ -366,7 +344,7 @@ class Commands:
             raise Refused("CLIENT: expected SETNAME name, GETNAME, SETINFO attribute value or ID")
 
     def _command(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """Answer the queries of starting clients; an empty list is valid for all known clients."""
+        """Answer starting clients; all known clients accept an empty list."""
         if words and _bytes(words[0]).upper() == b"COUNT":
             yield [protocol.integer(len(COMMANDS))]
         else:
@@ -477,7 +455,6 @@ class Commands:
         ]
 
     def _to_client_value(self, key: Key, value: memoryview) -> Pieces | None:
-        """Return a stored value in the client's form; None if it does not fit its key."""
         if key.name:
             payload = named_payload(value, key.name)
             return None if isinstance(payload, str) else [payload]
@@ -539,7 +516,6 @@ class Commands:
 
     @contextmanager
     def _reading(self, session: Session, key: Key) -> Iterator[Pieces | None]:
-        """Yield the value under ``key`` in its client's form, valid within the context."""
         (size_bytes,) = self._store.sizes([key.stored])
         self._book(session, size_bytes or 0)
         ticket = None
@@ -597,7 +573,6 @@ class Commands:
         return [protocol.integer(number)]
 
     def _put(self, session: Session, items: Sequence[tuple[Key, Word]], options: Options) -> bool:
-        """Store ``items`` with their lifetime, or not at all; return False if the condition does not hold."""
         stored = [(key.stored, _to_store(key, value)) for key, value in items]
         with self._written(session, [key for key, _ in stored]):
             return self._put_held(stored, options)
@@ -622,7 +597,6 @@ class Commands:
         return True
 
     def _put_lasting(self, stored: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Store values without lifetimes, ending the lifetimes of previous values."""
         keys = [key for key, _ in stored]
         try:
             if len(stored) == 1 and self._memory is not None and self._memory.put_now(*stored[0]):
@@ -638,10 +612,7 @@ class Commands:
 
     @contextmanager
     def _written(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers, and end their leases before and after the write.
-
-        A lease that begins during the write may hold the previous value.
-        """
+        """Lock ``keys``, and end their leases before and after the write: a new lease may hold the previous value."""
         with self._lock_keys(session, keys):
             try:
                 for key in keys:
@@ -653,7 +624,6 @@ class Commands:
 
     @contextmanager
     def _lock_keys(self, session: Session, keys: Sequence[bytes]) -> Iterator[None]:
-        """Lock ``keys`` against other writers, unless EXEC has locked them already."""
         if session.kept is not None:
             yield
             return
@@ -754,7 +724,6 @@ class Commands:
         yield [protocol.integer(self._get_remaining_lifetime(words[0], 1e-3))]
 
     def _get_remaining_lifetime(self, word: Word, unit_s: float) -> int:
-        """Return the lifetime; -2: no such key; -1: no known lifetime."""
         key = _key(word).stored
         if self._store.lookup([key]) != [Presence.HIT]:
             return -2
@@ -856,10 +825,7 @@ class Commands:
         yield [protocol.integer(int(entries))]
 
     def _scan(self, session: Session, words: Sequence[Word]) -> Iterator[Pieces]:
-        """List all names in one answer, with the cursor 0.
-
-        A listing of satellites has no position from which to continue. Blocks have no names.
-        """
+        """List all names at once: satellites have no position from which to continue."""
         cursor, *option_words = map(_bytes, words)
         if not cursor.isdigit():
             raise Refused("invalid cursor")
@@ -880,10 +846,6 @@ class Commands:
         yield from self._names(session, _bytes(words[0]))
 
     def _names(self, session: Session, glob: bytes, head: bytes = b"") -> Iterator[Pieces]:
-        """Yield an array of the matching names, after ``head``.
-
-        The names count as bytes in flight, and are listed for one client at a time.
-        """
         matches = pattern_of(glob)
         if matches is None:
             raise Refused(f"a pattern of {len(glob)} bytes: expected at most {MAX_PATTERN_BYTES}")
@@ -928,8 +890,6 @@ class Commands:
 
 
 class Refused(Exception):
-    """Error of a command that is not executed, or not completely. ``code``: of the error reply."""
-
     def __init__(self, text: str, code: str = "ERR") -> None:
         super().__init__(text)
         self.code = code
@@ -974,7 +934,6 @@ def _key(word: Word) -> Key:
 
 
 def _keys_of(transaction: Transaction) -> Iterator[bytes]:
-    """Yield the stored keys of all commands; a command refuses its invalid keys."""
     for words in transaction.requests:
         keys = COMMANDS[_verb(words)].keys
         for word in words[keys.start : keys.stop : keys.step]:
@@ -1032,9 +991,8 @@ class Command:
     keys: range = _NONE
     """Positions of keys; the verb's position is 0."""
     values: range = _NONE
-    """Positions of values, which are received as they are stored."""
+    """Positions of values, received as they are stored."""
     is_at_once: bool = False
-    """True if executed immediately between MULTI and EXEC, too."""
     is_never_queued: bool = False
     needs_no_password: bool = False
     differs: str = ""

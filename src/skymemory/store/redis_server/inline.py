@@ -1,7 +1,7 @@
-"""Inline commands: lines of words, as telnet sends them; and the detection of other protocols.
+"""Inline commands, as telnet sends them, and the detection of other protocols.
 
-A web page may send HTTP requests and TLS to any port of the computer that displays it. So a line of HTTP, or a first
-byte that cannot begin a line, ends the connection: a command after it would come from the page, not from the user.
+A web page may send HTTP and TLS to any port of its user's computer. So HTTP, or a first byte that cannot begin a line,
+ends the connection: a command after it would come from the page.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 import string
 
 _HTTP = re.compile(rb"\sHTTP/[0-9](?:\.[0-9])?\s*$|^\s*host:", re.IGNORECASE)
-"""Request line of any method, even if that is a command's name; or the header of all requests."""
 _FIRST = frozenset(string.printable.encode())
 _SPACE = frozenset(string.whitespace.encode())
 _ESCAPED = {ord(short): code for short, code in zip("nrtba", b"\n\r\t\b\a", strict=True)}
@@ -20,7 +19,7 @@ _BACKSLASH, _QUOTE, _APOSTROPHE = b"\\\"'"
 
 
 def may_begin_with(byte: int) -> bool:
-    """Return True if a line of words may begin with ``byte``; TLS, HTTP/2, STUN and database greetings do not."""
+    """Return True if a line may begin so; TLS, HTTP/2, STUN and database greetings do not."""
     return byte in _FIRST
 
 
@@ -29,9 +28,8 @@ def is_http(line: bytes) -> bool:
 
 
 def words_of(line: bytes) -> list[bytes] | None:
-    r"""Return the words of ``line``; None if a quote is not closed or no space follows it.
-
-    Within ``"…"`` a backslash escapes (``\n``, ``\x00`` …), within ``'…'`` only an apostrophe.
+    r"""Return the words; None if a quote is not closed or no space follows it. Within ``"…"`` a backslash escapes
+    (``\n``, ``\x00`` …), within ``'…'`` only an apostrophe.
     """
     if b'"' not in line and b"'" not in line:
         return line.split()
@@ -55,7 +53,6 @@ def words_of(line: bytes) -> list[bytes] | None:
 
 
 def _quoted(line: bytes, at: int, word: bytearray) -> int:
-    """Append the quoted text that begins at ``at``; return the position after it, or -1 if the quote is not closed."""
     quote = line[at]
     at += 1
     while at < len(line):

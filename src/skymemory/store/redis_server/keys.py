@@ -1,4 +1,4 @@
-"""Mapping between the protocol's keys and the store's keys (``commands`` defines it)."""
+"""Mapping between the protocol's keys and the store's keys (see ``commands``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ODD_NAME = "\0bytes:"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Key of the protocol and the store. ``name`` is empty for a block's key."""
+    """Key of the protocol and the store. ``name`` is empty for a block."""
 
     stored: bytes
     name: str = ""
@@ -40,19 +40,16 @@ class Key:
         return cls(named_key(name), name)
 
     def overhead(self) -> int:
-        """Return how many bytes the stored value has more than the client's (negative for a block)."""
         return ValueHeader(RAW.codec_id, 0, 0, name=self.name).header_bytes if self.name else -TRAILER_BYTES
 
     def front(self, size_bytes: int) -> bytes:
-        """Return the header that is stored before a client's value of ``size_bytes``."""
         return ValueHeader(RAW.codec_id, size_bytes, size_bytes, name=self.name).pack() if self.name else b""
 
 
 _key_of = lru_cache(256)(Key.of_bytes)
-"""Cache of ``Key.of_bytes``, which computes a digest: a SET needs it before and after its value, a GET after EXISTS."""
+"""Cache of digests: a SET needs its key's twice, a GET after EXISTS again."""
 
 
 def client_key(name: str) -> bytes:
-    """Return the key by which a client knows a named value."""
     odd = name.startswith(_ODD_NAME)
     return name.removeprefix(_ODD_NAME).encode("latin-1") if odd else name.encode()

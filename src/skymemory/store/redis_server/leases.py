@@ -1,4 +1,4 @@
-"""Leases of keys for which EXISTS has answered 1 (``commands``: EXISTS leases)."""
+"""Leases of keys for which EXISTS has answered 1 (see ``commands``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_LEASES = 1 << 16
 
 
 class Leases:
-    """Leases of all clients. A lease is a started load, or the value itself. Bounded; thread-safe."""
+    """Leases of all clients: started loads, or values. Bounded; thread-safe."""
 
     def __init__(
         self,
@@ -23,20 +23,18 @@ class Leases:
         clock: Callable[[], float],
         left_s: Callable[[Sequence[bytes]], Sequence[float]],
     ) -> None:
-        """Create the table. ``left_s``: returns the remaining lifetimes of values, by their keys."""
         self._store = store
         self._left_s = left_s
         self._protects = unwrap_store(store).leases
         self._held_bytes, self._used_bytes = held_bytes, 0
         self._clock = clock
         self._leases: dict[bytes, Lease] = {}
-        """Leases by stored key, oldest first."""
         self._beginning: dict[bytes, object] = {}
-        """Keys being leased now, with the mark of their last ``begin``; a write removes the mark."""
+        """Keys being leased, with the mark of their last ``begin``; a write removes it."""
         self._lock = threading.Lock()
 
     def begin(self, keys: Sequence[bytes]) -> list[bool]:
-        """Lease the keys that exist; return for each key whether the next GET will find it."""
+        """Lease keys; return True for each that the next GET will find."""
         exists = [presence is Presence.HIT for presence in self._store.lookup(keys)]
         lifetimes_s = self._left_s(keys) if any(exists) else [0.0] * len(keys)
         return [
@@ -88,7 +86,7 @@ class Leases:
         return fits
 
     def take(self, key: bytes) -> Lease | None:
-        """Remove and return the lease of ``key``; the caller completes or releases its ticket."""
+        """Remove and return the lease; the caller ends its ticket."""
         if not self._leases:
             return None
         with self._lock:
@@ -100,14 +98,13 @@ class Leases:
             return self._pop(key)
 
     def shorten(self, key: bytes, left_s: float) -> None:
-        """End the lease of ``key`` in ``left_s`` at the latest, when its value expires."""
         with self._lock:
             lease = self._leases.get(key)
             if lease is not None:
                 lease.until_s = min(lease.until_s, self._clock() + left_s)
 
     def end(self, key: bytes) -> None:
-        """Drop the lease of a key that is written or deleted. Call it before and after the store is changed."""
+        """Drop a written key's lease. Call it before and after the store is changed."""
         if not self._leases and not self._beginning:
             return
         with self._lock:
@@ -119,7 +116,7 @@ class Leases:
             self._drop(key)
 
     def _first(self) -> Iterator[tuple[bytes, Lease]]:
-        """Yield the oldest leases: few per call, but enough that all expired leases are dropped over time."""
+        """Yield the oldest leases: enough to drop all expired leases over time."""
         for number, item in enumerate(self._leases.items()):
             if number == 64:
                 return
@@ -143,10 +140,7 @@ class Leases:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Lease of a key.
-
-    ``value`` is set if the store cannot protect values: then the load has ended, and the ticket keeps its views valid.
-    """
+    """Lease of a key. ``value`` is set if the store cannot protect values."""
 
     until_s: float
     ticket: LoadTicket

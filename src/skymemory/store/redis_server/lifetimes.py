@@ -1,4 +1,4 @@
-"""Lifetimes of keys, as clients set them and as TTL reports them. The store deletes expired values."""
+"""Lifetimes of keys, as clients set them and as TTL reports them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from skymemory.store.base import Expiring, Lasting, Store
 from skymemory.store.named import unwrap_store
 
 MAX_GIVEN = 1 << 16
-"""Limit of active lifetimes given by a daemon to a store that cannot report them."""
+"""Limit of lifetimes given to a store that cannot report them."""
 
 
 class Lifetimes:
-    """Lifetimes as the store reports them. Thread-safe.
-
-    For a store that cannot report them (satellites), the lifetimes that were set here, at most about ``MAX_GIVEN``.
-    """
+    """Lifetimes as the store reports them; else (satellites) as set here. Thread-safe."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         inner: object = unwrap_store(store)
@@ -40,18 +37,16 @@ class Lifetimes:
             return len(self._given) >= MAX_GIVEN
 
     def left_s(self, key: bytes) -> float:
-        """Return the remaining seconds; infinite if no lifetime is known."""
         return self.all_left_s([key])[0]
 
     def all_left_s(self, keys: Sequence[bytes]) -> list[float]:
-        """Return ``left_s`` of each key, with one store call."""
         if self._lasting is not None:
             return self._lasting.left_s(keys)
         now_s = self._clock()
         return [self._given.of(key) - now_s for key in keys]
 
     def give(self, keys: Sequence[bytes], ttl_s: float) -> bool:
-        """Set the lifetime of ``keys`` (infinite: never); return True if the store promises it for all."""
+        """Set lifetimes (infinite: never); True if the store promises all."""
         if self._lasting is not None:
             return all(self._lasting.expire(keys, ttl_s))
         if self._expiring is None or (ttl_s < math.inf and self.is_full):
@@ -64,7 +59,6 @@ class Lifetimes:
         return promised
 
     def end(self, keys: Sequence[bytes]) -> None:
-        """Remove the lifetimes of ``keys``, because other values are stored under them."""
         mortal = [] if self._lasting is not None else [key for key in keys if self._given.of(key) < math.inf]
         if mortal:
             self.give(mortal, math.inf)
@@ -89,10 +83,8 @@ _UNITS = {b"EX": 1.0, b"PX": 1e-3, b"EXAT": 1.0, b"PXAT": 1e-3}
 
 
 def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float) -> Options | None:
-    """Return the options in ``words``; None if an option is not ``allowed`` or contradicts another.
-
-    Raises:
-        ValueError: a lifetime is not a whole number above 0.
+    """Return the options; None for an invalid combination. Raises ValueError for a lifetime that is not a whole number
+    above 0.
     """
     condition, get, ttl_s, lifetime = b"", False, None, b""
     remaining = list(words)
@@ -121,11 +113,6 @@ def options_of(words: Sequence[bytes], allowed: frozenset[bytes], unix_s: float)
 
 
 def parse_integer(word: bytes) -> int:
-    """Parse a whole number.
-
-    Raises:
-        ValueError: not a whole number of at most 15 digits.
-    """
     if not (word.removeprefix(b"-").isdigit() and len(word) <= 15):
         raise ValueError("value is not an integer or out of range")
     return int(word)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 MAX_PATTERN_BYTES = 1024
-"""Size limit, because compiling takes quadratic time and compiled patterns are cached."""
+"""Size limit: compiling takes quadratic time, and compiled patterns are cached."""
 
 
 def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
-    """Compile a pattern that matches complete names, in time linear in the name for each ``*``.
-
-    Text that a ``*`` has skipped is not tried again. Return None if the pattern is longer than ``MAX_PATTERN_BYTES``.
+    """Compile a pattern for complete names, matched in time linear in the name for each ``*``: skipped text is not
+    tried again. None if it is too long.
     """
     if len(glob) > MAX_PATTERN_BYTES:
         return None
@@ -39,7 +38,6 @@ def pattern_of(glob: bytes) -> re.Pattern[bytes] | None:
 
 
 def _one_of(glob: bytes, at: int) -> tuple[bytes, int]:
-    """Translate the set after ``[``; return it and its end. A set that is not closed ends with the pattern."""
     excluded = glob[at : at + 1] == b"^"
     at += excluded
     members = b""

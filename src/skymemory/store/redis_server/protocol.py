@@ -1,9 +1,7 @@
-r"""Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
+"""Server side of the Redis serialization protocol, versions 2 and 3: requests in, replies out. No I/O.
 
-A request is an array of bulk strings, ``*2\r\n$3\r\nGET\r\n$1\r\nk\r\n``, or a line of words (``inline``).
-``RequestParser`` takes bytes as they arrive. It does not collect an argument of ``LARGE_BYTES`` or more. Instead,
-``next`` returns a ``LargeArgument``, and the owner of the socket receives the remaining bytes directly into their final
-buffer, or lets ``discard`` skip the request.
+For an argument of ``LARGE_BYTES`` or more, ``next`` returns a ``LargeArgument``: the owner of the socket receives its
+remaining bytes into their final buffer, or lets ``discard`` skip the request.
 
 Source: redis.io/docs/latest/develop/reference/protocol-spec.
 """
@@ -19,16 +17,12 @@ from skymemory.store.base import Buffer
 from skymemory.store.redis_server import inline
 
 LARGE_BYTES = 32 << 10
-"""Size from which an argument is received separately.
-
-Smaller arguments arrive with their request in one or two reads; copying them costs less than a call.
-"""
+"""Size from which an argument is received separately; copying less costs less than a call."""
 MAX_LINE_BYTES = 64 << 10
 MAX_BULK_BYTES = 10**12 - 1
-"""Largest number accepted as a length; the socket's owner limits values (``discard``)."""
 MAX_ARGUMENTS = 1 << 16
 MAX_SMALL_BYTES = 64 << 20
-"""Limit of a request's arguments below ``LARGE_BYTES``, together."""
+"""Limit of a request's small arguments, together."""
 _STRANGERS_ARGUMENTS, _STRANGERS_BYTES = 10, 16 << 10
 """Limits before authentication, as in Redis: arguments, and bytes of each."""
 _WORD_BYTES = 64
@@ -37,16 +31,16 @@ _CRLF = b"\r\n"
 
 
 class ProtocolError(SkyMemoryError):
-    """Malformed request, or a limit exceeded. The connection ends after the error reply."""
+    """Malformed request, or a limit exceeded. It ends the connection."""
 
 
 class Stranger(ProtocolError):
-    """Request of another protocol. Nothing from that point on is executed."""
+    """Request of another protocol. Nothing from there on is executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """Value received as it is stored (``Commands.frame``): after its header, or without its ``trailer``."""
+    """Value received as it is stored: after its header, or without its ``trailer``."""
 
     data: bytes
     trailer: bytes = b""
@@ -57,7 +51,7 @@ Word = Buffer | Framed
 
 @dataclass(frozen=True, slots=True)
 class LargeArgument:
-    """Announcement of a following argument of ``size_bytes``. ``head``: its first bytes, which have arrived already."""
+    """Announcement of an argument. ``head``: its first bytes."""
 
     words: tuple[Word, ...]
     size_bytes: int
@@ -65,16 +59,15 @@ class LargeArgument:
 
 
 class NeedData:
-    """Result of ``next`` without a complete request: read from the socket and ``feed``."""
+    """Result of ``next`` without a complete request."""
 
 
 NEED_DATA = NeedData()
 
 
 class RequestParser:
-    """Incremental parser of requests: ``feed``, then ``next`` until it needs data.
-
-    ``trusted``: true if the client is authenticated; may be changed between requests.
+    """Incremental parser: ``feed``, then ``next`` until it needs data. ``trusted`` (authenticated) may change between
+    requests.
     """
 
     def __init__(self, max_bulk_bytes: int, *, trusted: bool = True) -> None:
@@ -87,7 +80,6 @@ class RequestParser:
         self._small_bytes = 0
         self._large: LargeArgument | None = None
         self._ends = False
-        """True if the CRLF after a large argument must follow."""
         self._discards = False
         self._unread_bytes = 0
         self.is_inline = False
@@ -107,7 +99,6 @@ class RequestParser:
         return self._small_bytes + _WORD_BYTES * len(self._words)
 
     def head_of(self, large: LargeArgument) -> bytes:
-        """Return the argument's first bytes, including bytes fed since ``next`` returned it."""
         more_bytes = len(self._data) - self._at - self.bytes_behind(large)
         with memoryview(self._data) as data:
             rest_of_head = bytes(data[self._at : self._at + more_bytes])
@@ -115,11 +106,11 @@ class RequestParser:
         return large.head + rest_of_head
 
     def bytes_behind(self, large: LargeArgument) -> int:
-        """Return the number of received bytes that follow the argument."""
+        """Return the number of received bytes after the argument."""
         return max(0, len(self._data) - self._at - (large.size_bytes - len(large.head)))
 
     def deliver(self, value: Word, behind: Buffer = b"") -> None:
-        """Add the value of the last ``LargeArgument``, and the bytes received after it."""
+        """Add the last ``LargeArgument``'s value, and the bytes after it."""
         self._large = None
         self._words.append(value)
         self._missing -= 1
@@ -127,16 +118,13 @@ class RequestParser:
         self.feed(behind)
 
     def discard(self) -> None:
-        """Drop the request of the last ``LargeArgument``: ``next`` skips its remaining bytes."""
         assert self._large is not None
         self._unread_bytes = self._large.size_bytes - len(self._large.head) + len(_CRLF)
         self._large, self._words, self._discards = None, [], True
 
     def next(self) -> list[Word] | LargeArgument | NeedData:
-        """Return the next request's words (an empty list for an empty line), or what is needed for it.
-
-        Raises:
-            ProtocolError: a malformed request; the message is for the client.
+        """Return the next request's words (none for an empty line), or what is needed for it. A ProtocolError's message
+        is for the client.
         """
         if self._large is not None:
             return self._large
@@ -196,7 +184,6 @@ class RequestParser:
         return True
 
     def _whole_words(self) -> list[Word] | None:
-        """Take all arguments that are certainly complete in one call; return the words of a complete request."""
         most_words = MAX_ARGUMENTS if self.trusted else _STRANGERS_ARGUMENTS
         most_bytes = min(LARGE_BYTES - 1, self._most_bulk_bytes)
         before, under_way = self._at, self._missing
@@ -287,7 +274,6 @@ class Reply:
         return b"_\r\n" if self.version == 3 else b"*-1\r\n"
 
     def mapping(self, pairs: Mapping[bytes, bytes]) -> bytes:
-        """Return a map; in version 2, an array of keys and values."""
         head = b"%%%d\r\n" % len(pairs) if self.version == 3 else array_head(2 * len(pairs))
         return head + b"".join(bulk(key) + value for key, value in pairs.items())
 
@@ -305,7 +291,6 @@ def integer(number: int) -> bytes:
 
 
 def bulk_head(size_bytes: int) -> bytes:
-    """Return the bytes that precede the data; CRLF must follow it."""
     return b"$%d\r\n" % size_bytes
 
 

@@ -1,12 +1,8 @@
 """Sockets of the store daemon, with a thread for each connection.
 
-Values are received directly into their final buffer and sent without copying.
-
-A thread that waits for a slow client, or for a satellite, blocks no other connection. Everything that connections share
-is bounded: their number, the bytes of values in transfer, the size of a value. A client is disconnected if it neither
-reads nor writes within a value for ``stall_s``, or needs longer for the value than ``stall_s`` plus the time of its
-bytes at ``LEAST_BYTES_PER_S``. A client that is idle between requests stays connected. While others wait for the memory
-that it holds (``budget``), a client is disconnected sooner.
+The number of connections, the bytes in transfer and the size of a value are bounded. A client is disconnected if it
+stalls within a value for ``stall_s``, or is slower than ``LEAST_BYTES_PER_S``; sooner while others wait for its memory
+(``budget``).
 """
 
 from __future__ import annotations
@@ -51,34 +47,28 @@ from skymemory.store.redis_server.protocol import (
 log = logging.getLogger("skymemory.store.daemon")
 
 _READ_BYTES, _FRONT_BYTES = 64 << 10, 4 << 10
-"""Bytes of a read; and of a read before a large value, whose first bytes must be copied into place."""
+"""Bytes of a read; and before a large value, whose first bytes are copied."""
 _CRLF_BYTES = 2
 _MAX_PIECES = 512
-"""Most buffers of a ``sendmsg``; the system's limit (IOV_MAX) is 1,024."""
 _SMALL_BYTES = 16 << 10
-"""Size below which replies are collected, so that answers to a pipeline go out in one call."""
 _PART_BYTES = 1 << 20
-"""Most bytes of a ``sendmsg``.
-
-On a Unix socket its timeout applies to every 32 KiB, so a larger call would not notice a slow reader.
+"""Most bytes of a ``sendmsg``. On a Unix socket its timeout applies to every 32 KiB: a larger call would miss a slow
+reader.
 """
 _SEND_BUFFER_BYTES = 512 << 10
-"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``.
-
-With the system's 208 KiB, writer and reader wait for each other 14 times in a value of 2.9 MB; a larger buffer falls
-out of the processor's cache before it is read.
+"""Send buffer of a Unix socket, limited by ``net.core.wmem_max``. With the system's 208 KiB, writer and reader wait 14
+times in a value of 2.9 MB; a larger buffer falls out of the processor's cache.
 """
 _UNBOOKED_BYTES = 64 << 10
 _WHOLE_BYTES = 4 << 20
-"""Largest value that is received in one call. For larger values the daemon checks the progress."""
 _DRAINED_BYTES = 1 << 20
 _STACK_BYTES = 512 << 10
 _BLOCKED_S = 0.1
-"""Time without progress after which input is read while a reply waits."""
+"""Time without progress after which input is read."""
 _REPLACED_S = 2.0
 """Time to wait for other daemons that replace socket files."""
 _GRACE_S, _END_S = 2.0, 8.0
-"""Time limits at the end, for pending replies and for store calls."""
+"""Limits at the end: for pending replies, for store calls."""
 
 LEAST_BYTES_PER_S = 64 << 10
 """Lowest average speed of a client within a value, a request or a reply."""
@@ -92,9 +82,8 @@ class Limits:
 
 
 class Pace:
-    """Deadline of a client's transfer: ``stall_s`` plus the time of its bytes at ``LEAST_BYTES_PER_S``.
-
-    So a client that moves a byte now and then cannot hold memory forever.
+    """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``. So a client that moves a byte now
+    and then cannot hold memory forever.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -105,11 +94,7 @@ class Pace:
         self._until_s = time.monotonic() + self._stall_s
 
     def moved(self, size_bytes: int) -> None:
-        """Count transferred bytes.
-
-        Raises:
-            TimeoutError: the transfer is too slow.
-        """
+        """Count bytes; raise TimeoutError if the transfer is too slow."""
         self._until_s += size_bytes / LEAST_BYTES_PER_S
         if time.monotonic() > self._until_s:
             raise TimeoutError("slower than a client may be in the middle of a request or a reply")
@@ -144,9 +129,8 @@ class Daemon:
         return len(self._open)
 
     def serve(self, listeners: Sequence[socket.socket]) -> None:
-        """Accept connections until ``stop`` is called, from a signal handler or another thread; then end them.
-
-        No connection uses the store afterwards, unless the store has not answered for ``_END_S``.
+        """Accept connections until ``stop``, from a signal handler or another thread; then end them. No connection uses
+        the store afterwards, unless the store has not answered for ``_END_S``.
         """
         previous_size = threading.stack_size(_STACK_BYTES)
         in_main = threading.current_thread() is threading.main_thread()
@@ -178,7 +162,6 @@ class Daemon:
             self._wake.send(b"\0")
 
     def _end_all(self) -> None:
-        """End reading first, so that pending replies are sent; then the connections."""
         for shutdown_mode, patience_s in ((socket.SHUT_RD, _GRACE_S), (socket.SHUT_RDWR, _END_S)):
             with self._lock:
                 connections = list(self._open.values())
@@ -282,17 +265,14 @@ class Conversation:
         self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
-        """Budget of the received part of the current request."""
         self._booked_small_bytes = 0
         self._queued_bytes = 0
         """Budget of commands that wait for EXEC."""
         self._collected: Run | None = None
-        """Received requests without an answer, because another of the same kind seems to follow."""
+        """Unanswered requests, because more of the kind seem to follow."""
         self._collected_bytes = 0
         self._ahead_bytes = 0
-        """Budget of data that was read while replies were being sent."""
         self._is_fed = False
-        """True if the parser has been fed since it last asked for data."""
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
@@ -317,7 +297,6 @@ class Conversation:
             self._settle_ahead()
 
     def _step(self) -> bool:
-        """Process one request, or read what it needs; return False if the connection must end."""
         self._is_fed = False
         request = self._parser.next()
         if isinstance(request, NeedData | LargeArgument):
@@ -334,7 +313,6 @@ class Conversation:
         return True
 
     def _on_stranger(self, stranger: Stranger) -> None:
-        """Count and log the stranger, and end the connection; its other data is dropped."""
         level = logging.WARNING if self._commands.on_stranger() else logging.DEBUG
         log.log(
             level,
@@ -346,13 +324,12 @@ class Conversation:
         self._end_with(protocol.error("this port speaks the Redis protocol: the connection ends"))
 
     def _end_for_others(self) -> None:
-        """Disconnect the client. Called by another thread, which waits for memory."""
+        """Disconnect the client; called by another thread."""
         log.info("connection %d held room that others waited for, and moved too little", self._session.number)
         with suppress(OSError):  # the plain socket's method, because TLS's own would first drop its keys
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def _collect(self, words: list[Word]) -> bool:
-        """Keep the request for a run; return False if it must be answered now."""
         match = self._commands.run_key(self._session, words)
         if self._collected is not None and not (match and self._collected.takes(match[0])):
             self._answer_collected()
@@ -419,10 +396,8 @@ class Conversation:
         return bool(data)
 
     def _read_ahead(self) -> int:
-        """Read input while the client does not read its replies; some clients write a complete pipeline first.
-
-        Returns:
-            The number of bytes; 0 without budget or data.
+        """Read input while the client does not read: some clients write a complete pipeline first. Return the number of
+        bytes.
         """
         budget = self._commands.budget
         if not budget.take(self._claim, _READ_BYTES, 0.0, brief_bytes=0):
@@ -446,10 +421,7 @@ class Conversation:
         self._ahead_bytes = left_bytes
 
     def _receive(self, large: LargeArgument) -> None:
-        """Receive the remaining bytes of a large argument after its stored header, into one buffer.
-
-        Nothing is kept if the command will be refused anyway.
-        """
+        """Receive a large argument after its stored header, into one buffer."""
         self._outbox.flush()
         try:
             front, end_bytes = self._commands.frame(large.words, large.size_bytes, self._limits.value_bytes)
@@ -472,7 +444,6 @@ class Conversation:
         self._pace.begin()
 
     def _refuse(self, reply: bytes) -> None:
-        """Answer a request that has not arrived completely: the client reads the reply after sending it."""
         self._answer_collected()
         self._outbox.send([reply])
         self._outbox.flush()
@@ -483,7 +454,7 @@ class Conversation:
         self._pace.begin()
 
     def _book(self, size_bytes: int) -> bool:
-        """Reserve budget; return False if there is none. A client that holds some does not wait for more."""
+        """Reserve budget. A client that holds some does not wait for more."""
         patience_s = 0.0 if self._collected is not None or self._queued_bytes else self._limits.stall_s
         granted = self._commands.budget.take(self._claim, size_bytes, patience_s)
         if not granted and self._collected is not None:
@@ -496,7 +467,7 @@ class Conversation:
         return granted
 
     def _settle(self) -> None:
-        """Release the budget of an ended request, except for commands queued for EXEC."""
+        """Release an ended request's budget, except for queued commands."""
         budget, transaction = self._commands.budget, self._session.transaction
         booked_bytes = self._booked_bytes + self._queued_bytes
         queued_bytes = 0 if transaction is None else transaction.size_bytes
@@ -528,12 +499,8 @@ class Conversation:
 def receive_all(
     sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
 ) -> bytes:
-    """Return ``head`` and the next ``size_bytes`` from the socket; the bytes after them fill ``tail``.
-
-    ``claim`` gets a deadline for each part.
-
-    Raises:
-        OSError: the bytes did not arrive, or not in time.
+    """Return ``head`` and the next ``size_bytes``; the bytes after them fill ``tail``. ``claim`` gets a deadline for
+    each part. Raises OSError if bytes are missing or late.
     """
     secured = isinstance(sock, ssl.SSLSocket)
     try:
@@ -559,10 +526,7 @@ def receive_all(
 
 
 class Outbox:
-    """Replies to a client: small replies are collected, large replies are sent without copying."""
-
     def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
-        """Create the outbox. ``read_ahead``: called if the client sends without reading; returns the bytes read."""
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
@@ -572,7 +536,7 @@ class Outbox:
         self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:
-        """Send ``pieces``, immediately if they are large: their memory may be released afterwards."""
+        """Send, immediately if large: the memory may be released afterwards."""
         if sum(memoryview(piece).nbytes for piece in pieces) < _SMALL_BYTES:
             for piece in pieces:
                 self._small += piece
@@ -618,7 +582,6 @@ class Outbox:
         self._claim.due_s = min(self._claim.due_s + size_bytes / LEAST_SHARED_BYTES_PER_S, due_s(_PART_BYTES))
 
     def _await_client(self) -> None:
-        """Wait until the client takes data. Read its input meanwhile: it may not read before it has sent everything."""
         now_s = time.monotonic()
         deadline_s, read_again_s = now_s + self._stall_s, now_s
         while now_s < deadline_s:
@@ -650,10 +613,8 @@ def _part(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def listen_at(address: ListenAddress) -> socket.socket:
-    """Return a listening socket. A new socket file is private to this user; a stale file is replaced.
-
-    Raises:
-        OSError: the address is in use or not an address of this computer.
+    """Return a listening socket. A new socket file is private to this user; a stale file is replaced. OSError if the
+    address is in use, or not of this computer.
     """
     if not address.path:
         return socket.create_server((address.host, address.port), family=address.family, backlog=512)
@@ -675,7 +636,7 @@ def listen_at(address: ListenAddress) -> socket.socket:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock the folder, so that no other daemon replaces a socket in it; continue without after ``_REPLACED_S``."""
+    """Lock the folder against other daemons, for at most ``_REPLACED_S``."""
     fd, deadline_s = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + _REPLACED_S
     try:
         while time.monotonic() < deadline_s:
@@ -690,11 +651,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file that a killed daemon left.
-
-    Raises:
-        OSError: another process listens there.
-    """
+    """Remove a killed daemon's socket file; OSError if a process listens there."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

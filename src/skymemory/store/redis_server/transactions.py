@@ -1,9 +1,7 @@
 """MULTI, EXEC and WATCH: commands that wait for EXEC, and keys that must not change before it.
 
-EXEC locks all keys of its commands and all watched keys against other writers of this daemon (``KeyLocks``), so none of
-them writes between its commands. Readers do not take these locks: a client that reads two keys meanwhile may see one
-old and one new value. WATCH sees what this daemon's clients write, expiry and eviction. It is therefore refused for
-stores with other writers.
+EXEC locks its commands' and all watched keys against this daemon's other writers, not readers: a reader may see one old
+and one new value. WATCH sees this daemon's writes, expiry and eviction, so it is refused for stores with other writers.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ from skymemory.store.redis_server.protocol import Framed, Word
 
 MAX_WATCHED = 4096
 _REQUEST_BYTES = 256
-"""Memory of a queued request besides its words."""
 _WORD_BYTES = 64
 
 
 @dataclass(slots=True)
 class Transaction:
-    """Commands between MULTI and EXEC. ``abort``: the reason why EXEC will refuse them; empty: none."""
+    """Commands between MULTI and EXEC. ``abort``: reason why EXEC will refuse."""
 
     requests: list[Sequence[Word]] = field(default_factory=list)
     size_bytes: int = 0
@@ -33,7 +30,6 @@ class Transaction:
         self.size_bytes += _REQUEST_BYTES + sum(map(_size, words))
 
     def refuse(self, why: str) -> None:
-        """Drop the queued commands; EXEC will be refused."""
         self.abort = self.abort or why
         self.requests.clear()
         self.size_bytes = 0
@@ -45,7 +41,7 @@ def _size(word: Word) -> int:
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """Keys watched by a client, with True if a value existed."""
+    """Watched keys, with True if a value existed."""
 
     keys: dict[bytes, bool] = field(default_factory=dict)
     is_changed: bool = False
@@ -57,7 +53,7 @@ class Watches:
         self._lock = threading.Lock()
 
     def add(self, watch: Watch, keys: Sequence[bytes]) -> bool:
-        """Report writes to ``keys`` to ``watch``; return False and add none if it exceeds ``MAX_WATCHED``."""
+        """Watch ``keys``; False, adding none, beyond ``MAX_WATCHED``."""
         with self._lock:
             new = [key for key in dict.fromkeys(keys) if key not in watch.keys]
             if len(watch.keys) + len(new) > MAX_WATCHED:
@@ -77,7 +73,7 @@ class Watches:
             watch.keys, watch.is_changed = {}, False
 
     def on_write(self, keys: Sequence[bytes]) -> None:
-        """Mark the watches of these keys as changed. Call it while the keys are locked against other writers."""
+        """Mark the watches as changed. The caller holds the keys' locks."""
         if not self._by_key:
             return
         with self._lock:
