@@ -1,10 +1,8 @@
 """Fitting of cost models to measurements of an engine, and their file format.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. This is
-the law of the cost model with two changes: the cost of attention is fitted instead of counted, because attention
-reaches a different share of the machine's speed than matrix multiplications (``attention_flops`` becomes the equivalent
-at that share), and each cached token has a cost. Decoding steps: ``fixed + per_request·batch + max(reading,
-computing)``. Computing follows from the prefills; the memory bandwidth is searched.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. The cost
+of attention is fitted instead of counted, because attention reaches a different share of the machine's speed
+(``attention_flops`` becomes the equivalent). Decoding steps: ``fixed + per_request·batch + max(reading, computing)``.
 
 Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
 few disturbed measurements do not move the fit.
@@ -27,7 +25,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of relative errors in the weights, so that two exact points do not dominate the others."""
+"""Floor of relative errors in the weights, so that two exact points do not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -35,7 +33,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """Measured seconds to the first token of a prompt of ``tokens``, ``cached`` of them cached, on an idle engine."""
+    """Measured seconds to the first token of a prompt on an idle engine."""
 
     tokens: int
     cached: int
@@ -91,8 +89,6 @@ def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Mach
 
 def fit_decode(points: Sequence[DecodePoint], cost: CostModel) -> CostModel:
     """Fit ``decode_fixed_s``, ``decode_request_s`` and the memory bandwidth.
-
-    For a measured machine (``mfu`` 1) the fitted bandwidth becomes the machine's.
 
     Raises:
         InvalidInput: fewer than three points, or none above 0 s.
@@ -161,8 +157,8 @@ def _fitted(
 ) -> list[float]:
     """Return the non-negative factors of ``parts`` whose sum is nearest to ``target``; errors are divided by ``scale``.
 
-    Minimises the mean absolute error by iteratively reweighted least squares. Each round tries every subset of the
-    parts that are not ``needed`` (at most sixteen) and keeps the best subset without a negative factor.
+    Minimises the mean absolute error by iteratively reweighted least squares; parts that are ``needed`` are never left
+    out.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
@@ -231,7 +227,6 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _filled(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Return a ``kind`` of ``values``, each checked against the type of its field."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     place = f"{where}: " if where else ""
     for name, value in values.items():

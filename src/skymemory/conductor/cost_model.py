@@ -1,12 +1,11 @@
 """Cost model: seconds of a prefill, a decoding step and a transfer, from a model's shape and a machine's speed.
 
 A prefill of ``n`` tokens of which ``p`` are cached computes ``l·(a·(n² − p²)·d + b·(n − p)·d²)`` floating-point
-operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights). The machine reaches a
-share ``mfu`` of its ``flops_per_s``; ``mfu`` is fitted from a run (Mooncake, FAST'25). Mooncake's example, 128k tokens
-of which 95 % are cached, comes out 91.5 % below an uncached prefill ("92 %").
+operations, with ``l`` layers of width ``d``, ``a`` = 4 (attention) and ``b`` = 22 (weights), at a fitted share ``mfu``
+of the machine's ``flops_per_s`` (Mooncake, FAST'25).
 
-A decoding step reads all weights and the KV of every request in the batch, and computes one token per request. It takes
-the longer of the two, plus a fixed time. ``PRESETS`` has machines with published times.
+A decoding step reads all weights and the KV of the batch, and computes one token per request. It takes the longer of
+the two, plus a fixed time.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class ModelShape:
     weight_flops: float = 22.0
     """Coefficient ``b``, per layer, token and unit of width squared."""
     parameters: float = 0.0
-    """Number of weights; if 0, half of ``b`` per layer and width squared (one multiplication and addition per weight).
-    """
+    """Number of weights; 0: derived from ``b``, two operations per weight."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -152,9 +150,7 @@ class CostModel:
             raise InvalidInput("fixed_s, decode_fixed_s, cached_token_s and decode_request_s: expected 0 or more")
 
     def prefill_flops(self, tokens: float, cached: float = 0) -> float:
-        """Return the operations of a prefill of ``tokens``, the first ``cached`` of them cached; at least one is
-        computed.
-        """
+        """Return the operations of a prefill, the first ``cached`` tokens cached; at least one token is computed."""
         cached = max(0, min(cached, tokens - 1))
         shape = self.shape
         # Token i attends to i tokens. The sum over computed tokens is half of n² − p²; the half is part of ``a``.
@@ -196,7 +192,7 @@ class CostModel:
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
     def decoding_as(self, other: CostModel) -> CostModel:
-        """Return these prefills with the memory and decoding constants of ``other``, which must have the same shape."""
+        """Return these prefills with the memory and decoding constants of ``other``, of the same shape."""
         machine = replace(self.machine, memory_bytes_per_s=other.machine.memory_bytes_per_s)
         return replace(
             self,
@@ -208,8 +204,9 @@ class CostModel:
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
-"""Mooncake's model and machine. The paper does not state its utilisation; 0.5 is our choice. Decoding is bounded by
-memory only; the measured presets below include its other costs."""
+"""Mooncake's model and machine. Its utilisation is not published; 0.5 is our choice. Decoding is bounded by memory
+only.
+"""
 
 
 # Transfers of KV. Prefills load and store KV layer by layer while they compute (Mooncake §5.2). ``stored_s`` and
@@ -245,7 +242,7 @@ def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
     """Return the seconds by which layer-by-layer storing lengthens a prefill of ``compute_s``.
 
-    A layer's KV is sent once it is computed. The visible time is what other layers do not hide, plus the last layer.
+    A layer is sent once it is computed. Visible are the last layer and what other layers do not hide.
     """
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
@@ -258,8 +255,8 @@ def loaded_s(transfer_s: float, compute_s: float, layers: int) -> float:
 def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
     """Return the seconds of a pipeline of ``machines``, each with its share of the layers.
 
-    ``chunks_s`` are the seconds per chunk on one machine. The first machine computes all chunks in turn; the last
-    machine finishes ``machines - 1`` times the longest chunk later.
+    ``chunks_s`` are the seconds per chunk on one machine. The last machine finishes ``machines - 1`` times the longest
+    chunk after the first.
     """
     return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
 
@@ -280,9 +277,9 @@ LLAMA_70B_8xA100 = CostModel(
 
 Source: ``data/perf_model.csv`` of SplitwiseSim (github.com/Mutinifni/splitwise-sim at 8f99e7d; Patel et al.,
 "Splitwise", ISCA 2024), tensor parallel 8, medians of five runs. 13 decoding steps (batches of 1 to 64 at 576 tokens,
-one request of 192 to 8,256): error 2.1 % on average, 6.8 % at worst. Seven prompts of 128 to 8,192 tokens: 4.2 and 11.3
-%; longer prompts are extrapolated. Batches of long contexts were not published, so these points do not separate reading
-from fixed time (full bandwidth and 36 ms fixed would have an error of 2.3 %).
+one request of 192 to 8,256): mean error 2.1 %, worst 6.8 %. Seven prompts of 128 to 8,192 tokens: 4.2 and 11.3 %;
+longer prompts are extrapolated. Without batches of long contexts, reading and fixed time are not separated (full
+bandwidth and 36 ms fixed: 2.3 %).
 """
 
 LLAMA_70B_4xA100 = CostModel(
@@ -292,8 +289,8 @@ LLAMA_70B_4xA100 = CostModel(
 
 Source: ``docs/en/benchmark/a100_fp16.md`` of github.com/InternLM/lmdeploy at 3e391df (version 0.1.0a1, CUDA 11.8),
 "Static Inference Benchmark", llama2-70b: median time between tokens, in whole milliseconds. 20 steps (batches of 1 to
-64 at 65 to 3,072 tokens): error 4.0 % on average, 9.2 % at worst (64 requests of 3,072 tokens). The prefill follows
-from two prompts (128 and 2,048 tokens: 2 and 4 %).
+64 at 65 to 3,072 tokens): mean error 4.0 %, worst 9.2 % (64 requests of 3,072 tokens). The prefill follows from two
+prompts (128 and 2,048 tokens: 2 and 4 %).
 """
 
 LLAMA_70B_8xH800 = CostModel(
@@ -307,9 +304,9 @@ LLAMA_70B_8xH800 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms per step.
 
-No published steps of a dense model on H800 were found. An H800 has the arithmetic and memory of the H100 and less than
-half of its NVLink, which these figures ignore. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: error 1.8 % on
-average, 5.8 % at worst. Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer prompts are extrapolated.
+No published steps of a dense model on H800 were found. It has the arithmetic and memory of the H100 and less than half
+of its NVLink, which is ignored. Source as for ``LLAMA_70B_8xA100``. 13 decoding steps: mean error 1.8 %, worst 5.8 %.
+Seven prompts of 128 to 8,192 tokens: 8.4 and 23.8 %; longer prompts are extrapolated.
 """
 
 QWEN_7B_L4 = CostModel(
@@ -319,7 +316,7 @@ QWEN_7B_L4 = CostModel(
 
 Source: ``raw/`` and ``results/summary.csv`` of github.com/ree2raz/inference-bench at 6219100, regime "short", median
 time per output token of 100 requests, the median of three runs. Five steps (batches of 1 to 64 at about 109 tokens):
-error 0.8 % on average, 1.4 % at worst. The prefill follows from two prompts (45 and 1,800 tokens).
+mean error 0.8 %, worst 1.4 %. The prefill follows from two prompts (45 and 1,800 tokens).
 """
 
 PRESETS: Mapping[str, CostModel] = {
@@ -329,4 +326,4 @@ PRESETS: Mapping[str, CostModel] = {
     "llama-70b-8xh800": LLAMA_70B_8xH800,
     "qwen-7b-l4": QWEN_7B_L4,
 }
-"""Cost models by their ``--cost`` name. The first is Mooncake's, not measured."""
+"""Cost models by their ``--cost`` name. The first is not measured."""

@@ -1,14 +1,14 @@
 """The servers of a router, and the picker, which chooses a server per request.
 
-The HTTP proxy, Envoy's endpoint picker and the simulator use it. It narrows the choice in this order:
+It narrows the choice in this order:
 
 1. Servers that take requests: healthy, not draining, in the requested subset.
 2. Of these, servers that have the request's LoRA adapter loaded, or have room for it.
 3. The servers with the strategy's highest score.
 4. Among equal scores, a draw from a seeded sequence.
 
-A server keeps its *slot*, a small number, while it is in the fleet; indices store sets of servers as bits of an integer
-by slot. A slot is reused only after ``Picker.remove`` made the scorer forget the server.
+A server keeps its *slot*, a small number, while it is in the fleet. It is reused only after ``Picker.remove`` made the
+scorer forget the server.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""Requests by which a server's queue must be shorter for it to load the adapter too.
-
-The comparison is with the shortest queue among servers with the adapter. Loading takes about as long as a few prefills.
+"""Requests by which a server's queue must be shorter than the shortest queue with the adapter for it to load the
+adapter too. Loading takes about as long as a few prefills.
 """
 _MASK = (1 << 64) - 1
 _KEPT = 0.95
@@ -40,7 +39,7 @@ class PrefillTotals:
     computed: float
     """Uncached prompt tokens."""
     seconds: float
-    """Sum over requests of the prefill times."""
+    """Sum of the prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class LoadReport:
     kv_usage: float = 0.0
     """Used share of its KV cache, 0 to 1."""
     cache_blocks: int | None = None
-    """Capacity of its KV cache in blocks."""
+    """Capacity of its KV cache."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
     """Loaded or loading LoRA adapters."""
@@ -64,8 +63,6 @@ class LoadReport:
 
 
 class Server:
-    """State of one server; ``reported`` is its last report, None before the first."""
-
     __slots__ = (
         "_draining",
         "_engine_tokens",
@@ -85,9 +82,8 @@ class Server:
         self.slot = slot
         self.reported: LoadReport | None = None
         self.in_flight = 0
-        """Requests sent to it that have not ended."""
         self.prefilling = 0
-        """Requests in flight that have not had their first byte."""
+        """Requests in flight without a first byte."""
         self.prefill_tokens = 0.0
         """Estimated prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
@@ -111,7 +107,6 @@ class Server:
 
     @property
     def draining(self) -> bool:
-        """True: it finishes its requests and gets no new requests."""
         return self._draining
 
     @draining.setter
@@ -144,8 +139,6 @@ class Server:
 
 
 class Fleet:
-    """Servers by name."""
-
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
         self._free_slots: list[int] = []
@@ -154,7 +147,7 @@ class Fleet:
 
     @property
     def available(self) -> tuple[Server, ...]:
-        """Servers that take requests, in the order of their addition; cached until a server changes."""
+        """Servers that take requests, in the order of their addition."""
         available = self._available
         if available is None:
             available = self._available = tuple(server for server in self.servers.values() if server.takes_requests)
@@ -196,10 +189,10 @@ class Fleet:
 
 Weights = tuple[tuple[str, Sequence[float]], ...]
 RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
-"""Entry of one server in a ranking.
+"""Entry of one server in a ranking; a plain tuple, because every request creates it.
 
 Score, matched tokens, estimated time to first token and between tokens, plan, estimated compute time, and its figures
-in ``weights``. A plain tuple, because every request creates it.
+in ``weights``.
 """
 
 
@@ -235,13 +228,12 @@ class Ranking:
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
         self.estimated_tbt_s = estimated_tbt_s
-        """Seconds between tokens, for decode servers."""
         self.plan_at = plan_at
         """Function that returns the plan of the server at a position; only the chosen server's plan is made."""
 
     @property
     def scores(self) -> Sequence[float]:
-        """Score per server; higher is better, and the picker breaks ties."""
+        """Score per server; higher is better."""
         return self._scores
 
     @property
@@ -260,7 +252,7 @@ class Ranking:
 
     @property
     def weights(self) -> Weights:
-        """Named parts of the scores, per server; those of the chosen server become reasons."""
+        """Named parts of the scores, per server."""
         return self._weights
 
     def best(self) -> Sequence[int]:
@@ -288,7 +280,7 @@ def unpack_scores(scores: Sequence[float] | bytes) -> Sequence[float]:
 
 
 class Scorer:
-    """Base of routing strategies. Only ``rank`` is required; a strategy need not learn.
+    """Base of routing strategies. Only ``rank`` is required.
 
     Scorers do no I/O, read no clock and draw no random numbers: equal calls give equal scores.
     """
@@ -309,10 +301,7 @@ class Scorer:
         """
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """Record the cached tokens that the end of the answer reports.
-
-        Called after ``succeeded`` if the server reports them only at the end, as OpenAI's usage does.
-        """
+        """Record the cached tokens that the end of the answer reports, as OpenAI's usage does."""
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
         """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``.
@@ -468,9 +457,9 @@ _PickState = tuple[
 ]
 """State from which ``Decision.fallbacks`` and ``reasons`` are computed on demand.
 
-Scores, reasons for all servers, the ranked servers, their requests in flight, the position of the chosen server, all
-available servers, the adapter's reason, the chosen server's figures, and the number of ties. A plain tuple, because
-every request creates it.
+Scores, reasons, the ranked servers, their requests in flight, the position of the chosen server, all available servers,
+the adapter's reason, the chosen server's figures, and the number of ties. A plain tuple, because every request creates
+it.
 """
 
 
@@ -502,8 +491,7 @@ def _reasons(state: _PickState) -> Names:
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
     """Return the servers eligible for the adapter, and the reason.
 
-    Servers with the adapter loaded, plus servers with room for it while the queues of the former are long. If no server
-    has it loaded: the servers with room, else all.
+    These have it loaded, or have room for it while the queues of the former are long; else all.
 
     The adapter is decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix
     saves.
@@ -534,8 +522,6 @@ def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tu
 
 
 def _waiting(server: Server, now_s: float) -> int:
-    """Return the requests queued for or in their prefill: the larger of the reported number and ours since the
-    report.
-    """
+    """Return the requests in or before their prefill: the larger of the reported number and ours since the report."""
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
     return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)

@@ -1,11 +1,8 @@
 """The scheduler: admits a request and chooses its prefill server and its decode server.
 
 It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a
-``Picker`` of decode servers, and an ``Admission`` rule. Servers with both roles need one picker only.
-
-An admission rule decides twice: on arrival, and after the prefill, before the request joins a decode batch (a refusal
-then wastes the prefill). It sees only estimates: the time to first token, the decode server's time between tokens, and
-a forecast of the latter (``DecodeForecast``). It learns the outcome of every request.
+``Picker`` of decode servers (none if servers have both roles), and an ``Admission`` rule. The rule decides on arrival,
+and again before the request joins a decode batch; a refusal then wastes the prefill.
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from skymemory.conductor.request import Decision, Request, Slo
 KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
 """Kinds of refusals.
 
-``ttft``: estimated time to first token too long; ``tbt``: time between tokens too long; ``cost``: costs more than other
-requests that fit; ``share``: the tenant's share is used up; ``priority``: higher priorities go first; ``queue``: the
-queue is full, or the wait in it too long.
+``ttft``, ``tbt``: the estimate exceeds the objective; ``cost``: other requests that fit cost less; ``share``: the
+tenant's share is used up; ``priority``: higher priorities go first; ``queue``: the queue is full or its wait too long.
 """
 RETRY_S = 1.0
 """Retry-After if no estimate shows when there will be room."""
@@ -38,7 +34,7 @@ class Refusal:
     reason: str
     retry_after_s: float
     computed: bool = False
-    """True if the prefill had been computed and is wasted."""
+    """True if the prefill was computed and is wasted."""
     kind: str = ""
 
 
@@ -49,22 +45,20 @@ class DecodeForecast(Protocol):
         ...
 
     def expected(self, request: Request, at_s: float) -> None:
-        """Record that a request placed on a decode server is estimated to join its batch at ``at_s``."""
+        """Record that a placed request is estimated to join a decode batch at ``at_s``."""
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Return the mean over the servers of the seconds between tokens at ``at_s``, with ``request`` added to each
-        batch.
+        """Return the mean over servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch.
 
-        Counts requests that decode or prefill now, if they will have joined by then and not ended, assuming that each
-        decodes for the usual time.
+        Counts the requests that will have joined and not ended by then, if each decodes for the usual time.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Request with its chosen servers, admitted or not yet. Immutable by convention."""
+    """Request with its chosen servers. Immutable by convention."""
 
     request: Request
     prefill: Decision
@@ -74,7 +68,6 @@ class Placement:
 
     @property
     def decoder(self) -> Decision:
-        """Decision of the decoding server."""
         return self.decode or self.prefill
 
     def slo(self, default: Slo) -> Slo:
@@ -89,7 +82,7 @@ class Admission:
 
     name: str
     looks_ahead = False
-    """True if ``on_arrival`` judges the decode load of the time at which the request would join a batch."""
+    """True if ``on_arrival`` judges the decode load at the time of joining a batch."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         """Return None to admit the request; change no state."""
@@ -102,21 +95,18 @@ class Admission:
     def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
         """Record a refusal on arrival, by this rule or by a rule around it."""
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
-        """Record an admission."""
+    def accepted(self, placement: Placement, now_s: float) -> None: ...
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
-        """Record the end of the prefill, before ``before_decode``. Without a decode server it is also the first
-        token.
-        """
+        """Record the end of the prefill, before ``before_decode``; without a decode server, the first token."""
 
     def joined(self, placement: Placement, now_s: float) -> None:
-        """Record that the request joined a decode server, which has sent its first token or is about to."""
+        """Record that the request joined a decode server."""
 
     def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """Record the end of a request; ``met`` is True if its objectives were met.
+        """Record the end of a request.
 
-        None: unknown, it failed, or it was refused before decoding.
+        ``met``: its objectives were met; None: unknown, it failed, or it was refused before decoding.
         """
 
 
@@ -155,11 +145,10 @@ class RuleAround(Admission):
 
 
 class OnArrival(RuleAround):
-    """Wrapper of ``rule`` that makes both decisions on arrival: an admitted request is not refused after its prefill.
+    """Wrapper that decides finally on arrival: no admitted request is refused after its prefill.
 
-    The decode load seen on arrival counts all requests promised to the server, so it is at least the load that the
-    request will meet. A rule that looks ahead has judged it already. Contexts that grow during the prefill may raise a
-    later estimate slightly above the objective, which does not justify wasting a prefill.
+    The decode load on arrival counts all requests promised to the server, so it is at least the load that the request
+    will meet. Contexts that grow during the prefill raise it only slightly, which does not justify wasting a prefill.
     """
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
@@ -173,10 +162,10 @@ class OnArrival(RuleAround):
 
 
 class Probing(RuleAround):
-    """Wrapper of ``rule`` that admits the next request if none was admitted for ``every_s``.
+    """Wrapper that admits the next request if none was admitted for ``every_s``.
 
-    Estimates are learnt from served requests. If they are so wrong that all requests are refused (after a server hung,
-    or with an objective below the default estimate), only a probe can correct them.
+    Estimates are learnt from served requests. If they are so wrong that all requests are refused, only a probe corrects
+    them.
     """
 
     def __init__(self, rule: Admission, every_s: float) -> None:
@@ -198,16 +187,15 @@ class Probing(RuleAround):
 
 
 class Corrected(RuleAround):
-    """Wrapper of ``rule`` that corrects estimated times to first token by those of recent requests.
+    """Wrapper that corrects estimated times to first token by those of recent requests.
 
-    Two parts are added to the estimated prefill, both learnt here:
+    Two learnt parts are added to the estimated prefill:
 
-    * The hand-over, if another server decodes. A prefill server and the stages after it form one line: a first token
-      follows the previous first token by its own prefill plus the mean excess of such gaps. For requests that ran alone
-      the excess is the whole hand-over; it shrinks for requests back to back, whose hand-overs overlap with the next
+    * The hand-over, if another server decodes: the mean excess of the gaps between first tokens of a prefill server
+      over the later request's own prefill. It shrinks for requests back to back, whose hand-overs overlap with the next
       prefill. A first burst is not promised an overlap that was never observed.
-    * Errors. A rule that admits up to its objective would break every promise close to it, so this is a high quantile
-      (``SHARE``) of recent errors, not the mean. An overdue request counts at once, by its present delay.
+    * A high quantile (``SHARE``) of recent errors: with their mean, a rule that admits up to its objective would break
+      every promise close to it. An overdue request counts at once, by its present delay.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -217,11 +205,10 @@ class Corrected(RuleAround):
         self._late: deque[float] = deque(maxlen=self.KEPT)
         self._handovers: deque[float] = deque(maxlen=self.KEPT)
         self._due: dict[int, tuple[float, float]] = {}
-        """Estimated first-token time and assumed hand-over of admitted requests without a first token, in admission
-        order."""
+        """Estimated first-token time and assumed hand-over of requests without a first token, in admission order."""
         self._last: dict[str, tuple[int, float]] = {}
-        """Last request and last first-token time per prefill server; the request is 0 once it has ended, as ids are
-        reused."""
+        """Last request and last first-token time per prefill server; the request is 0 once it ended, as ids are reused.
+        """
 
     def late_s(self, now_s: float) -> float:
         """Return the correction for errors; never below 0."""
@@ -300,9 +287,8 @@ class Scheduler:
     Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``on_request_end``; or ``failed`` at any time
     after ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
 
-    With two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it, and after
-    ``prefill_lost`` the decode server computes the prompt. Then call ``failed`` with ``prefilled``, because the prefill
-    server's counts are closed.
+    Of two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it. After ``prefill_lost`` the
+    decode server computes the prompt; call ``failed`` with ``prefilled`` then.
     """
 
     def __init__(
@@ -324,7 +310,7 @@ class Scheduler:
         among: Collection[str] | None = None,
         decode_among: Collection[str] | None = None,
     ) -> Placement | Refusal:
-        """Return a placement, or the admission rule's refusal, which is final. Nothing is booked yet.
+        """Return a placement, not yet booked, or the admission rule's final refusal.
 
         ``among`` and ``decode_among`` name the eligible prefill and decode servers; None: all.
 
@@ -359,7 +345,7 @@ class Scheduler:
         return Placement(request, prefill, decode, self.forecast)
 
     def prefill_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Replace a failed prefill server and book the new server. The decode server stays.
+        """Replace a failed prefill server and book the new server.
 
         Raises:
             NoServer: no other server takes requests; nothing is changed.
@@ -390,7 +376,7 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def decode_taken(self, placement: Placement, server: str, now_s: float) -> Placement:
-        """Record that another server answers than the chosen decode server, which therefore failed."""
+        """Record that ``server`` answers instead of the chosen decode server."""
         assert self.decode is not None and placement.decode is not None
         self.decode.failed(placement.decode, now_s)
         decode = placement.decode.taken_by(server)
@@ -398,7 +384,7 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def begin(self, placement: Placement, now_s: float) -> None:
-        """Record that the request is sent; from now on the decode server expects it."""
+        """Record that the request is sent."""
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -411,7 +397,7 @@ class Scheduler:
     ) -> Refusal | None:
         """Record the end of the prefill; return a refusal if the request may not decode, which ends it.
 
-        ``decodes``: the decode server did not wait for the end of the prefill and decodes already, so it may go on.
+        ``decodes``: the decode server decodes already, so it may go on.
         """
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
         self.admission.prefilled(placement, now_s)
@@ -441,7 +427,7 @@ class Scheduler:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Record the last token. ``met`` is True if the objectives were met, None if unknown.
+        """Record the last token. ``met``: the objectives were met; None: unknown.
 
         ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
         """
@@ -452,9 +438,7 @@ class Scheduler:
         self.admission.on_request_end(placement, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
-        """Record a failure of its server, before or after the prefill (``prefilled``) and decode join
-        (``decoding``).
-        """
+        """Record a failure, before or after the prefill (``prefilled``) and decode join (``decoding``)."""
         if self.decode is None or placement.decode is None:
             (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
