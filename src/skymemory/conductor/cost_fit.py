@@ -1,8 +1,8 @@
 """Fitting of cost models to measurements of an engine, and their file format.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. The cost
-of attention is fitted instead of counted, because attention reaches a different share of the machine's speed
-(``attention_flops`` becomes the equivalent). Decoding steps: ``fixed + per_request·batch + max(reading, computing)``.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Attention
+reaches a different share of the machine's speed, so its cost is fitted. Decoding steps: ``fixed + per_request·batch +
+max(reading, computing)``.
 
 Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
 few disturbed measurements do not move the fit.
@@ -25,7 +25,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of relative errors in the weights, so that two exact points do not dominate."""
+"""Floor of errors in the weights, so that two exact points do not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -33,7 +33,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """Measured seconds to the first token of a prompt on an idle engine."""
+    """Measured seconds to the first token on an idle engine."""
 
     tokens: int
     cached: int
@@ -50,9 +50,9 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], shape: ModelShape, machine: Machine | None = None) -> CostModel:
-    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and the shape's ``attention_flops``.
+    """Fit ``mfu``, ``fixed_s``, ``cached_token_s`` and ``attention_flops``.
 
-    Without a ``machine`` its speed is the measured speed, and ``mfu`` is 1.
+    Without a ``machine``, ``mfu`` is 1.
 
     Raises:
         InvalidInput: too few lengths, times that do not grow with the prompts, or a speed above the machine's.
@@ -120,7 +120,7 @@ class Errors:
     mean: float
     worst: float
     bias: float
-    """Mean of the signed errors; positive if the predictions are too slow."""
+    """Positive if the predictions are too slow."""
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
@@ -157,8 +157,7 @@ def _fitted(
 ) -> list[float]:
     """Return the non-negative factors of ``parts`` whose sum is nearest to ``target``; errors are divided by ``scale``.
 
-    Minimises the mean absolute error by iteratively reweighted least squares; parts that are ``needed`` are never left
-    out.
+    Minimises the mean absolute error by iteratively reweighted least squares; ``needed`` parts are never left out.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)
@@ -200,7 +199,7 @@ T = TypeVar("T")
 
 
 def dump(cost: CostModel, notes: Mapping[str, Any] | None = None) -> str:
-    """Return ``cost`` as JSON; ``notes`` record its origin and are ignored by ``parse``."""
+    """Return ``cost`` as JSON; ``parse`` ignores ``notes``."""
     return json.dumps({"format": FORMAT, **asdict(cost), "notes": dict(notes or {})}, indent=1) + "\n"
 
 

@@ -7,8 +7,7 @@ It narrows the choice in this order:
 3. The servers with the strategy's highest score.
 4. Among equal scores, a draw from a seeded sequence.
 
-A server keeps its *slot*, a small number, while it is in the fleet. It is reused only after ``Picker.remove`` made the
-scorer forget the server.
+A server keeps its *slot*, a small number, while it is in the fleet.
 """
 
 from __future__ import annotations
@@ -22,40 +21,35 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""Requests by which a server's queue must be shorter than the shortest queue with the adapter for it to load the
-adapter too. Loading takes about as long as a few prefills.
-"""
+"""Lead in queued requests from which a server loads the adapter too. Loading takes about as long as a few prefills."""
 _MASK = (1 << 64) - 1
 _KEPT = 0.95
-"""Decay of earlier prompts per new prompt, in the ratio of our tokens to the engine's."""
+"""Decay per prompt, in the ratio of our tokens to the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTotals:
-    """Counters of an engine over all requests since its start, in tokens of its own tokenizer."""
+    """Counters of an engine since its start, in tokens of its own tokenizer."""
 
     requests: float
     tokens: float
     computed: float
     """Uncached prompt tokens."""
     seconds: float
-    """Sum of the prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Metrics of an engine as of ``at_s``; None: not reported."""
+    """Metrics of an engine; None: not reported."""
 
     at_s: float
     waiting: int = 0
     running: int = 0
     kv_usage: float = 0.0
-    """Used share of its KV cache, 0 to 1."""
+    """Used share, 0 to 1."""
     cache_blocks: int | None = None
-    """Capacity of its KV cache."""
     block_tokens: int | None = None
     adapters: frozenset[str] = frozenset()
-    """Loaded or loading LoRA adapters."""
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     tokens: float = 0.0
@@ -85,7 +79,7 @@ class Server:
         self.prefilling = 0
         """Requests in flight without a first byte."""
         self.prefill_tokens = 0.0
-        """Estimated prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
+        """Prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
         self._read_tokens = self._engine_tokens = 0.0
@@ -123,7 +117,7 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """Record that a prompt of ``read`` tokens by our count had ``reported`` tokens by the engine's usage."""
+        """Record a prompt of ``read`` tokens by our count and ``reported`` by the engine's usage."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
@@ -163,7 +157,7 @@ class Fleet:
         return len(self.servers)
 
     def add(self, name: str) -> Server:
-        """Add a server, which counts as healthy.
+        """Add a healthy server.
 
         Raises:
             InvalidInput: the name is taken.
@@ -191,13 +185,12 @@ Weights = tuple[tuple[str, Sequence[float]], ...]
 RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
 """Entry of one server in a ranking; a plain tuple, because every request creates it.
 
-Score, matched tokens, estimated time to first token and between tokens, plan, estimated compute time, and its figures
-in ``weights``.
+Score, matched tokens, time to first token and between tokens, plan, compute time, and its figures in ``weights``.
 """
 
 
 class Ranking:
-    """Scores and estimates of servers, in the order in which they were passed to ``Scorer.rank``."""
+    """Scores and estimates of servers, in the order of ``Scorer.rank``."""
 
     __slots__ = (
         "_compute_s",
@@ -224,12 +217,11 @@ class Ranking:
     ) -> None:
         self._scores, self._matched = scores, matched_tokens
         self.packed: Sequence[float] | bytes = scores
-        """Scores in the form that a decision keeps."""
         self._ttft_s, self._compute_s, self._weights = estimated_ttft_s, estimated_compute_s, weights
         self.reasons = reasons
         self.estimated_tbt_s = estimated_tbt_s
         self.plan_at = plan_at
-        """Function that returns the plan of the server at a position; only the chosen server's plan is made."""
+        """Function that returns the plan of the server at a position."""
 
     @property
     def scores(self) -> Sequence[float]:
@@ -238,7 +230,7 @@ class Ranking:
 
     @property
     def matched_tokens(self) -> Sequence[int] | None:
-        """Prompt tokens that each server is estimated to hold; None if the strategy ignores caches."""
+        """None if the strategy ignores caches."""
         return self._matched
 
     @property
@@ -247,7 +239,7 @@ class Ranking:
 
     @property
     def estimated_compute_s(self) -> Sequence[float] | None:
-        """Compute part of ``estimated_ttft_s``; if there are plans, they have it instead."""
+        """Compute part of ``estimated_ttft_s``; plans have it instead."""
         return self._compute_s
 
     @property
@@ -291,8 +283,7 @@ class Scorer:
         """Score ``servers`` (at least one) for ``request`` without changing visible state."""
         raise NotImplementedError
 
-    def routed(self, request: Request, server: Server, now_s: float) -> None:
-        """Record that ``request`` is sent to ``server``."""
+    def routed(self, request: Request, server: Server, now_s: float) -> None: ...
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         """Record the first byte of the answer: the server has computed the prompt and holds it.
@@ -301,13 +292,10 @@ class Scorer:
         """
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
-        """Record the cached tokens that the end of the answer reports, as OpenAI's usage does."""
+        """Record the cached tokens that the end of the answer reports."""
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``.
-
-        ``output_tokens`` is the length of the answer, if complete and reported.
-        """
+        """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``."""
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         """Record that the request ended before its first byte and left nothing in the cache."""
@@ -316,8 +304,7 @@ class Scorer:
         """Drop the state of a server that left the fleet or restarted: its cache is empty."""
 
 
-class NoServer(SkyMemoryError):
-    """No server takes the request now; the message has the reason."""
+class NoServer(SkyMemoryError): ...
 
 
 class Picker:
@@ -333,7 +320,7 @@ class Picker:
         self._random_state = seed & _MASK
 
     def pick(self, request: Request, now_s: float, among: Collection[str] | None = None) -> Decision:
-        """Choose the best server for ``request`` among the named servers (None: all).
+        """Choose the best server among the named servers (None: all).
 
         Raises:
             NoServer: none of them takes requests.
@@ -393,10 +380,7 @@ class Picker:
     def on_request_end(
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
-        """Record the last byte, or a disconnect of the client after the first.
-
-        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
-        """
+        """Record the last byte, or a disconnect of the client after the first."""
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             if server.in_flight:
@@ -455,11 +439,10 @@ _PickState = tuple[
     tuple[tuple[str, float], ...],
     int,
 ]
-"""State from which ``Decision.fallbacks`` and ``reasons`` are computed on demand.
+"""State from which the explanation is computed on demand; a plain tuple, because every request creates it.
 
 Scores, reasons, the ranked servers, their requests in flight, the position of the chosen server, all available servers,
-the adapter's reason, the chosen server's figures, and the number of ties. A plain tuple, because every request creates
-it.
+the adapter's reason, the chosen server's figures, and the number of ties.
 """
 
 
@@ -489,9 +472,8 @@ def _reasons(state: _PickState) -> Names:
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Return the servers eligible for the adapter, and the reason.
-
-    These have it loaded, or have room for it while the queues of the former are long; else all.
+    """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason; else
+    all.
 
     The adapter is decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix
     saves.

@@ -1,8 +1,8 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change by draining: it closes the instance to new requests, waits for its last request to end, and opens it in the other
-role. The controller does no I/O and reads no clock.
+change: it closes the instance to new requests, waits for its last request, and opens it in the other role. The
+controller does no I/O and reads no clock.
 
 Need is measured by time, spare capacity by work. Both are smoothed over time::
 
@@ -16,23 +16,21 @@ Need is measured by time, spare capacity by work. Both are smoothed over time::
 
     load      demand / serving instances; 1: no more work fits within the objective
 
-* Prefill need: waits are roughly exponential. Their mean never reaches the objective, because admission refuses
-  requests that would wait longer.
+* Prefill need: the mean wait never reaches the objective, because admission refuses requests that would wait longer.
 * Decode demand: a batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per
   second. The first term is this rate over the rate at the objective (a request has ``idle / (1 - c · rate)`` between
-  tokens), the second over the rate with full memory, at which the batch is ``n / kv_share``. The time between tokens is
-  not proportional to work: with an instance less, batches grow by more than that instance's share.
+  tokens), the second over the rate with full memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional
+  to work.
 
 An instance moves from pool G to pool R if all of these hold:
 
 1. ``need(R) ≥ high``.
 2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``. ``growth`` is ``1 + 1 / serving(R)``, at most
-   ``MOST_GROWTH``: a larger R takes requests that were refused or wait before G. If G prefills, its need after the move
-   must be at most 1, too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
+   ``MOST_GROWTH``, because a larger R sends more work through both pools. If G prefills, its need after the move must
+   be at most 1, too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
 3. ``load_after · (1 + margin) ≤ load(R)``.
 4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
-5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended: the
-   longer a drain takes, the more a wrong drain costs.
+5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
 Rule 3 is the hysteresis: a move back would require its opposite. With constant demands no move is undone.
 
@@ -53,7 +51,7 @@ from skymemory.errors import InvalidInput
 TAIL = 3.0
 """Multiple of the mean that 5 % of exponential waits exceed: ``exp(-3)``."""
 MOST_GROWTH = 1.25
-"""Limit of ``growth``: one more instance in a pool of one rarely doubles the flow."""
+"""Limit of ``growth``: doubling a pool rarely doubles the flow."""
 
 Role = Literal["prefill", "decode"]
 State = Literal["serving", "draining", "down"]
@@ -73,13 +71,13 @@ class InstanceSample:
     state: State = "serving"
     """``draining``: closed to new requests, for any reason. ``down``: neither serves nor drains."""
     fixed: bool = False
-    """True if it counts in its pool but never changes its role."""
+    """True if it never changes its role."""
     queue_s: float = 0.0
     """Prefill: estimated seconds of queued work, including the current prefill."""
     tbt_s: float = 0.0
-    """Decode: seconds between tokens with all its current requests; 0: idle."""
+    """Decode: seconds between tokens; 0: idle."""
     kv_share: float = 0.0
-    """Decode: KV memory needed by its requests, including waiting requests, over its capacity; may exceed 1."""
+    """Decode: KV memory needed, by waiting requests too, over its capacity; may exceed 1."""
     in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -107,24 +105,19 @@ class ElasticSettings:
     high: float = 0.85
     """Need from which a pool gets an instance."""
     low: float = 0.9
-    """Largest load of the giving pool after the move."""
+    """Limit of rule 2."""
     margin: float = 0.1
-    """Share by which that load must be below the other pool's."""
+    """Margin of rule 3."""
     smoothing_s: float = 20.0
-    """Time constant of needs and demands."""
     settle_s: float = 20.0
     """Minimum time between changes, and before the first."""
     drain_weight: float = 0.5
-    """Part of the last drain's duration added to ``settle_s``."""
     most_drain_s: float = 900.0
     """Maximum duration of a change; after it the instance serves in its old role again."""
     idle_tbt_s: float = 0.0
-    """Seconds between tokens of a request that decodes alone; 0: unknown.
-
-    If unknown, need and load of a decode pool are the larger of ``tbt_s`` over the objective and ``kv_share``.
-    """
+    """Seconds between tokens of a request that decodes alone; 0: unknown."""
     shared_tbt_s: float = math.inf
-    """Part of ``idle_tbt_s`` that a batch shares, such as reading the weights; capped at ``idle_tbt_s``."""
+    """Part of ``idle_tbt_s`` that a batch shares, such as reading the weights."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -154,7 +147,6 @@ class PoolController:
         self._slo = slo
         self.idle_tbt_s = settings.idle_tbt_s
         self.shared_tbt_s = settings.shared_tbt_s
-        """Settable by a caller that measures both; ``idle_tbt_s`` below the objective."""
         self._needs: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._demands: dict[Role, _Smoothed] = {role: _Smoothed(settings.smoothing_s) for role in ROLES}
         self._serving: dict[Role, int] = dict.fromkeys(ROLES, 0)
@@ -170,12 +162,12 @@ class PoolController:
         return self._change
 
     def load(self, role: Role) -> float:
-        """Return the pool's load; infinite without a serving instance, 0 before the first sample."""
+        """Return the load; infinite without a serving instance, 0 before the first sample."""
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
     def need(self, role: Role) -> float:
-        """Return the pool's need; 0 before the first sample."""
+        """Return the need; 0 before the first sample."""
         return self._needs[role].value
 
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
@@ -277,7 +269,6 @@ class PoolController:
         return None
 
     def _orphaned(self, to: Role, now_s: float) -> str | None:
-        """Return the reason to refill an empty pool, whatever the loads are."""
         since_s = self._empty_s[to]
         if since_s is None or now_s - since_s < self.settings.settle_s:
             return None
@@ -300,7 +291,6 @@ class PoolController:
         )
 
     def _need_with(self, role: Role, load: float) -> float:
-        """Return the need of a prefill pool at another load; 0 for a decode pool."""
         now = self.load(role)
         if role == "decode" or not 0 < now < 1:
             return 0.0
@@ -319,7 +309,6 @@ class _Smoothed:
         return self._sum / self._weight if self._weight else 0.0
 
     def add(self, total: float, elapsed_s: float, count: float = 1.0) -> None:
-        """Add a ``total`` over ``count`` samples, weighted by the time since the last call (the first: minimally)."""
         keep = math.exp(-elapsed_s / self._constant_s) if self._constant_s else 0.0
         share = max(1 - keep, 1e-9)
         self._sum = self._sum * keep + total * share

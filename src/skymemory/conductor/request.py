@@ -30,8 +30,8 @@ class Slo:
 class Prompt:
     """Prompt as hashes of its blocks. Immutable by convention: creating a frozen dataclass takes three times as long.
 
-    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt, so that
-    equal hashes mean equal prefixes. ``pieces`` has the same blocks hashed independently.
+    ``blocks`` has a uint64 per full block, chained to the previous block and seeded by model, adapter and salt;
+    ``pieces`` has the same blocks hashed independently.
     """
 
     blocks: NDArray[np.uint64]
@@ -51,10 +51,9 @@ class Request:
     prompt: Prompt
     model: str = ""
     adapter: str = ""
-    """LoRA adapter."""
     salt: str = ""
     session: str = ""
-    """Identifier of a client's requests: a cookie, a header or an address."""
+    """Cookie, header or address of a client."""
     output_tokens: int | None = None
     """Token limit of one answer."""
     tenant: str = ""
@@ -62,16 +61,16 @@ class Request:
     priority: int = 0
     """Higher values are served first and refused last."""
     streams: bool = True
-    """True if the answer is streamed; otherwise its first byte does not mark the end of the prefill."""
+    """False: the first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """Objectives of this request, instead of the general objectives."""
+    """Objectives instead of the general objectives."""
     answers: int = 1
     """Number of answers: of several prompts, or several of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning, in this order::
+    """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning::
 
         | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
         0             held                                 split           split + loaded   tokens
@@ -83,11 +82,11 @@ class Plan:
     split_tokens: int
     loaded_tokens: int
     source: str = ""
-    """Server or tier of the loaded part; empty: nothing is loaded."""
+    """Server or tier of the loaded part."""
     queue_s: float = 0.0
-    """Estimated wait until the server starts computing."""
+    """Estimated wait until computing starts."""
     load_s: float = 0.0
-    """Estimated time until the load is complete; it proceeds while the request waits."""
+    """Estimated time until the load is complete, beginning now."""
     compute_s: float = 0.0
     """Estimated time to compute the remaining tokens."""
 
@@ -116,15 +115,14 @@ class Decision:
     at_s: float
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
-    """Seconds between tokens with this request in the batch, for decode servers."""
+    """Seconds between tokens with this request in the batch."""
     plan: Plan | None = None
-    """None: the strategy does not plan it."""
     estimated_compute_s: float | None = None
     """Part of ``estimated_ttft_s`` that computes this request."""
 
     @property
     def fallbacks(self) -> Names:
-        """Other servers that could serve the request, best first."""
+        """Other servers, best first."""
         return self._explained()[0]
 
     @property
@@ -161,7 +159,7 @@ class Decision:
         return "adapter-" + kind if narrowed else kind
 
     def as_json(self) -> dict[str, object]:
-        """Return the decision for clients and logs, without any part of the prompt."""
+        """Return the decision without any part of the prompt."""
         return {
             "server": self.server,
             "fallbacks": list(self.fallbacks),

@@ -1,8 +1,7 @@
 """The scheduler: admits a request and chooses its prefill server and its decode server.
 
 It is Mooncake's conductor (FAST'25, algorithm 1) in three exchangeable parts: a ``Picker`` of prefill servers, a
-``Picker`` of decode servers (none if servers have both roles), and an ``Admission`` rule. The rule decides on arrival,
-and again before the request joins a decode batch; a refusal then wastes the prefill.
+``Picker`` of decode servers (none if servers have both roles), and an ``Admission`` rule.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
 """Kinds of refusals.
 
 ``ttft``, ``tbt``: the estimate exceeds the objective; ``cost``: other requests that fit cost less; ``share``: the
-tenant's share is used up; ``priority``: higher priorities go first; ``queue``: the queue is full or its wait too long.
+tenant's share is used up; ``priority``: higher priorities go first; ``queue``: it is full or its wait too long.
 """
 RETRY_S = 1.0
-"""Retry-After if no estimate shows when there will be room."""
+"""Retry-After without an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,7 @@ class DecodeForecast(Protocol):
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Return the mean over servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch.
-
-        Counts the requests that will have joined and not ended by then, if each decodes for the usual time.
-        """
+        """Return the mean over servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch."""
         ...
 
 
@@ -89,25 +85,20 @@ class Admission:
         return None
 
     def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
-        """Return None to let the request decode after its prefill; ``placement.decode`` is a current estimate."""
+        """Return None to let the request decode; ``placement.decode`` is a current estimate."""
         return None
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
-        """Record a refusal on arrival, by this rule or by a rule around it."""
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None: ...
 
     def accepted(self, placement: Placement, now_s: float) -> None: ...
 
     def prefilled(self, placement: Placement, now_s: float) -> None:
         """Record the end of the prefill, before ``before_decode``; without a decode server, the first token."""
 
-    def joined(self, placement: Placement, now_s: float) -> None:
-        """Record that the request joined a decode server."""
+    def joined(self, placement: Placement, now_s: float) -> None: ...
 
     def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """Record the end of a request.
-
-        ``met``: its objectives were met; None: unknown, it failed, or it was refused before decoding.
-        """
+        """Record the end; ``met`` is None if unknown, failed, or refused before decoding."""
 
 
 class AdmitAll(Admission):
@@ -115,7 +106,7 @@ class AdmitAll(Admission):
 
 
 class RuleAround(Admission):
-    """Base of rules that wrap another rule; passes all calls on."""
+    """Base of rules that wrap another rule."""
 
     def __init__(self, rule: Admission) -> None:
         self.rule = rule
@@ -145,10 +136,10 @@ class RuleAround(Admission):
 
 
 class OnArrival(RuleAround):
-    """Wrapper that decides finally on arrival: no admitted request is refused after its prefill.
+    """Wrapper that decides finally on arrival.
 
-    The decode load on arrival counts all requests promised to the server, so it is at least the load that the request
-    will meet. Contexts that grow during the prefill raise it only slightly, which does not justify wasting a prefill.
+    The decode load on arrival counts all requests promised to the server. Contexts that grow during the prefill raise
+    it only slightly, which does not justify wasting a prefill.
     """
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
@@ -164,8 +155,7 @@ class OnArrival(RuleAround):
 class Probing(RuleAround):
     """Wrapper that admits the next request if none was admitted for ``every_s``.
 
-    Estimates are learnt from served requests. If they are so wrong that all requests are refused, only a probe corrects
-    them.
+    If learnt estimates are so wrong that all requests are refused, only a probe corrects them.
     """
 
     def __init__(self, rule: Admission, every_s: float) -> None:
@@ -191,11 +181,10 @@ class Corrected(RuleAround):
 
     Two learnt parts are added to the estimated prefill:
 
-    * The hand-over, if another server decodes: the mean excess of the gaps between first tokens of a prefill server
-      over the later request's own prefill. It shrinks for requests back to back, whose hand-overs overlap with the next
-      prefill. A first burst is not promised an overlap that was never observed.
-    * A high quantile (``SHARE``) of recent errors: with their mean, a rule that admits up to its objective would break
-      every promise close to it. An overdue request counts at once, by its present delay.
+    * The hand-over, if another server decodes: the mean gap between first tokens of a prefill server less the later
+      request's prefill. Back to back, hand-overs overlap with the next prefill; a first burst is not promised that.
+    * A high quantile (``SHARE``) of recent errors: with their mean, a rule would break every promise close to its
+      objective. An overdue request counts at once, by its present delay.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -207,11 +196,9 @@ class Corrected(RuleAround):
         self._due: dict[int, tuple[float, float]] = {}
         """Estimated first-token time and assumed hand-over of requests without a first token, in admission order."""
         self._last: dict[str, tuple[int, float]] = {}
-        """Last request and last first-token time per prefill server; the request is 0 once it ended, as ids are reused.
-        """
+        """Last request (0 once it ended, as ids are reused) and last first-token time per prefill server."""
 
     def late_s(self, now_s: float) -> float:
-        """Return the correction for errors; never below 0."""
         late = sorted(self._late)
         recent_s = late[min(len(late) - 1, int(self.SHARE * len(late)))] if late else 0.0
         overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
@@ -285,7 +272,7 @@ class Scheduler:
     """Placement of requests, and their tracking to the end. Not thread-safe.
 
     Calls per request: ``place``, ``begin``, ``prefilled``, ``decoding``, ``on_request_end``; or ``failed`` at any time
-    after ``begin``. If one server has both roles, ``prefilled`` is its first token and ``decoding`` is left out.
+    after ``begin``. If one server has both roles, ``decoding`` is left out.
 
     Of two servers, either may fail alone: ``prefill_again`` and ``decode_again`` replace it. After ``prefill_lost`` the
     decode server computes the prompt; call ``failed`` with ``prefilled`` then.
@@ -312,7 +299,7 @@ class Scheduler:
     ) -> Placement | Refusal:
         """Return a placement, not yet booked, or the admission rule's final refusal.
 
-        ``among`` and ``decode_among`` name the eligible prefill and decode servers; None: all.
+        ``among`` and ``decode_among`` name the eligible servers; None: all.
 
         Raises:
             NoServer: no server takes requests.
@@ -326,7 +313,7 @@ class Scheduler:
         return placement
 
     def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
-        """Return another placement after a server ``failed``; admission is not repeated.
+        """Return another placement after a server ``failed``, without admission.
 
         Raises:
             NoServer: no server takes requests.
@@ -358,7 +345,7 @@ class Scheduler:
         return replace(placement, prefill=prefill)
 
     def prefill_lost(self, placement: Placement, now_s: float) -> None:
-        """Close a prefill that failed or is no longer awaited; the decode server computes the prompt."""
+        """Close a prefill that failed or is no longer awaited."""
         self.prefill.failed(placement.prefill, now_s)
 
     def decode_again(
@@ -367,7 +354,7 @@ class Scheduler:
         """Replace a failed decode server and book the new server; ``decoding``: the request was in its batch.
 
         Raises:
-            NoServer: no other server takes requests; nothing is changed.
+            NoServer: as ``prefill_again``.
         """
         assert self.decode is not None and placement.decode is not None
         decode = self.decode.pick(placement.request, now_s, among)
@@ -384,7 +371,6 @@ class Scheduler:
         return replace(placement, decode=decode)
 
     def begin(self, placement: Placement, now_s: float) -> None:
-        """Record that the request is sent."""
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -397,7 +383,7 @@ class Scheduler:
     ) -> Refusal | None:
         """Record the end of the prefill; return a refusal if the request may not decode, which ends it.
 
-        ``decodes``: the decode server decodes already, so it may go on.
+        ``decodes``: the decode server decodes already.
         """
         self.prefill.succeeded(placement.prefill, now_s, cached_tokens)
         self.admission.prefilled(placement, now_s)
@@ -427,10 +413,7 @@ class Scheduler:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """Record the last token. ``met``: the objectives were met; None: unknown.
-
-        ``cached_tokens`` and ``output_tokens`` come from the answer's usage, if it has them.
-        """
+        """Record the last token; ``met`` is None if unknown."""
         if self.decode is not None and placement.decode is not None:
             self.decode.on_request_end(placement.decode, now_s, output_tokens=output_tokens)
         else:
@@ -438,7 +421,6 @@ class Scheduler:
         self.admission.on_request_end(placement, now_s, met)
 
     def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
-        """Record a failure, before or after the prefill (``prefilled``) and decode join (``decoding``)."""
         if self.decode is None or placement.decode is None:
             (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -448,7 +430,6 @@ class Scheduler:
         self.admission.on_request_end(placement, now_s, None)
 
     def _current(self, placement: Placement, now_s: float) -> Placement:
-        """Return the placement with a current estimate of its decode server."""
         assert self.decode is not None and placement.decode is not None
         # The KV already streams to the chosen server, so only that server is estimated again.
         chosen = placement.decode.server
