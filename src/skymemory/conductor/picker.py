@@ -295,7 +295,7 @@ class Scorer:
         """Record the cached tokens that the end of the answer reports."""
 
     def on_request_end(self, request: Request, server: Server, now_s: float, output_tokens: int | None = None) -> None:
-        """Record the last byte, or a disconnect of the client after ``succeeded``. Called once, before ``corrected``."""
+        """Record the last byte, or a disconnect of the client after ``succeeded``; called before ``corrected``."""
 
     def failed(self, request: Request, server: Server, now_s: float) -> None:
         """Record that the request ended before its first byte and left nothing in the cache."""

@@ -48,7 +48,7 @@ class DecodeForecast(Protocol):
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
-        """Return the mean over servers of the seconds between tokens at ``at_s``, with ``request`` added to each batch."""
+        """Return the mean seconds between tokens of all servers at ``at_s``, with ``request`` added to each batch."""
         ...
 
 

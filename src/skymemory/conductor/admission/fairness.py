@@ -1,14 +1,12 @@
 """Priorities and fair shares of tenants under overload, as a wrapper of any admission rule.
 
 Fair shares divide the compute time of the prefill servers. Within a sliding window each tenant has a demand (all its
-requests) and a usage (its admitted requests). The total usage is divided by max-min fairness, weighted by tenant: no
-tenant gets more than its demand, and the other tenants share the remainder. If the load is ``overload`` or more and
-requests were refused, a tenant above its share is refused; a tenant whose whole demand is within its share is not
-refused for cost. Below that load, or with a single tenant, nothing is refused here: fairness never idles a server.
+requests) and a usage (its admitted requests). The total usage is divided by weighted max-min fairness. From a load of
+``overload`` on, a tenant above its share is refused; a tenant whose whole demand is within its share is not refused for
+cost. Without refusals or with a single tenant nothing is refused: fairness never idles a server.
 
 Load is the larger of the estimated time to first token and time between tokens, each relative to its objective. The
-admissible load of a request falls with each higher priority level in use, so the lowest priorities are refused first.
-For priorities below 0 the default priority always counts as in use.
+admissible load falls with each higher priority level in use.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     share_window_s: float = 60.0
-    """Length of the sliding window of demand and usage."""
     overload: float = 0.5
     """Load from which shares are enforced."""
     priority_step: float = 0.2
@@ -50,8 +47,6 @@ class FairnessSettings:
 
 
 class Fair(RuleAround):
-    """Admission rule that checks priorities and shares before ``rule``."""
-
     def __init__(self, rule: Admission, slo: Slo, settings: FairnessSettings | None = None) -> None:
         self.settings = settings = settings or FairnessSettings()
         super().__init__(rule)
@@ -134,7 +129,6 @@ def _cost_s(placement: Placement) -> float:
 
 
 _MOST = 65_536
-"""Limit of remembered requests."""
 _REFRESH = 256
 """Recomputations of the shares per window."""
 
@@ -172,7 +166,7 @@ class Shares:
             self._level, self._level_at_s = self._max_min_level(), now_s
 
     def of(self, tenant: str) -> tuple[float, float]:
-        """Return usage and share in the window; the share is infinite without competing tenants or refusals."""
+        """Return usage and share; the share is infinite without competing tenants or refusals."""
         # Fairness never idles a server: a tenant may use everything while it is alone or nothing was refused.
         account = self._accounts.get(tenant)
         used = 0.0 if account is None else account.used

@@ -1,15 +1,13 @@
 """The rule ``goodput`` (ours): under overload it maximises the number of requests that meet both objectives.
 
-Each such request counts the same, so the cheapest are admitted. A rule that looks at the queue only admits in order of
-arrival, and one long prompt then costs as much as twenty short prompts.
+Each such request counts the same, so the cheapest are admitted.
 
-1. Time to first token: refuse if the estimate, corrected by its learnt error (``LearntTtft``), exceeds the objective.
+1. Time to first token: refuse if the corrected estimate (``LearntTtft``) exceeds the objective.
 2. Time between tokens: refuse if the decode load of all admitted requests exceeds a learnt share of the objective
-   (``LearntHeadroom``), which leaves room for growing contexts and wrong estimates: a slow batch fails all of its
-   requests. If the prefill will end later than a request usually decodes, the load is forecast.
+   (``LearntHeadroom``), because a slow batch fails all of its requests. If the prefill will end later than a request
+   usually decodes, the load is forecast.
 3. Prefill cost (``Price``): if the shortest queue exceeds ``queue_share`` of the objective, admit only the cheapest of
-   the recent requests that fit into the servers' time. Otherwise admit all, so that no server idles because future
-   requests differ from recent requests.
+   the recent requests that fit into the servers' time. Otherwise admit all, so that no server idles.
 4. Context size: the same rule for tokens, if the decode estimate exceeds ``batch_share`` of its objective.
 """
 
@@ -32,17 +30,17 @@ class GoodputSettings:
     window_s: float = 60.0
     """Age up to which a request counts as a sample of future requests."""
     queue_share: float = 0.5
-    """Queue length under overload, as a share of the objective for the first token."""
+    """Queue length under overload, over the objective for the first token."""
     use: float = 1.0
     """Share of the servers' time available to prefills."""
     batch_share: float = 0.6
     """Share of the time between tokens above which contexts are limited."""
     fill: float = 0.9
-    """Tokens in decode batches under overload, as a share of those that meet the objective."""
+    """Tokens in decode batches under overload, over those that meet the objective."""
     broken: float = 0.2
     """Tolerated share of misses among requests near the limit."""
     least_headroom: float = 0.7
-    """Lower bound of the learnt limit, as a share of the objective."""
+    """Lower bound of the learnt limit, over the objective."""
 
     def __post_init__(self) -> None:
         if self.window_s <= 0:
@@ -68,8 +66,7 @@ class Goodput(Admission):
         self._ttft = LearntTtft(slo.ttft_s)
         self._headroom = LearntHeadroom(settings.least_headroom, settings.broken)
         self._late: set[int] = set()
-        """Ids of requests in progress with a late first token; their missed objective does not count against
-        decoding."""
+        """Ids of requests with a late first token; their missed objective does not count against decoding."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         # The order of the module's rules: a request that would be late anyway is not judged by its cost.
@@ -151,7 +148,6 @@ class Goodput(Admission):
 
 
 _MOST = 4096
-"""Limit of remembered requests."""
 _REFRESH = 64
 """Sorts of the remembered requests per window."""
 
@@ -180,7 +176,7 @@ class Price:
     def max_cost(self, per_s: float, room: float, now_s: float) -> float:
         """Return the largest cost that fits; infinite if all fit.
 
-        ``per_s`` is the capacity per second, ``room`` additional capacity available once; a backlog makes it negative.
+        ``per_s`` is the capacity per second, ``room`` additional capacity once; negative for a backlog.
         """
         if not self._sums:
             return math.inf
@@ -218,8 +214,7 @@ class LearntTtft:
 class LearntHeadroom:
     """Learnt share of the objective between tokens up to which requests are admitted.
 
-    A quantile tracker: a missed objective lowers the share by a step, a met objective raises it by less. The two
-    balance if a share ``broken`` of the requests near the limit miss.
+    A quantile tracker: it is in balance if a share ``broken`` of the requests near the limit miss.
     """
 
     step = 0.01
@@ -231,7 +226,7 @@ class LearntHeadroom:
         self.share = 1.0
 
     def record_outcome(self, load: float, met: bool) -> None:
-        """Record an outcome; ``load`` is the batch's estimated time between tokens, relative to the objective."""
+        """Record an outcome; ``load`` is the estimated time between tokens over the objective."""
         # In balance, ``broken`` misses times ``step`` down equal the sum of the steps up.
         if load < self.near * self.share:
             return
@@ -242,7 +237,6 @@ class LearntHeadroom:
 
 
 _FORGETTING = 0.005
-"""Weight of an estimate in the moving means."""
 _LEAST = 50
 """Estimates needed to fit a line."""
 _SPREAD = 0.05
@@ -264,7 +258,7 @@ class Batches:
         """Seconds spent in progress, and requests ended; both decay at the same rate."""
 
     def entered(self, tokens: int, tbt_s: float, now_s: float) -> None:
-        """Record an admission; ``tbt_s`` is the estimate that includes the request."""
+        """Record an admission; ``tbt_s`` includes the request."""
         self._count(now_s)
         self._inside += 1
         self.tokens += tokens

@@ -1,8 +1,8 @@
 """Mooncake's three admission rules (FAST'25, section 4.2.6).
 
-All three refuse on arrival if the time to first token is too long, and check the decode load again after the prefill,
-when a refusal wastes it. On arrival they look at different decode loads: none (``Baseline``), the current load
-(``Early``; prefill and decode loads then oscillate), or the load forecast for the end of the prefill (``Predicted``).
+All three check the time to first token on arrival and the decode load after the prefill, when a refusal wastes it. On
+arrival they look at different decode loads: none (``Baseline``), the current load (``Early``; prefill and decode loads
+then oscillate), or the load forecast for the end of the prefill (``Predicted``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Placement, Refusal
 
 _LOOKAHEADS = 12
-"""Number of forecast times to try; each is twice as far ahead as the last."""
+"""Forecast times to try; each is twice as far ahead as the last."""
 
 
 def too_late(ttft_s: float | None, limit_s: float) -> Refusal | None:
@@ -33,7 +33,7 @@ def too_slow(tbt_s: float | None, limit_s: float, forecast: DecodeForecast | Non
 
 
 def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> float:
-    """Return the forecast seconds until the decode servers meet the objective again, without new requests."""
+    """Return the forecast seconds until the decode servers meet the objective again."""
     if forecast is None:
         return RETRY_S
     ahead_s = RETRY_S
@@ -45,8 +45,6 @@ def room_in_s(forecast: DecodeForecast | None, limit_s: float, now_s: float) -> 
 
 
 class Baseline(Admission):
-    """Admission rule that checks time to first token on arrival and decode load after the prefill."""
-
     name = "baseline"
 
     def __init__(self, slo: Slo) -> None:
@@ -71,8 +69,7 @@ class EarlySettings:
 class Early(Baseline):
     """Rule that also checks on arrival the current decode load, with the new request added to the batches.
 
-    The new request must count: the check before decoding keeps the load without it below the objective, so no request
-    would be refused early. Without a forecast, or with ``promised``, the load is the estimate of the chosen server.
+    Without it, the check before decoding keeps the load below the objective, and no request would be refused early.
     """
 
     name = "early"
@@ -92,10 +89,7 @@ class Early(Baseline):
 
 
 class Predicted(Baseline):
-    """Rule that also checks on arrival the decode load forecast for the end of the prefill.
-
-    The load is the mean over the servers, with the new request added. Without a forecast the rule equals ``Early``.
-    """
+    """Rule that also checks on arrival the decode load forecast for the end of the prefill."""
 
     name = "predicted"
     looks_ahead = True

@@ -43,14 +43,13 @@ RULES: Registry[Build] = Registry(
 )
 NAMES = tuple(RULES)
 FAIR = "+fair"
-"""Suffix of a rule's name that adds priorities and fair shares, with the options of ``FairnessSettings``."""
+"""Suffix of a rule's name that adds priorities and fair shares (``FairnessSettings``)."""
 
 
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
-    """Return the rule named ``name``.
+    """Return the rule named ``name``, with ``on_arrival`` wrapped by ``OnArrival``.
 
-    Option values may be text, as from flags; ``weights`` is a table or text such as ``gold=3,free=0.5``. With
-    ``on_arrival`` the rule refuses on arrival only (``OnArrival``).
+    Option values may be text; ``weights`` is a table or text such as ``gold=3,free=0.5``.
 
     Raises:
         InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
@@ -83,7 +82,7 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Return tenant weights from a table or text; ``what`` begins the error message.
+    """Return tenant weights; ``what`` begins the error message.
 
     Raises:
         InvalidInput: neither a table nor such text, or a weight is not a number.

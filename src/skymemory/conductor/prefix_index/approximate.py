@@ -1,13 +1,11 @@
 """The contract of prefix indices, and the approximate index, learnt from requests.
 
-A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``, seeded
-by ``conductor.request``), so that equal hashes mean equal prefixes that may be shared. Servers are the slots of the
-fleet.
+A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``).
+Servers are the slots of the fleet.
 
 The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
-used blocks, up to the capacity of the server's cache (``set_capacity``), and evicts the end of a prefix before its
-head. Engines evict by other rules and do not report it; if an engine reports how much of a prompt was cached,
-``correct`` drops the other blocks.
+used blocks, up to the capacity of the server's cache, and evicts the end of a prefix before its head. Engines evict by
+other rules and do not report it; ``correct`` uses what an engine reports as cached.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ class PrefixIndex(Protocol):
     """Contract of prefix indices. Blocks after a block that a slot lacks do not count."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each of ``slots`` holds, without a gap.
-
-        Changes no state: a match is not a use.
-        """
+        """Return the number of leading blocks that each of ``slots`` holds, without a gap; change no state."""
         ...
 
     def learn(self, slot: int, blocks: Blocks) -> None:
@@ -40,11 +35,7 @@ class PrefixIndex(Protocol):
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Correct the index after a report of only ``cached_blocks`` cached blocks; return the number of blocks
-        dropped.
-
-        Blocks that follow the missing block are dropped too, also in other chains.
-        """
+        """Drop the blocks after ``cached_blocks``, also in other chains, after a report; return the number dropped."""
         ...
 
     def forget(self, slot: int) -> None:
@@ -57,15 +48,15 @@ class PrefixIndex(Protocol):
 BLOCKS_PER_SERVER = 31_250
 """Assumed capacity of a server that does not report it (the endpoint picker's default)."""
 MAX_MATCH = 256
-"""Number of a prompt's blocks that the endpoint picker matches."""
+"""Blocks of a prompt that the endpoint picker matches."""
 Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
-    """Prefix index learnt from requests; see the module.
+    """Prefix index learnt from requests.
 
     ``max_match`` limits the blocks learnt and matched per prompt; None: all. ``secret`` is an odd 64-bit number for the
-    hash table (``native.PrefixTable``). ``table`` is another implementation, for tests.
+    hash table (``native.PrefixTable``).
 
     Raises:
         InvalidInput: an invalid capacity or secret.
@@ -89,7 +80,7 @@ class ApproximatePrefixIndex:
 
     @property
     def whole_table(self) -> native.PrefixTable | None:
-        """Table of blocks, or None if ``max_match`` limits what is matched in it."""
+        """None if ``max_match`` limits what is matched in it."""
         return self._table if self.max_match is None else None
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
@@ -131,7 +122,6 @@ class ApproximatePrefixIndex:
         return self._table.blocks()
 
     def dump(self, slot: int) -> bytes:
-        """Return the blocks of ``slot``, for ``load`` (``native.PrefixTable.dump``)."""
         return self._table.dump(slot)
 
     def load(self, slot: int, dump: bytes) -> None:

@@ -1,14 +1,14 @@
 """Decoded KV cache events of an engine, and the engine's blocks that follow from them.
 
-The fields of events are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too: a batch has a sequence
-number and events. ``router.engines`` decodes messages into these classes; ``precise.PreciseIndex`` applies them.
+The fields are vLLM's (``vllm/distributed/kv_events.py``), which SGLang publishes too. ``router.engines`` decodes
+messages into these classes; ``precise.PreciseIndex`` applies them.
 
 An engine reports a block's tokens once, when it stores the block, and only its own hash after that. Our hash follows
-from the tokens and our hash of the parent. A block with an unknown parent (its event was lost, or published before we
-subscribed) is an *orphan*: it does not count until its parent is reported.
+from the tokens and our hash of the parent. A block with an unknown parent is an *orphan*: it does not count until its
+parent is reported.
 
-A block is known as long as any medium holds it. Media other than the GPU's memory vary: some report blocks without
-their tokens, some have larger blocks than the engine, and some do not report removals.
+A block is known as long as any medium holds it. Some media report blocks without their tokens, some have larger blocks
+than the engine, and some do not report removals.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ EngineHash = int | bytes
 class BlocksStored:
     """Event: a chain of blocks is now in ``medium``, after ``parent`` (None: the beginning of a prompt).
 
-    Without tokens, blocks that were reported with tokens earlier are now in this medium too, and ``parent`` has no
-    meaning: vLLM's offloading connector reports host memory and disks this way.
+    Without tokens, blocks reported earlier are now in this medium too, and ``parent`` has no meaning: vLLM's offloading
+    connector reports this way.
     """
 
     hashes: Sequence[EngineHash]
@@ -64,9 +64,8 @@ class BlocksStored:
     tokens: Sequence[int]
     """Tokens of all blocks in order: ``len(hashes) * block_tokens`` or none."""
     block_tokens: int
-    """Tokens per block; outside the GPU's memory it may be larger than the engine's (LMCache: 256)."""
+    """Outside the GPU's memory it may be larger than the engine's (LMCache: 256)."""
     medium: str = GPU
-    """Name of the medium by the engine; see ``medium_of``."""
     adapter: str = ""
     """LoRA adapter: ``lora_name``, or ``"#" + str(lora_id)`` if only the id is reported."""
     extra_keys: Sequence[Sequence[object] | None] | None = None
@@ -103,15 +102,14 @@ class Batch:
 
 
 MAX_ORPHANS = 4096
-"""Limit of orphans per engine; beyond it the oldest orphan is dropped."""
+"""Limit of orphans per engine; beyond it the oldest is dropped."""
 MAX_BEYOND_GPU = 1 << 19
-"""Limit of an engine's blocks in a medium other than the GPU's memory, which may not report removals.
+"""Limit of an engine's blocks in a medium other than the GPU's memory; beyond it the oldest sixteenth is dropped.
 
-Beyond it the oldest sixteenth is dropped. With 16 tokens per block the limit is 8 million tokens, in 70 to 110 MB of
-memory.
+With 16 tokens per block it is 8 million tokens, in 70 to 110 MB of memory.
 """
 MAX_RECENT = 1 << 16
-"""Limit of blocks found by their tokens: those last stored in the GPU's memory, if another medium reports chunks."""
+"""Limit of blocks found by their tokens."""
 TOKEN_BYTES = 4
 _MASK = (1 << 64) - 1
 
@@ -131,9 +129,9 @@ class _Run:
     """Block of an engine outside the GPU's memory, of another size than our blocks."""
 
     blocks: int
-    """Number of whole blocks of ours that it covers."""
+    """Whole blocks of ours that it covers."""
     rest: bool
-    """True if it ends within a block of ours; that block and its successors have no hash of ours."""
+    """True if it ends within a block of ours, which then has no hash of ours, nor do its successors."""
 
 
 # Names of a block, and how they map:
@@ -159,20 +157,18 @@ class EngineBlocks:
     media: dict[str, dict[int, int]] = field(default_factory=dict)
     """Hash of ours by the engine's name, per medium."""
     given_up: int = 0
-    """Number of dropped orphans."""
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Number of additional copies of a block in the engine.
+    """Additional copies of a block in the engine.
 
-    vLLM recomputes the last block of a fully cached prompt and keeps both copies; it reports the storing and the
-    removal of each.
+    vLLM recomputes the last block of a fully cached prompt, keeps both copies, and reports the storing and the removal
+    of each.
     """
     _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
-    """Blocks of another size, by medium and engine name; their parts have names of their own (``_names``)."""
+    """Blocks of another size, by medium and engine name."""
     _recent: dict[int, int] | None = None
     """Hashes of ours last stored in the GPU's memory, by the hash of their tokens; None before the first chunk."""
     _with_removals: set[str] = field(default_factory=set)
-    """Media with reported removals."""
     _orphans: dict[tuple[str, int], _Orphan] = field(default_factory=dict)
     _children: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -183,9 +179,8 @@ class EngineBlocks:
     def stored(self, event: BlocksStored) -> Iterator[Change]:
         """Apply an event; yield our blocks that are now in a medium, including orphans that it resolves.
 
-        Raises:
-            InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
-                other media such blocks are skipped and counted, so that the GPU's blocks stay usable.
+        Raises: InvalidInput: blocks in the GPU's memory of another size than ours, or with a wrong number of tokens. In
+        other media such blocks are skipped and counted.
         """
         medium = medium_of(event.medium)
         if medium != GPU and not event.tokens:
@@ -295,9 +290,9 @@ class EngineBlocks:
         """Return our blocks of a chunk, found by tokens among those last stored in the GPU's memory; empty if not
         found.
 
-        Needed for LMCache. It reports parent 0 for a chain that starts within a prompt, leaves out chunks that it has
-        already (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither adapter nor salt.
-        But it stores what was just computed.
+        LMCache reports parent 0 for a chain that starts within a prompt, leaves out chunks that it has already
+        (``lmcache/v1/cache_engine.py``, ``store`` and ``store_layer``), and reports neither adapter nor salt. But it
+        stores what was just computed.
         """
         if self._recent is None:
             self._recent = {}
@@ -364,7 +359,6 @@ class EngineBlocks:
 
     @property
     def media_without_removals(self) -> list[str]:
-        """Media other than the GPU's memory without a reported removal."""
         return [medium for medium in self.media if medium != GPU and medium not in self._with_removals]
 
     def drop_copies(self, ours: Collection[int]) -> None:
@@ -412,10 +406,7 @@ def folded(engine_hash: EngineHash) -> int:
 
 
 def _names(name: int, run: _Run) -> list[int]:
-    """Return the names of our blocks within a larger block of the engine.
-
-    If both sizes end together, the last part has the engine's name, which following blocks refer to as their parent.
-    """
+    """Return the names of our blocks within a larger block of the engine."""
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
         parts[-1] = name
@@ -425,8 +416,8 @@ def _names(name: int, run: _Run) -> list[int]:
 def chained(before: int, tokens: bytes, keys: Sequence[object]) -> int:
     """Return our hash of a block after ``before``.
 
-    Further input of the engine's hash (images, embeddings) changes ours, so that neither the block nor its successors
-    match a prompt with the same text only.
+    Further input of the engine's hash (images, embeddings) changes ours, so that no prompt with the same text alone
+    matches.
     """
     if keys:
         digest = hashlib.sha256(before.to_bytes(8, "little") + repr(tuple(keys)).encode("utf-8", "surrogatepass"))

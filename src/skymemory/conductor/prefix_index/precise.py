@@ -1,12 +1,12 @@
 """Precise prefix index, fed by the engines' KV cache events.
 
 Engines number their batches of events. A gap means lost events: the engine's slot is *stale* and matches nothing until
-the lost batches are replayed, the engine reports that it cleared its cache, or the subscriber resumes with an empty
-slot (``resume_empty``). After the latter, blocks stored earlier are not found, which costs hits, but no evicted block
-is matched. Engines do not evict the ends of prefixes first: a held block with an evicted prefix does not count.
+the lost batches are replayed, the engine clears its cache, or the subscriber resumes with an empty slot
+(``resume_empty``), which costs hits but matches no evicted block. Engines do not evict the ends of prefixes first: a
+held block with an evicted prefix does not count.
 
-A block may be in several media, and matches while it is in any of them. Some media (LMCache's) do not report removals:
-only their latest blocks count, and blocks that an engine turned out to lack are dropped.
+A block matches while any medium holds it. Some media (LMCache's) do not report removals: only their latest blocks
+count, and blocks that an engine turned out to lack are dropped.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from skymemory.metrics import Counters
 WEIGHTS: Mapping[str, float] = MappingProxyType({GPU: 1.0, CPU: 0.8, DISK: 0.5, REMOTE: 0.5})
 """Weight of a block by its medium.
 
-The first two are llm-d's (``pkg/kvcache/backend.go``). There, a medium without a weight counts 1, as if nothing had to
-be loaded; here it counts the least weight.
+The first two are llm-d's (``pkg/kvcache/backend.go``). There, a medium without a weight counts 1; here it counts the
+least weight.
 """
 _NUMBERS: Mapping[str, int] = MappingProxyType({medium: number for number, medium in enumerate(MEDIA)})
-"""Number of each medium in the table."""
 MAX_WAITING = 1024
 """Limit of batches that wait for the end of a gap; later batches are dropped and replayed."""
 Table = type[native.HolderTable]
@@ -55,7 +54,6 @@ Table = type[native.HolderTable]
 class _Engine:
     blocks: EngineBlocks
     expected: int = 0
-    """Number of the next batch."""
     last_live: int = -1
     waiting: dict[int, Batch] = field(default_factory=dict)
     """Batches after a gap, by number."""
@@ -64,11 +62,10 @@ class _Engine:
 
 
 class PreciseIndex:
-    """Prefix index fed by KV events; see the module.
+    """Prefix index fed by KV events.
 
-    ``block_tokens`` is the number of tokens per block, of all engines and prompts. ``weights`` overrides ``WEIGHTS`` by
-    medium, for ``weighted``; an unknown medium has the least weight. ``secret`` and ``table`` are as in
-    ``ApproximatePrefixIndex``.
+    ``block_tokens`` is that of all engines and prompts. ``weights`` overrides ``WEIGHTS`` by medium. ``secret`` is as
+    in ``ApproximatePrefixIndex``.
     """
 
     def __init__(
@@ -105,8 +102,7 @@ class PreciseIndex:
     def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
         """Apply a batch, live or ``replayed``; return False if batches from ``missing(slot)`` on are missing.
 
-        With ``more`` the next call continues the batch under the same number (replayed batches only). A live number
-        that is not above the last live number means that the engine restarted: its slot is emptied.
+        With ``more`` the next call continues the batch under the same number (replayed batches only).
 
         Raises:
             InvalidInput: an unknown slot, or unusable events (blocks of another size). The slot is then empty, and
@@ -214,7 +210,7 @@ class PreciseIndex:
         return self.match_weighted(blocks, slots)[1]
 
     def match_weighted(self, blocks: Blocks, slots: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return ``match`` and ``weighted`` of a single walk."""
+        """Return ``match`` and ``weighted``."""
         return self._walk(blocks, slots, self._order)
 
     @property
@@ -245,9 +241,8 @@ class PreciseIndex:
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
         """Drop the missing blocks from media without reported removals; return their number.
 
-        Other media drop nothing, since an engine reports a block only once. But counted copies of missing blocks are
-        forgotten: an engine that reports only the removal of the last copy (as vLLM plans to) would otherwise be
-        assumed to hold them forever.
+        In other media their counted copies are forgotten: an engine that reports only the removal of the last copy (as
+        vLLM plans to) would otherwise be assumed to hold them forever.
         """
         engine = self._engines.get(slot)
         if engine is None or not 0 <= cached_blocks < len(blocks):
@@ -267,7 +262,7 @@ class PreciseIndex:
 
     @property
     def table_rows(self) -> int:
-        """Number of distinct blocks, summed over the media."""
+        """Distinct blocks, summed over the media."""
         return self._table.blocks()
 
     def blocks_of(self, slot: int) -> int:

@@ -6,15 +6,14 @@ A snapshot, little-endian::
     24 length of the kind 4, kind in UTF-8
     then per server: length of the name 4, name in UTF-8, capacity 8, blocks 8, per block hash 8 and parent 4
 
-The *kind* names the unit and size of blocks; hashes of another kind are unusable. A parent is the position, from 0, of
-a block of the same server. Blocks are in the order of their last use, the latest first.
+The *kind* names the unit and size of blocks. A parent is the position, from 0, of a block of the same server. Blocks
+are in the order of their last use, the latest first.
 
 A delta, little-endian (it names the server, because each replica has its own slots)::
 
     0 kind 1 (1 learnt, 2 dropped)   1 length of the name 2   3 number of blocks 4   7 name, UTF-8   then 8 per block
 
-Replicas publish only what they learnt themselves, not what they absorbed. They do not publish that a server left or
-restarted: every replica checks its servers itself.
+Replicas publish only what they learnt themselves, not what they absorbed, and no removal of servers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _STORED_ROW = np.dtype([("hash", "<u8"), ("parent", "<u4")])
 _TABLE_ROW = np.dtype([("hash", "=u8"), ("parent", "=u4"), ("zero", "=u4")])
 _MAX_NAME_BYTES = 4096
 MAX_DELTAS = 8192
-"""Limit of the log of deltas; replicas that fall further behind miss the oldest deltas."""
+"""Limit of the log; replicas that fall further behind miss the oldest deltas."""
 MAX_BLOCKS = 1 << 20
 _DELTA_HEAD = struct.Struct("<BHI")
 _LEARNT, _DROPPED = 1, 2
@@ -186,8 +185,8 @@ Delta = Learnt | Dropped
 class SharedPrefixIndex(ApproximatePrefixIndex):
     """Approximate index with a log of deltas for other replicas, which also absorbs theirs.
 
-    ``name_of`` returns the name of a slot's server, ``slot_of`` the slot of a name; None if unknown. Deltas are
-    numbered from 0; ``log_end`` is the number of the next delta.
+    ``name_of`` and ``slot_of`` return None if unknown. Deltas are numbered from 0; ``log_end`` is the number of the
+    next.
     """
 
     def __init__(
