@@ -1,30 +1,23 @@
 """Mooncake's KVCache-centric scheduling (FAST'25, algorithm 1), and a variant that takes the cheapest way per server.
 
 The time to first token is estimated per server, with the missing KV computed or loaded from elsewhere. The published
-rule compares lengths: a server loads if the longest prefix anywhere is ``balancing_threshold`` times its own. The two
-publications differ if the ratio equals the threshold: ``arxiv`` loads, ``fast25`` computes. ``cheaper`` needs no
-threshold: a server loads if that is faster than computing, or loads one part and computes the other if that is faster
-still.
+rule loads if the longest prefix anywhere is ``balancing_threshold`` times the server's own; at equality ``arxiv``
+loads, ``fast25`` computes. ``cheaper`` (ours) loads if that is faster, or loads one part and computes the other.
 
-Decisions that the publications leave open: the ratio to a server that holds nothing is infinite; a load proceeds while
-the request waits in the queue, so the longer of the two counts; a fully cached prompt still computes one token; far
-tiers count like servers.
+Left open by the publications: the ratio to a server that holds nothing is infinite; a load proceeds while the request
+waits in the queue; a fully cached prompt still computes one token; far tiers count like servers.
 
-Hot prefixes replicate as a by-product: a server that gets a prompt counts as holding it from then on.
-
-Split of loading and computing. A server holds the first ``held`` blocks, another place the first ``end``. Loading can
-start at once, computing when the queue has drained. The server computes from ``held`` on while the back is loaded
-(Cake, 2024), because later tokens attend to more and cost more to compute. With the split at block ``split``::
+A split: a server holds the first ``held`` blocks, another place the first ``end``. The server computes from ``held`` on
+while the back is loaded (Cake, 2024), because later tokens cost more to compute. With the split at block ``split``::
 
     ready  = wait + compute(held..split)          the front is computed
     rest   = compute(end..)                       held nowhere
     late   = max(0, load(split..end) - ready)     still loading then
     finish = ready + max(late, rest) + min(late, rest) / layers
 
-A server that loads layer by layer computes the rest as layers arrive (Mooncake §5.2, ``cost_model.loaded_s``);
-otherwise ``layers`` is 1. ``finish`` is the maximum of ``ready + rest``, ``(1 - 1/layers)·ready + load/layers + rest``
-and ``load + rest/layers``. As ``ready`` is convex in the split and ``load`` linear, the maximum is convex, and
-bisection finds its minimum.
+A server that loads layer by layer computes the rest as layers arrive (Mooncake §5.2); otherwise ``layers`` is 1.
+``finish`` is the maximum of ``ready + rest``, ``(1 - 1/layers)·ready + load/layers + rest`` and
+``load + rest/layers``. It is convex in the split, and bisection finds its minimum.
 """
 
 from __future__ import annotations
@@ -64,15 +57,15 @@ NETWORK = "network"
 class KvCacheCentricSettings:
     variant: str = "cheaper"
     balancing_threshold: float = 2.0
-    """Ratio of the longest prefix anywhere to the server's own from which it loads (published variants)."""
+    """Ratio of the longest prefix anywhere to the server's own from which it loads."""
     cake: bool = True
     """True: compute the front while the back is loaded (``cheaper`` only)."""
     split_gain: float = 0.01
-    """Minimum gain, as a share of the time to first token, for which a split is computed."""
+    """Minimum gain for which a split is computed, as a share of the time to first token."""
     layers: int = 0
-    """Number of layers that are loaded one by one while the rest is computed; 1: load first; 0: the model's layers."""
+    """Layers that are loaded one by one; 1: load first; 0: the model's layers."""
     delay_weight: float = 0.3
-    """Weight of the delay of later requests (``DelayPrice``, ``cheaper`` only); 0: only its own time counts."""
+    """Weight of the delay of later requests (``DelayPrice``, ``cheaper`` only)."""
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -86,8 +79,6 @@ class KvCacheCentricSettings:
 
 
 class _SplitCandidate(NamedTuple):
-    """Server that may finish sooner with a split."""
-
     floor_s: float
     """Lower bound of the finish, for any split."""
     at: int
@@ -95,13 +86,11 @@ class _SplitCandidate(NamedTuple):
     end: int
     in_wait_s: float
     load_s: float
-    """Seconds to load what the source has and the server lacks."""
     rest_s: float
-    """Seconds to compute what the source lacks."""
 
 
 class KvCacheCentric(PrefillScheduler):
-    """KVCache-centric prefill scheduler; see the module.
+    """KVCache-centric prefill scheduler.
 
     ``kv_token_bytes`` is the KV of one token in all ``layers``. ``fleet`` has further servers to load from. ``links``
     are waits at the servers' links; None: those caused by the loads planned here.
@@ -187,7 +176,7 @@ class KvCacheCentric(PrefillScheduler):
         return undominated(sources) if len(sources) > 1 else sources
 
     def _by_ratio(self, estimates: Estimates, sources: list[Source]) -> None:
-        """Apply the published rule: load from the longest, then nearest, prefix if the ratio reaches the threshold."""
+        """Load from the longest, then nearest, prefix if the ratio reaches the threshold."""
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
         # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
@@ -326,9 +315,9 @@ def finish_s(ready_s: float, loaded_s: float, rest_s: float, layers: int) -> flo
 
 
 def best_split(finish_at: Callable[[int], float], held: int, end: int) -> tuple[int, float]:
-    """Return the split from ``held`` to ``end - 1`` with the earliest finish, and that finish; the first of ties.
+    """Return the first split from ``held`` to ``end - 1`` with the earliest finish, and that finish.
 
-    ``finish_at`` maps a split to its finish and must be convex.
+    ``finish_at`` must be convex.
     """
     low, high = held, end - 1
     while low < high:

@@ -63,11 +63,11 @@ def prefill_scorer(
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
-    """Return the prefill scheduler named ``name``, for a ``Picker``. Option values may be text.
+    """Return the prefill scheduler named ``name``. Option values may be text.
 
     Args:
         holdings: the prefix index.
-        media: bandwidths by name, ``network`` being the network between servers; None: that of ``cost``'s machine.
+        media: bandwidths by name, ``network`` between servers; None: that of ``cost``'s machine.
         far: tiers that all servers can load from.
         links: waits at the servers' links; None: those caused by its own plans.
         fleet: further servers to load from.
@@ -98,13 +98,9 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler`` with that prefill scheduler, which chooses decode servers by time between tokens.
+    """Return a ``Scheduler`` that chooses decode servers by time between tokens.
 
-    Args:
-        decode: decode servers; None: prefill servers decode too.
-        kv_tokens: KV cache capacity of a decode server.
-        decode_s: usual duration of decoding; None: learnt.
-        options: further arguments of ``prefill_scorer``, with ``holdings``.
+    ``options`` are further arguments of ``prefill_scorer``, with ``holdings``; the others are as in ``LeastTbt``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.

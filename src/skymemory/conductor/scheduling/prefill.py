@@ -1,7 +1,6 @@
 """Prefill schedulers: they estimate the time to first token per server, and track the servers' queues.
 
-A server computes its prompts in order, one after the other. A group of machines that prefills as a pipeline is one
-server with a cost model of the group.
+A server computes its prompts in order. Machines that prefill as a pipeline are one server.
 """
 
 from __future__ import annotations
@@ -21,21 +20,17 @@ from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds,
 
 
 class FarTiers(Protocol):
-    """Storage tiers from which every server can load."""
-
     def far(self, blocks: Blocks) -> Sequence[tuple[str, int, Medium]]:
         """Return the tiers that hold part of a prompt: name, number of leading blocks, medium."""
         ...
 
 
 class Source(NamedTuple):
-    """Place to load a prompt's prefix from."""
+    """Place to load a prompt's prefix from; ``slot`` is -1 for a tier."""
 
     name: str
     slot: int
-    """Slot of the server; -1 for a tier."""
     blocks: int
-    """Number of leading blocks."""
     wait_s: float
     """Seconds until its outgoing link is free."""
     latency_s: float
@@ -87,7 +82,7 @@ class PlannedLinks:
         return [max(0.0, until_s.get(slot, now_s) - now_s) for slot in slots]
 
     def take(self, source: int, target: int, seconds: float, now_s: float) -> None:
-        """Book a load of ``seconds`` from ``source`` (-1: a tier) to ``target``."""
+        """Book a load from ``source`` (-1: a tier) to ``target``."""
         if source >= 0:
             self.out_s[source] = max(self.out_s.get(source, now_s), now_s) + seconds
         self.in_s[target] = max(self.in_s.get(target, now_s), now_s) + seconds
@@ -100,9 +95,9 @@ class PlannedLinks:
 def deepest(
     servers: Sequence[Server], depths: Sequence[int], waits_s: Sequence[float], least: int
 ) -> list[tuple[Server, int, float]]:
-    """Return the servers to load from: the deepest with a free outgoing link, and busy servers that hold more.
+    """Return the deepest server with a free outgoing link, and busy servers that hold more.
 
-    Each comes with its number of blocks, above ``least``, and the wait at its outgoing link.
+    Each comes with its number of blocks, above ``least``, and the wait at its link.
     """
     busy: list[tuple[Server, int, float]] = []
     free: Server | None = None
@@ -126,7 +121,6 @@ class Load(NamedTuple):
     split_tokens: int
     end_tokens: int
     load_s: float
-    """Seconds from now until the load is complete."""
     compute_s: float
 
     @property
@@ -143,9 +137,8 @@ class Estimates:
     servers: Sequence[Server]
     slots: list[int]
     known: Sequence[int]
-    """Leading blocks that each server holds."""
     blocks: Sequence[int]
-    """Leading blocks that each server holds or will hold after its queue."""
+    """Leading blocks that each server holds or will hold after its queue; ``known``: holds now."""
     held: list[int]
     """Tokens of ``blocks``."""
     waits_s: list[float]
@@ -154,7 +147,6 @@ class Estimates:
     ttfts_s: list[float]
     now_s: float
     loads: dict[int, Load] = field(default_factory=dict)
-    """Loads by position."""
 
     def plan(self, at: int) -> Plan:
         held_tokens, wait_s = self.held[at], self.waits_s[at]
@@ -175,7 +167,6 @@ class PipelineCost(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Sent:
     prefill: int
-    """Ticket in the queue."""
     plan: Plan
 
 
@@ -197,7 +188,6 @@ class PrefillScheduler(Indexed, ABC):
         self._queues = native.PrefillQueues(overdue)
         self._sent: RequestNotes[_Sent] = RequestNotes()
         self._last: Estimates | None = None
-        """Estimates of the last ranked request, which ``routed`` books."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         estimates = self._last = self._estimate(request, servers, now_s)
@@ -218,7 +208,7 @@ class PrefillScheduler(Indexed, ABC):
         """Add loads, and the times to first token with them, to ``estimates``."""
 
     def load_s(self, server: Server, now_s: float) -> float:
-        """Return the prefill backlog in seconds."""
+        """Return the prefill backlog."""
         return self._queues.waits_s((server,), now_s)[0]
 
     def routed(self, request: Request, server: Server, now_s: float) -> None:
@@ -239,7 +229,7 @@ class PrefillScheduler(Indexed, ABC):
         self.booked(last, at, now_s)
 
     def booked(self, estimates: Estimates, at: int, now_s: float) -> None:
-        """Record that the request of ``estimates`` was sent to the server at position ``at``."""
+        """Record that the request was sent to the server at position ``at``."""
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
         sent = self._sent.take(request, server)

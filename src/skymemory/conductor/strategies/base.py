@@ -1,9 +1,4 @@
-"""Shared parts of routing strategies.
-
-Notes on sent requests, loads and their bound, the threshold of a match, hashes that are equal on every machine, and
-``Indexed``, the base of strategies with a prefix index. The contract of strategies is ``picker.Scorer``;
-``picker.Picker`` handles health, adapters, ties and requests in flight for all of them.
-"""
+"""Shared parts of routing strategies, and ``Indexed``, the base of strategies with a prefix index."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ MOST_UNDER_WAY = 8192
 ANSWERING = 4096
 """Limit of requests being answered whose estimate is remembered."""
 BELIEVABLE = 0.5
-"""Share of the estimated blocks that a server must confirm; below it the missing block is dropped from the index.
+"""Share of the estimated blocks that a server must confirm; below it the missing block is dropped.
 
 Smaller differences are meaningless, due to blocks of characters and the engine's own block size.
 """
@@ -36,7 +31,7 @@ Note = TypeVar("Note")
 
 
 class RequestNotes(Generic[Note]):
-    """Notes on sent requests, by request and server; repeated sends to the same server queue their notes.
+    """Notes on sent requests, by request and server; repeated sends queue their notes.
 
     Requests are identified as objects (two equal requests may be in flight) and kept alive, so that ids are not reused.
     """
@@ -44,7 +39,6 @@ class RequestNotes(Generic[Note]):
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[Request, Note]] = {}
         self._further: dict[tuple[int, int], list[Note]] = {}
-        """Notes of repeated sends; rare."""
 
     def __len__(self) -> int:
         return len(self._open) + sum(map(len, self._further.values()))
@@ -55,7 +49,7 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
-        """Remove and return the note; None without a note, for example after ``forget``."""
+        """Remove and return the note, if any."""
         key = (id(request), server.slot)
         entry = self._open.pop(key, None)
         if entry is None:
@@ -73,12 +67,11 @@ class RequestNotes(Generic[Note]):
 
 
 Sent = tuple[int, int, Any]
-"""Record of a sent request: leading blocks by the index, ticket of the prompt under way (0: none), strategy's own note.
+"""Sent request: leading blocks by the index, ticket of the prompt under way (0: none), strategy's own note.
 
 A plain tuple, because every request creates it.
 """
 STALE_S = 5.0
-"""Age from which a report is ignored."""
 
 
 def requests_at(server: Server, now_s: float) -> float:
@@ -94,17 +87,15 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """Rank by the fewest requests, whatever the prompt; ``reason`` explains why, if the strategy usually does not."""
+    """Rank by the fewest requests; ``reason`` explains why, if the strategy usually does not."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:
-    """Return the number of requests that a server may have, including the new request: ``factor`` × the mean, rounded
-    up.
+    """Return the number of requests that a server may have: ``factor`` × the mean, including the new request.
 
-    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016). Rounded down,
-    none of eight servers could take a second request while a request is in flight.
+    Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
     """
     return math.ceil(factor * (sum(loads) + 1.0) / len(loads))
 
@@ -116,10 +107,7 @@ def check_factor(factor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GainThreshold:
-    """Threshold of a match: more than ``tokens`` and more than ``ratio`` of the prompt must match; 0 disables either.
-
-    Below it only load counts (prefix-aware-routing: "only use prefix affinity if the expected gain is high enough").
-    """
+    """Threshold of a match: more than ``tokens`` and more than ``ratio`` of the prompt; below it only load counts."""
 
     tokens: int = 0
     ratio: float = 0.0
@@ -187,7 +175,7 @@ class Indexed(Scorer):
     """Base of strategies with a prefix index.
 
     A prompt counts as held by its server once it is sent: requests queued after it will find it cached. Until its first
-    byte it is *under way*, which a failure undoes; then the index learns it. (An index fed by events ignores that.)
+    byte it is *under way*, which a failure undoes; then the index learns it.
     """
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
@@ -199,8 +187,7 @@ class Indexed(Scorer):
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         """Believed blocks and last prompt block of requests being answered.
 
-        Some servers report cached tokens at the end. Most do not, so requests are not kept alive: the last block
-        detects a reused id.
+        Most servers never report cached tokens, so requests are not kept alive: the last block detects a reused id.
         """
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
@@ -209,7 +196,7 @@ class Indexed(Scorer):
         return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
 
     def held_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
-        """Return the leading blocks of the prompt that each server holds, by the index."""
+        """Return the leading blocks that each server holds, by the index."""
         if not len(prompt.blocks):
             return [0] * len(servers)
         return self.index.match(prompt.blocks, [server.slot for server in servers])
@@ -217,7 +204,7 @@ class Indexed(Scorer):
     def matched_blocks(
         self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
     ) -> Sequence[int]:
-        """Return ``held_blocks`` (``held``, if known), increased by the prompts under way to each server."""
+        """Return ``held_blocks``, increased by the prompts under way to each server."""
         held = self.held_blocks(prompt, servers) if held is None else held
         if not len(prompt.blocks) or not len(self._under_way):
             return held

@@ -2,8 +2,7 @@
 
 Source: Dynamo's KV router (``lib/kv-router/src/scheduling/selector/default.rs``): the least ``prefill_scale · max(0,
 (tokens being prefilled + prompt) / block − held) + blocks of all its requests and this one``; a shared block counts
-once. Dynamo uses its engines' events, or without them the requests that it sent. Differences: no queue in the router
-(Dynamo holds requests back when all servers are overloaded), and no credit for tiers.
+once. Differences: no queue in the router, and no credit for tiers.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class BlockCost(Indexed):
                 del references[block]
 
     def _blocks_with(self, slot: int, chain: Blocks) -> float:
-        """Return the number of distinct blocks of the slot's requests including this request."""
+        """Return the distinct blocks of the slot's requests including this request."""
         references = self._kept.get(slot)
         if not references:
             return float(len(chain))

@@ -1,9 +1,8 @@
 """Strategies that hash prompts: SimHash, and consistent hashing with bounded loads (CHWBL).
 
-SimHash: prompts that share most of their blocks go to the same server, in any order of the blocks. Source: vLLM
-production-stack's prefix router, first of its two methods. It hashes the 64-bit signature again onto its ring, which
-loses the similarity. Here a prompt goes to the server of the nearest signature, if that is near enough and the server
-is not overloaded; otherwise to the least load.
+SimHash: a prompt goes to the server of the nearest signature, if that is near enough and the server is not overloaded.
+Source: vLLM production-stack's prefix router, first of its two methods; it hashes the signature again onto its ring,
+which loses the similarity.
 
 CHWBL: by the beginning of the prompt. Source: KubeAI's load balancer: the hash of the adapter and the first 100
 characters, 256 virtual nodes per server, clockwise to a server with at most 1.25 × the mean load. Differences: the
@@ -61,8 +60,6 @@ class SimHashSettings:
 def signature_of(pieces: NDArray[np.uint64]) -> int:
     """Return the SimHash: each of 64 bits is set if it is set in more than half of ``pieces`` (Charikar, equal
     weights).
-
-    Pieces are hashes seeded by model, adapter and salt, so prompts that may not share caches have unrelated signatures.
     """
     # A row of 64 bits per piece; the sum of a column counts the pieces with that bit.
     bits = np.unpackbits(pieces.view(np.uint8).reshape(len(pieces), 8), axis=1)
@@ -95,7 +92,7 @@ class NearestSignature(Scorer):
         self._kept = np.zeros((0, self.settings.remembered), dtype=np.uint64)
         """Ring of the latest signatures per slot, initially filled with the first signature."""
         self._count: list[int] = []
-        """Number of signatures written to each slot's ring."""
+        """Signatures written to each slot's ring."""
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:
         loads = loads_of(servers, now_s)
@@ -158,7 +155,7 @@ class NearestSignature(Scorer):
 
 
 BYTES_PER_TOKEN = 4
-"""Average of text, to estimate the tokens of a hashed beginning."""
+"""Average of text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +175,7 @@ class ChwblSettings:
 
 
 class BoundedRing(Scorer):
-    """Consistent hashing: the first server clockwise of the prompt's hash that is not overloaded; the next are
-    fallbacks.
-    """
+    """Consistent hashing: the first server clockwise of the prompt's hash that is not overloaded."""
 
     name = "chwbl"
 

@@ -1,11 +1,10 @@
 """Least estimated time to first token (the default): wait in the server's queue plus compute of the uncached part.
 
 Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both measured in seconds, so
-they need no weights. A hot prefix is computed on another server once the wait for its own server takes longer, so it
-replicates by itself. In addition:
+they need no weights, and a hot prefix replicates by itself. In addition:
 
 - the delay that a request causes to later requests is added (``DelayPrice``);
-- no server gets more than its share of recent requests, whatever its cache saves (``guard_…``);
+- no server gets more than its share of recent requests (``guard_…``);
 - prefill times come from a cost model or are learnt from first bytes (``Speeds``);
 - blocks that events report outside the GPU's memory cost their loading (``Loads``).
 """
@@ -35,7 +34,7 @@ _HELD, _WAITING, _COMPUTING = "tokens held", "seconds of waiting", "seconds of c
 @dataclass(frozen=True, slots=True)
 class LeastTtftSettings:
     delay_weight: float = 1.5
-    """Weight of the delay of later requests (``DelayPrice``); 0: only the request's own time counts."""
+    """Weight of the delay of later requests (``DelayPrice``)."""
     overdue: float = 0.1
     """Remaining time of a prefill that exceeds its estimate, as a share of its time so far."""
     min_match_tokens: int = 0
@@ -44,17 +43,13 @@ class LeastTtftSettings:
     """Limit of a server's recent requests, relative to the mean; infinite: no limit."""
     guard_window_s: float = 60.0
     guard_requests: int = 80
-    """Number of requests in the window below which no server is limited."""
+    """Requests in the window below which no server is limited."""
     guard_mean: float = 5.0
-    """Mean requests per server below which no server is limited.
-
-    Above 16 servers it exceeds ``guard_requests``: with 80 requests to 64 servers each could get two, and conversations
-    would change servers.
-    """
+    """Mean requests per server below which no server is limited; it matters above 16 servers."""
     blocks_per_server: int = 31_250
     """Capacity if a server reports none."""
     events: bool = False
-    """True if the engines' KV events feed the index, instead of the requests sent."""
+    """True if the engines' KV events feed the index."""
     block_tokens: int = 16
     """Tokens per block of the engines, with ``events``."""
     cpu_load_s: float = 0.0
@@ -132,10 +127,9 @@ class _Ranked(Ranking):
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
 _Estimated = tuple[int, int, float, float, "Load"]
-"""Estimates of a sent request, as a plain tuple, because every request creates it.
+"""Estimates of a sent request; a plain tuple, because every request creates it.
 
-Ticket of the prefill in the queue, cached tokens, time of sending, seconds of wait until its prefill, and loading of
-the cached part.
+Ticket of the prefill in the queue, cached tokens, time of sending, seconds of wait, and loading of the cached part.
 """
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
 """Ranked request, its servers, their figures, the best match if below the threshold, and the count of changes then."""
@@ -155,7 +149,7 @@ _Last = tuple[Request, Sequence[Server], bytes, int, int]
 
 
 class LeastTtft(Indexed):
-    """Least-TTFT strategy; see the module. ``cost`` applies to every server; None: learnt per server."""
+    """Least-TTFT strategy. ``cost`` applies to every server; None: learnt per server."""
 
     name = "least-ttft"
 
@@ -179,7 +173,6 @@ class LeastTtft(Indexed):
         self._last: _Last | None = None
         kind = type(self)
         self._overridden = kind.prefills_s is not LeastTtft.prefills_s or kind.waits_s is not LeastTtft.waits_s
-        """True if a subclass overrides the ranker's estimates."""
         self._whole: RequestNotes[_Estimated] = RequestNotes()
         """Requests that are not streamed, until they end."""
 
@@ -251,9 +244,9 @@ class LeastTtft(Indexed):
         return self._loads.of(prompt.blocks, slots, self._under_way.depths(prompt.blocks, slots))
 
     def prefills_s(self, request: Request, slots: Sequence[int], cached: Sequence[int], now_s: float) -> list[float]:
-        """Return the estimated compute seconds of ``request`` per server, given its cached tokens.
+        """Return the estimated compute seconds per server, given its cached tokens.
 
-        A simulator overrides this and ``waits_s`` to add errors; otherwise its estimates would be exact.
+        A simulator overrides this and ``waits_s`` to add errors.
         """
         return self.speeds.prefills_s(slots, request.prompt.tokens, cached)
 
@@ -375,9 +368,8 @@ class LeastTtft(Indexed):
 COMPUTED: Mapping[str, float] = MappingProxyType({CPU: 0.2, DISK: 0.75, REMOTE: 0.75, OTHER: 1.0})
 """Cost of loading a block relative to computing it, by medium, for media without given seconds.
 
-A fifth from host memory (llm-d gives such a block 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), three
-quarters from disk or another machine (Dynamo gives it 0.25, ``disk_cache_hit_weight``), the full cost from an unknown
-medium.
+Host memory as llm-d (weight 0.8, ``llm-d-kv-cache-manager/pkg/kvcache/backend.go``), disk and another machine as Dynamo
+(credit 0.25, ``disk_cache_hit_weight``).
 """
 
 
@@ -406,11 +398,10 @@ class Loads:
 
     @property
     def any(self) -> bool:
-        """True if any block was reported outside the GPU's memory."""
         return self._index.beyond_gpu
 
     def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[Load]:
-        """Return the costs per slot. ``under_way`` has the leading blocks of prompts under way; may be empty."""
+        """Return the costs per slot; ``under_way`` has the leading blocks of prompts under way, or nothing."""
         loads = self._costs(blocks, slots)
         # Blocks under way will be in the GPU's memory when this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):

@@ -113,9 +113,9 @@ ESTIMATES = ("least-ttft",)
 def named(
     name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
-    """Return the strategy named ``name``. Option values may be text, as from flags.
+    """Return the strategy named ``name``. Option values may be text.
 
-    ``index`` replaces the strategy's own index. ``cost`` is the cost of a prefill, for ``least-ttft``; None: learnt.
+    ``index`` replaces the strategy's own index. ``cost`` is for ``least-ttft``; None: learnt.
 
     Raises:
         InvalidInput: unknown strategy or option (with a suggestion), or an invalid value.

@@ -1,16 +1,12 @@
-"""SGLang's two policies over a prefix index: ``radix`` (``cache_aware``) and ``lmetric``.
+"""SGLang's two policies over a prefix index of blocks: ``radix`` (``cache_aware``) and ``lmetric``.
 
-Radix: load first if servers differ much, else the longest match, else least load. Source: SGLang's router, policy
-``cache_aware``: a tree of request history with a bounded, least-recently-used share per server. Load decides if max −
-min > 64 requests and max > 1.5 × min; otherwise the longest match if it is more than 0.3 of the prompt, else least
-load. Differences: among equal matches the least loaded server wins; failed requests are undone.
+Radix: SGLang's router, policy ``cache_aware``. Load decides if max − min > 64 requests and max > 1.5 × min; otherwise
+the longest match if it is more than 0.3 of the prompt, else least load. Differences: among equal matches the least
+loaded server wins; failed requests are undone.
 
-LMetric: the least product of tokens to compute and requests at the server. Source: SGLang's model gateway, policy
-``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz Router"): the least ``(prompt − matched) ·
-(requests there + 1)``, then the fewest requests. No weights. Difference: the tree is bounded by the capacity of the
-server's cache.
-
-Both trees have blocks here, not characters.
+LMetric: SGLang's model gateway, policy ``lmetric`` (``sgl-model-gateway/src/policies/lmetric.rs``, after "Blitz
+Router"): the least ``(prompt − matched) · (requests there + 1)``, then the fewest requests. Difference: the tree is
+bounded by the capacity of the server's cache.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class SessionAffinity(Scorer):
     """Session affinity: the server whose hash with the session is highest, unless overloaded; without a session, least
     load.
 
-    Source: prefix-aware-routing ("session affinity"). Rendezvous hashing keeps no state per session, and a server that
-    leaves or joins moves only its own share of sessions.
+    Source: prefix-aware-routing ("session affinity"). A server that leaves or joins moves only its own share of
+    sessions.
     """
 
     name = "session"

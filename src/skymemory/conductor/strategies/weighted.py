@@ -3,13 +3,11 @@
 Source: the Gateway API inference extension's endpoint picker: prefix matched / total with weight 3, queue and KV use
 with weight 2 each; its queue scorer gives 1 to the shortest queue and 0 to the longest, its KV scorer is 1 − use.
 Differences: the index counts contiguous matches, evicts a prefix's head last, undoes failed requests and uses reported
-capacities; requests sent since a server's report count; a server without a report counts as average, not as empty. The
-prefix is never normalised by the best server: a single matched block would then weigh as much as a whole prompt.
+capacities; requests sent since a server's report count; a server without a report counts as average. The prefix is
+never normalised by the best server: a single matched block would then weigh as much as a whole prompt.
 
-``precise`` uses an index fed by the engines' events. Source: llm-d's precise prefix cache scorer. A block in the GPU's
-memory has weight 1, in host memory 0.8, farther away less, by its best medium. A server with lost events holds nothing
-until they are replayed. As in llm-d, a sent prompt can count as held for a while (``speculative_s``; off by default
-there, 2 s if switched on).
+``precise`` uses an index fed by the engines' events. Source: llm-d's precise prefix cache scorer. As there, a sent
+prompt can count as held for a while (``speculative_s``).
 """
 
 from __future__ import annotations
