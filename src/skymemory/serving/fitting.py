@@ -1,7 +1,6 @@
-"""Measurement of an engine through its OpenAI endpoint for a cost model: prefill of single prompts, batched decoding.
+"""Measurement of an engine through its OpenAI endpoint for a cost model.
 
-A cell is a point to measure: a prompt length, or a batch and a context. The model is fitted on some cells and must
-predict the held-out cells between them.
+A cell is a point to measure. The model must predict the held-out cells between those it is fitted on.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class PrefillCell:
     share: float
     """Fraction of the prompt that is cached."""
     held_out: bool
-    """True if the cell is not used for fitting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,8 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
 
 
 def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Return cells for batches of 1, 2, 4, … up to ``most_batch`` and the contexts.
-
-    Batches in between and every second context are held out.
+    """Return cells for batches of 1, 2, 4, … up to ``most_batch``; batches in between and every second context are held
+    out.
 
     Raises:
         InvalidInput: fewer than two batches or contexts.
@@ -103,9 +100,8 @@ def cut(prompt: Prompt, share: float) -> Prompt:
 class Measurement:
     """Measurement of an engine's prefill and decoding.
 
-    ``on_progress`` receives the phase and the fraction done. ``spent``: measure the engine's processor time, which
-    other load hardly changes; None: measure wall-clock time, to the first chunk and between chunks. A failed request
-    raises SkyMemoryError.
+    ``on_progress`` receives the phase and the fraction done. ``spent``: measure processor time, which other load hardly
+    changes; None: wall-clock time. A failed request raises SkyMemoryError.
     """
 
     def __init__(
@@ -129,8 +125,8 @@ class Measurement:
     ) -> list[tuple[PrefillPoint, bool]]:
         """Return each cell's point (the ``statistic`` of ``repeats`` with new prompts), and True if it is held out.
 
-        Each round measures all cells in a new random order, so that drift affects all alike. The cached share is the
-        share that the engine reports; without a report, only uncached prompts are measured.
+        Each round measures all cells in a new random order, so that drift affects all alike. Without a report of cached
+        tokens, only uncached prompts are measured.
         """
         longest = max(cell.tokens for cell in cells)
         for _ in range(_WARM):
@@ -197,10 +193,7 @@ class Measurement:
 
 
 def step_s(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean seconds per decoding step while all ``outcomes`` were being answered; nan without enough overlap.
-
-    Chunks that arrive together count as a step each, a chunk of several tokens as a step per token.
-    """
+    """Return the mean seconds per decoding step while all were being answered; nan without enough overlap."""
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     # Only the time in which all were decoding counts: before and after it the batch was smaller.
     begin_s, end_s = max(arrivals_s[0] for arrivals_s in times), min(arrivals_s[-1] for arrivals_s in times)

@@ -1,7 +1,7 @@
 """Kubernetes manifests of a described cluster. Pure.
 
-Instances are StatefulSets because the router addresses each by its name and must know which of them prefill and which
-decode. Engines have no access control: a NetworkPolicy lets only the router reach them.
+Instances are StatefulSets because the router addresses each by its name. Engines have no access control: a
+NetworkPolicy lets only the router reach them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,6 @@ def _pod(container: dict[str, Any], grace_s: int) -> dict[str, Any]:
 
 
 def _policy(description: ClusterDescription) -> Manifest:
-    """Return a policy: only the router reaches the engines or, without a router, only pods of the same cluster."""
     engines = {_COMPONENT: "engine", _PART_OF: description.name}
     clients = {_PART_OF: description.name}
     if description.router is not None:

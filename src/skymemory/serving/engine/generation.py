@@ -17,7 +17,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters, as OpenAI and vLLM define them; the defaults sample from the model's distribution."""
+    """Sampling parameters, as OpenAI and vLLM define them."""
 
     temperature: float = 1.0
     """0: greedy."""
@@ -60,7 +60,7 @@ class Generation:
     ignore_eos: bool = False
     skip_special: bool = True
     logprobs: int | None = None
-    """Number of most likely tokens to report, besides the sampled token, per step; None: no log-probabilities."""
+    """Most likely tokens to report per step, besides the sampled token; None: no log-probabilities."""
     salt: str = ""
     """Cache salt; prompts with different salts never share blocks."""
     stream: bool = False
@@ -68,9 +68,8 @@ class Generation:
     usage_in_chunks: bool = False
     chat: bool = False
     request_id: str = ""
-    """The client's id; empty: generate an id."""
     remote_decode: bool = False
-    """True if another engine decodes: save the prompt's blocks as they are computed, and report how many are stored."""
+    """True if another engine decodes: save the prompt's blocks as they are computed."""
     remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
@@ -103,7 +102,7 @@ class Step:
     stopped_by: str = ""
     error: str | None = None
     logprob: TokenLogprob | None = None
-    """Log-probability of this step's token, if requested; its text may follow in a later step."""
+    """Log-probability of this step's token; its text may follow in a later step."""
 
     @property
     def last(self) -> bool:
@@ -117,13 +116,12 @@ _MIN_TEMPERATURE = 1e-5
 class Sampler:
     """Sampler of one answer; the same seed and logits give the same tokens.
 
-    The order of operations is vLLM's (``v1/sample/sampler.py``), so that equal fields have equal effects: allowed
-    tokens, no end before ``min_tokens``, bias, penalties; then greedy, or temperature, min_p, top_k, top_p and a random
-    draw.
+    The order of operations is vLLM's (``v1/sample/sampler.py``): allowed tokens, no end before ``min_tokens``, bias,
+    penalties; then greedy, or temperature, min_p, top_k, top_p and a random draw.
     """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
-        """Create the sampler. ``ends``: tokens that end the answer; not among its first ``min_tokens``."""
+        """Create the sampler. ``ends``: tokens that end the answer."""
         self._sampling = sampling = generation.sampling
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -207,7 +205,7 @@ _REPLACEMENT = "�"
 class TextStream:
     """Incremental detokenizer. Text is held back while it may be part of a character or of a stop string.
 
-    ``stopped_by``: the stop string that was reached. The text ends before it, or with it if ``keep_stop`` is set.
+    The text ends before the stop string (``stopped_by``), or with it if ``keep_stop`` is set.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ class TextStream:
         self.stopped_by = ""
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Add a token; return the text that became final. Without ``may_stop``, stop strings are ignored."""
+        """Add a token; return the text that became final."""
         self._may_stop = may_stop
         self._ids.append(token)
         before_text, after = self._decode(self._read), self._decode(len(self._ids))

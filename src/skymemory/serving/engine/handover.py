@@ -1,9 +1,8 @@
 """Handover of prompts between engines through a store: one engine saves blocks while it prefills, another fetches them.
 
 A prefill engine offers the blocks of each prefill step to ``BlockSaver``, whose thread writes them to the store. A
-decode engine asks ``BlockFetcher`` for a prompt's blocks. It waits for them outside the engine's thread and puts them
-into the engine's own prefix cache, from which the prompt then starts. Late, lost and damaged blocks are recomputed: the
-store never changes an answer.
+decode engine asks ``BlockFetcher`` for a prompt's blocks, which waits for them outside the engine's thread and puts
+them into the engine's prefix cache. Late, lost and damaged blocks are recomputed: the store never changes an answer.
 """
 
 from __future__ import annotations
@@ -31,16 +30,12 @@ from skymemory.store.memory import MemoryStore
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
 """Pause between two polls for missing blocks; it doubles while none arrives."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of one store call. Its blocks count as progress, and are usable, as soon as it returns."""
+"""Bytes of one store call. Its blocks are usable as soon as it returns."""
 _AHEAD_BLOCKS = 256
 _FETCH_THREADS = 4
-"""Concurrent store calls. A waiting request occupies no thread."""
 _LEAST_CALL_S = 1.0
 _STORED_S = 0.5
-"""Time limit for a block that the other engine reports as stored.
-
-The store may answer late, or be handing the block over; an evicted block does not come back.
-"""
+"""Time limit for a block that the other engine reports as stored; an evicted block does not come back."""
 _MOST_OFFERS = 4096
 """Limit of queued offers. Their blocks are leased in the prefix cache, so its budget bounds their bytes."""
 _LATE = (
@@ -75,7 +70,6 @@ class Outgoing:
 class _Offer:
     outgoing: Outgoing
     chains: list[list[BlockHash]]
-    """Block hashes from the prompt's beginning, for each part of the model."""
     first: int
     tickets: list[LoadTicket]
 
@@ -109,7 +103,6 @@ class BlockSaver:
         outgoing.offered = len(chains[0])
 
     def end(self, outgoing: Outgoing) -> None:
-        """End the prompt's offers."""
         try:
             self._queue.put_nowait(outgoing)
         except queue.Full:
@@ -195,10 +188,7 @@ class BlockFetcher:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
     async def load_blocks(self, generation: Generation) -> None:
-        """Load the stored blocks of the prompt.
-
-        If another engine prefills it, continue until no new block has arrived for the time limit.
-        """
+        """Load the stored blocks of the prompt; if another engine prefills it, until no new block arrives in time."""
         caches, remote = self._caches, generation.remote_prefill
         chains, at = await asyncio.wrap_future(
             self._engine.call(lambda: caches.find_cached_blocks(generation.salt, generation.ids))

@@ -1,7 +1,6 @@
 """HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
 
-Responses and Messages are translated to chat completions (``router.apis``). Every error has its API's format, even for
-malformed HTTP (``make_runner``).
+Responses and Messages are translated to chat completions (``router.apis``). Every error has its API's format.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from skymemory.serving.engine.thread import EngineStopping, EngineThread, Job, Q
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
-"""Longest quote of a parser's error, which may contain the complete request."""
+"""Longest quote of a parser's error."""
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
 """Size above which a body is parsed in a thread, because tokenizing it would delay running streams."""
@@ -68,8 +67,8 @@ class OpenAIServer:
     ) -> None:
         """Create the server.
 
-        ``event_sources``: endpoints of the KV events by rank, with vLLM's field names. ``fetcher``: loader of blocks
-        that other engines stored. ``wait_s``: how long the answer to a prefill waits until its blocks are stored.
+        ``event_sources``: endpoints of the KV events by rank, with vLLM's field names. ``wait_s``: how long the answer
+        to a prefill waits until its blocks are stored.
         """
         self._fetcher = fetcher
         self._block_tokens = block_tokens
@@ -242,7 +241,6 @@ class OpenAIServer:
 
 
 def _enqueue(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
-    """Pass a step to the event loop, which may have ended. Called in the engine's thread."""
     # Not awaited: a slow client must not block the engine's thread, and max_tokens bounds the queue.
     try:
         loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
@@ -380,8 +378,7 @@ class ResponseBuilder:
     ) -> dict[str, object]:
         """Return a chunk of a stream, with the ``logprobs`` not sent yet.
 
-        The first chunk of a chat's choice names the role. ``so_far``: the latest step of each choice, to include the
-        usage.
+        ``so_far``: the latest step of each choice, to include the usage.
         """
         content: dict[str, object]
         if self._chat:

@@ -102,7 +102,6 @@ class EngineMetrics:
         self._prefill.observe(seconds)
 
     def waited(self, seconds: float, given_up: bool) -> None:
-        """Count a request whose prompt another engine prefilled."""
         self._waited.inc()
         self._waited_s.inc(seconds)
         self._given_up.inc(given_up)

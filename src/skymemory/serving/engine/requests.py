@@ -121,9 +121,8 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
 }
 """Unsupported fields that would change the answer, with the accepted values that have no effect.
 
-All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
-(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM (``length_penalty`` without beam
-search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM.
+All other unsupported fields are ignored: labels (``user``), hints (``service_tier``), fields without effect in vLLM
+(``length_penalty`` without beam search), and fields unknown to vLLM.
 """
 
 
@@ -223,7 +222,6 @@ class RequestReader:
         )
 
     def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
-        """Return True if another engine decodes; and, if another engine prefills, its parameters."""
         if given is None:
             return False, None
         # vLLM's proxies send fields of other connectors as null: treat these as absent.
@@ -394,10 +392,7 @@ def render_chat(
 
 
 def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> str:
-    """Return ``role: text`` in paragraphs, so that the next turn's prompt begins with this prompt and its answer.
-
-    ``continues``: the last message is the answer so far.
-    """
+    """Return ``role: text`` in paragraphs, so that the next turn's prompt begins with this prompt and its answer."""
     complete, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
     return "".join(f"{message['role']}: {message['content']}\n\n" for message in complete) + (
         f"{last['role']}:{last['content']}"

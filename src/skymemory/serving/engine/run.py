@@ -53,7 +53,7 @@ class EngineSettings:
     dtype: str = "float32"
     threads: int = 1
     context_tokens: int | None = None
-    """Context length; default and maximum: the model's."""
+    """Default and maximum: the model's."""
     max_running: int = 8
     max_waiting: int = 256
     kv_events: str | None = None
@@ -88,10 +88,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Engine in this process, without its socket."""
-
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
-        """Load the model and start the engine's thread. ``progress`` shows what is loaded; default: none."""
         # Before the model is loaded, so that an error shows quickly.
         self.store: Store | None = open_store(settings.store) if settings.store else None
         try:
@@ -320,7 +317,6 @@ def _forked(
     held: int,
     say: Callable[[str], None],
 ) -> int:
-    """Fork a process that serves on ``listeners[at]``; return its pid."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,8 +1,4 @@
-"""The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served.
-
-In each turn it drops cancelled requests, prefills one chunk of the current prompt, and decodes one token of every
-running request.
-"""
+"""The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -162,10 +158,7 @@ class EngineThread:
         return self.call(self._caches.clear)
 
     def call(self, act: Callable[[], T]) -> Future[T]:
-        """Run ``act`` between two turns; return a future of its result or exception.
-
-        The exception is EngineStopping if no turn follows.
-        """
+        """Run ``act`` between two turns; return a future of its result, or EngineStopping if no turn follows."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that has disconnected does not cancel it
 
