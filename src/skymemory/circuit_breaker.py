@@ -1,7 +1,7 @@
 """Circuit breaker for a dependency that may fail as a whole: a tier, or the constellation.
 
-It opens when calls fail or hang; then no calls are made, and probes at growing intervals test the dependency. Pure:
-time comes in as ``now_s``; the owner makes calls, sends probes and locks.
+It opens when calls fail or hang; probes at growing intervals then test the dependency. Pure: time comes in as
+``now_s``; the owner makes calls, sends probes and locks.
 
 States: ``closed`` (calls pass), ``open`` (they do not), ``half-open`` (they do not, and a probe is in flight).
 """
@@ -17,14 +17,12 @@ from skymemory.errors import InvalidInput
 @dataclass(frozen=True, slots=True)
 class BreakerConfig:
     failures: int = 3
-    """Consecutive failures that open it; a single hanging call does, too."""
+    """Consecutive failures that open it."""
     first_wait_s: float = 0.5
     last_wait_s: float = 30.0
     """Waits before probes: the first, doubled after each failed probe up to the last."""
     probe_limit_s: float | None = 10.0
-    """Time after which an unanswered probe has failed. None: probes are packets that nothing waits for; the next is
-    sent after its wait.
-    """
+    """Time after which an unanswered probe has failed. None: probes are packets that nothing waits for."""
 
     def __post_init__(self) -> None:
         limit_s = 1.0 if self.probe_limit_s is None else self.probe_limit_s
@@ -35,15 +33,13 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """Circuit breaker; it closes by different events. Hanging calls of a tier may be answered long afterwards, so only
-    the result of a probe counts (``probed``). A packet from a satellite was sent just now, so any counts
-    (``answered``).
+    """Circuit breaker with two ways to close. Hanging calls of a tier may be answered long afterwards, so only the
+    result of a probe counts (``probed``). A packet from a satellite was sent just now, so any counts (``answered``).
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._failures = self._failed_loads = 0
-        """Consecutive failures: of all calls, and of loads."""
         self._wait_s = self._config.first_wait_s
         self._until_s = 0.0
         self._on_trial = False
@@ -61,8 +57,8 @@ class CircuitBreaker:
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
-        """Record a timely answer. Ignored unless closed: the call may be old. Without ``loaded`` (a lookup …) failures
-        of loads still count.
+        """Record a timely answer. Ignored unless closed: the call may be old. Without ``loaded`` (a lookup) failures of
+        loads still count.
         """
         if self.closed:
             self._failures = 0
@@ -83,7 +79,7 @@ class CircuitBreaker:
             self._loads_opened = load
 
     def timed_out(self, now_s: float, *, probe_at_once: bool = False) -> None:
-        """Open at once: a call exceeded the longest deadline. ``probe_at_once``: the first probe does not wait."""
+        """Open at once: a call exceeded the longest deadline."""
         if self.closed:
             self._open(now_s)
             self._loads_opened = False

@@ -1,7 +1,4 @@
-"""Configuration from files, flags and URLs: registries of implementations, schemas, readers of values.
-
-An error about an unknown name suggests the nearest known name (``suggestion``).
-"""
+"""Configuration from files, flags and URLs: registries of implementations, schemas, readers of values."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def parse_toml(content: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
     Raises:
-        InvalidInput: it is not TOML, or a whole number in it has more than 64 bits; with the line, or the key.
+        InvalidInput: it is not TOML, or a whole number in it has more than 64 bits.
     """
     try:
         tables = tomllib.loads(content)
@@ -54,7 +51,7 @@ def parse_json(content: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InvalidInput: it is not JSON, or a whole number in it has more than 308 digits; with the line, or the key.
+        InvalidInput: it is not JSON, or a whole number in it has more than 308 digits.
     """
     try:
         document = json.loads(content)
@@ -121,8 +118,7 @@ def converted(what: str, value: object, default: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class NoSettings:
-    """Options of an entry without options."""
+class NoSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +130,7 @@ class Entry(Generic[Build]):
 
 
 class Registry(Mapping[str, Entry[Build]]):
-    """Registry of the implementations of an interface by name, each with its options by name.
-
-    ``kind`` is the word for an entry in errors, such as "routing strategy".
-    """
+    """Registry of the implementations of an interface by name. ``kind`` is the word for an entry in errors."""
 
     def __init__(self, kind: str, entries: Mapping[str, Entry[Build]]) -> None:
         self.kind = kind
@@ -219,7 +212,7 @@ def filled(
     """Build a schema from a table. ``where`` begins errors; ``sections`` are further keys to suggest.
 
     Raises:
-        InvalidInput: an unknown key, with the nearest known key, or an invalid value.
+        InvalidInput: an unknown key, or an invalid value.
     """
     known = known_keys(kind)
     values = dict(more)
@@ -256,7 +249,6 @@ def whole_number(value: object) -> int:
 
 
 def integer(value: object) -> int:
-    """Read a whole number that may be negative."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidInput(f"{quoted(value)}: expected a whole number")
     return value

@@ -1,6 +1,6 @@
 """Errors that callers handle. Each says what was wrong, what was expected and what to do.
 
-A miss is a value and corruption is a counter; they are not errors (see ``ARCHITECTURE.md``).
+A miss is a value and corruption is a counter; they are not errors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class LaterFile(InvalidInput):
     """File that a later release wrote; it is not overwritten."""
 
 
-class UnknownPreset(InvalidInput):
-    """Unknown constellation preset."""
+class UnknownPreset(InvalidInput): ...
 
 
 class ValueTooLarge(InvalidInput):
@@ -41,7 +40,7 @@ class LaterVersion(MalformedPacket):
 
 
 class CodecUnavailable(SkyMemoryError):
-    """Codec whose optional dependency is not installed; the message names the extra."""
+    """Codec whose optional dependency is not installed."""
 
 
 class MissingExtra(SkyMemoryError):
@@ -60,8 +59,7 @@ class ConstellationError(SkyMemoryError):
     """Failure to start, find or stop the constellation's processes."""
 
 
-class NoConstellation(ConstellationError):
-    """Missing constellation: none is running there."""
+class NoConstellation(ConstellationError): ...
 
 
 class CommandsRefused(ConstellationError):
@@ -112,7 +110,6 @@ def os_reason(error: OSError) -> str:
 
 
 def connection_reason(error: BaseException) -> str:
-    """Return why a connection failed, in our words."""
     import socket
     import ssl
 
@@ -155,9 +152,7 @@ def no_room_reason(folder: object, error: OSError) -> str:
 
 
 def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
-    """Return the error for text ``what`` that is no UTF-8: usually typed in another locale, with its bytes as
-    surrogates.
-    """
+    """Return the error for text that is no UTF-8: usually typed in another locale, with its bytes as surrogates."""
     return InvalidInput(
         f"{what} is not encodable as UTF-8 ({error.reason}): if it was typed in a terminal, set a UTF-8 locale there, "
         "such as LC_ALL=C.UTF-8"
@@ -165,17 +160,14 @@ def not_utf8(what: str, error: UnicodeEncodeError) -> InvalidInput:
 
 
 def cannot_read(what: object, error: OSError) -> str:
-    """Return the message for an unreadable file; the same for all commands."""
     return f"cannot read {what}: {os_reason(error)}"
 
 
 def missing_extra(what: str, packages: str, *extras: str) -> MissingExtra:
-    """Return the error for missing ``packages``; the same for all commands."""
     return MissingExtra(f"{what} needs {packages}, not installed here: {install_command(*extras)}")
 
 
 def cannot_listen(address: str, error: OSError) -> str:
-    """Return the message for an address that cannot be bound; the same for all commands."""
     reasons = {
         errno.EADDRINUSE: "the port is taken by another process: stop it, or choose another port",
         errno.EADDRNOTAVAIL: "this computer has no such address",

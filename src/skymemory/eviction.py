@@ -1,7 +1,6 @@
 """Eviction policies: the order in which a full memory evicts keys.
 
-Satellites use ``REPLACEMENTS``; memory and disk use ``POLICIES``, a superset. ``Replacement`` is their contract,
-``RankedKeys`` the priority queue of each.
+Satellites use ``REPLACEMENTS``; memory and disk use ``POLICIES``, a superset.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ class Replacement(Protocol):
         """Record a request of a present key."""
 
     def on_handover(self, key: bytes) -> None:
-        """Record a handover, like ``on_store_or_touch``: keys arrive in their previous order, the next victim first,
-        and are no returns.
-        """
+        """Record a handover: keys arrive in their previous order, the next victim first, and are no returns."""
 
     def on_removal(self, key: bytes, evicted: bool = False) -> None:
         """Record a removal; ``evicted``: as the victim. Unknown keys are ignored."""
@@ -104,7 +101,6 @@ class RankedKeys(Generic[Rank]):
         return None if known is None else known[0]
 
     def first(self, but: bytes | None = None) -> bytes | None:
-        """Return the key of the lowest rank, not held and not ``but``; None if none."""
         # Stale entries are dropped on the way; ``but``, if it comes first, is put back at the end.
         lowest, spared = None, None
         while self._heap and lowest is None:
@@ -155,9 +151,8 @@ class LeastRecentlyUsed(_ByRank):
 class LeastFrequentlyUsedAged(_ByRank):
     """LFU with dynamic aging (Arlitt et al. 1999): rank = uses + rank of the last victim when last seen.
 
-    A prompt seen once is evicted before a widely shared prefix, even if it is more recent. An unused prefix is
-    overtaken in time, because each eviction raises the rank of new keys. A parent is requested with each of its
-    children, so its rank is never lower.
+    Each eviction raises the rank of new keys, so an unused prefix is overtaken in time. A parent is requested with each
+    of its children, so its rank is never lower.
     """
 
     def __init__(self) -> None:
@@ -212,12 +207,10 @@ _MOST = 2.0**900
 
 
 class LeastRecentlyAndFrequentlyUsed:
-    """LRFU. Worths are relative to the start: a use counts 2^(half-lives since the start), so stored worths need no
-    decay.
+    """LRFU. A use counts 2^(half-lives since the start), so stored worths need no decay.
 
-    The factor grows with each event, by the current half-life, so that all keys age alike. A touched key counts as last
-    used now: a touch ranks a prefix above its successors, and with equal uses a prefix is never evicted before them. It
-    is also safe as long as they are.
+    A touched key counts as last used now: a touch ranks a prefix above its successors, and with equal uses a prefix is
+    never evicted before them.
     """
 
     def __init__(self, departed: int = DEPARTED) -> None:
@@ -248,8 +241,8 @@ class LeastRecentlyAndFrequentlyUsed:
             self._set_worth(key, uses[0] + self._now)
 
     def on_handover(self, key: bytes) -> None:
-        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would return again and
-        again and outrank new keys.
+        """Record a single use, now. A remembered worth is ignored: keys that orbit with the box would outrank new
+        keys.
         """
         if key in self._uses:
             self.on_store_or_touch(key)
@@ -285,7 +278,7 @@ class LeastRecentlyAndFrequentlyUsed:
                 self._worths.free(older)
 
     def _rescale(self) -> None:
-        """Move the reference time to now before a float overflows; very old keys may become 0."""
+        """Move the reference time to now before a float overflows."""
         scale = 1 / self._now
         self._now = 1.0
         for uses in (self._uses, self._departed):
@@ -359,8 +352,7 @@ class LengthAware(LeastRecentlyUsed):
 
 
 class AdaptiveReplacement:
-    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again. Keys that return after
-    eviction shift the balance.
+    """ARC (Megiddo, Modha 2003): an LRU list of keys seen once and another of keys seen again.
 
     A byte budget gives no capacity in keys: here it is the largest number of keys present so far. As many evicted keys
     are remembered.

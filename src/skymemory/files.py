@@ -24,7 +24,7 @@ _PIECE_BYTES = 2**20
 MAX_SETTINGS_BYTES = 2**20
 """Limit of files of settings written by people."""
 MAX_TABLE_BYTES = 64 * 2**20
-"""Limit of files with a line per entry, such as a waypoint or an endpoint."""
+"""Limit of files with a line per entry."""
 MAX_TOKENIZER_BYTES = 512 * 2**20
 """Limit of ``tokenizer.json``; the largest served today has 33 MB."""
 
@@ -41,10 +41,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, data: str | bytes, *, replace: bool = True, durable: bool = False) -> None:
-    """Write a private file atomically: a reader sees the old or the new content.
-
-    Without ``replace`` it must not exist yet. ``durable``: it is on the disk when this returns, and the old file stays
-    until then.
+    """Write a private file atomically. ``durable``: it is on the disk when this returns.
 
     Raises:
         FileExistsError: it exists, and ``replace`` is False.
@@ -73,8 +70,8 @@ def write_private(path: Path, data: str | bytes, *, replace: bool = True, durabl
 
 
 def write_output(path: Path, data: bytes | memoryview) -> None:
-    """Write a user's output. A regular file, or a link's target, is replaced atomically or stays. Pipes and devices are
-    written to.
+    """Write a user's output. A regular file, or a link's target, is replaced atomically; pipes and devices are written
+    to.
 
     Raises:
         OSError: it cannot be written.
@@ -147,7 +144,7 @@ def decode_text(data: bytes) -> str:
     """Decode the text of a file, without the byte-order mark that some editors write.
 
     Raises:
-        InvalidInput: it is not UTF-8; with the byte, or the encoding that its mark names.
+        InvalidInput: it is not UTF-8.
     """
     for mark, name in _OTHER_MARKS.items():
         if data.startswith(mark):
@@ -161,7 +158,7 @@ def decode_text(data: bytes) -> str:
 
 
 def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
-    """Read a text file with ``read_bounded``, as for all user-named text.
+    """Read a text file.
 
     Raises:
         OSError: as ``read_bounded``.
@@ -175,7 +172,7 @@ def read_text(path: Path, most_bytes: int = MAX_SETTINGS_BYTES) -> str:
 
 
 def read_json(path: Path, expected: str, most_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file. ``expected`` describes the expected content, for errors.
+    """Read the object in a JSON file. ``expected`` describes the content, for errors.
 
     Raises:
         InvalidInput: it cannot be read, or is not a JSON object.

@@ -1,12 +1,10 @@
 """Fork safety of sockets, file locks, threads and the memory between them.
 
 A fork copies every descriptor and a single thread. Two processes at a socket take each other's answers; both hold a
-file lock; a lock of another thread is never freed; and a tier's threads do not exist. So such a resource belongs to the
-process that opened it: in any other its calls raise ``WrongProcess``, and a child closes its copies of the descriptors
-immediately. The parent is not affected.
+file lock; a lock of another thread is never freed. So a resource belongs to the process that opened it: in any other
+its calls raise ``WrongProcess``, and a child closes its copies of the descriptors at once.
 
-No read checks the process id: the interpreter calls ``_mark_child`` in each forked child, which marks the parent's
-owners and locks.
+No read checks the process id: the interpreter calls ``_mark_child`` in each forked child.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from skymemory.errors import WrongProcess
 
 
 class Owner:
-    """Owner of ``what``: the process that opens it now. ``let_go`` is a method called first in a forked child, which
-    only closes descriptors: messages to a server or unlocking would affect the parent.
+    """Owner of ``what``: the process that opens it now. ``let_go`` is a method called first in a forked child; it may
+    only close descriptors, because messages to a server or unlocking would affect the parent.
     """
 
     __slots__ = ("__weakref__", "_let_go", "_process", "_what", "elsewhere")
@@ -38,7 +36,6 @@ class Owner:
         _owners.add(self)
 
     def check(self) -> None:
-        """Raise WrongProcess in any other process."""
         if self.elsewhere:
             raise WrongProcess(
                 f"{self._what} was opened by process {self._process}, and this is process {os.getpid()}, forked from "
@@ -77,8 +74,8 @@ class _ParentsLock(OwnLock):
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Block SIGINT in this process and in processes started in the block, from their start. A terminal sends it to all,
-    and an unprepared child would print a traceback, or lose it.
+    """Block SIGINT in this process and in processes started in the block: an unprepared child would print a traceback,
+    or lose it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

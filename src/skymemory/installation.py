@@ -1,7 +1,7 @@
 """Installation of SkyMemory: its origin, and the commands that add missing parts.
 
-SkyMemory is on no package index: a command with its bare name would install whatever a stranger registered there. So
-each command names the checkout or the file that this installation came from, and works from any directory.
+SkyMemory is on no package index, so each command names the checkout or the file that this installation came from, and
+works from any directory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def small_model_command() -> str:
 
 
 def make_command(target: str) -> str:
-    """Return the advice to run ``make TARGET``: the command, for any directory, or which tree is needed."""
+    """Return the advice to run ``make TARGET``."""
     checkout = find_checkout()
     if checkout is None:
         kind, source = _origin()

@@ -1,6 +1,5 @@
 """Metrics: counters with a name and a unit (``hit_tokens_total``, ``packets_malformed``), means and percentiles.
-
-This module does no I/O. Every reported percentile is computed here, by the same definition.
+Pure.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ class Counters:
         return self._values.get((name, label), 0)
 
     def forget(self, name: str, label: str) -> None:
-        """Drop the counts of a label whose object was removed, so that labels do not accumulate."""
+        """Drop the counts of a label whose object was removed."""
         self._values.pop((name, label), None)
 
     def total(self, name: str) -> int:
-        """Return the sum over all labels of ``name``."""
         # A copy: another thread may add a name meanwhile.
         return sum(value for (key, _), value in list(self._values.items()) if key == name)
 

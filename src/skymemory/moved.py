@@ -1,7 +1,4 @@
-"""Imports by old module names: they work for another release, with a warning that gives the new name.
-
-The finder is the last, so it is asked only about modules that do not exist.
-"""
+"""Imports by old module names: they work for another release, with a warning that gives the new name."""
 
 from __future__ import annotations
 

@@ -16,13 +16,12 @@ from skymemory.text import write
 LINE_EVERY_S = 3.5
 """Silence until a wait prints a line; below five, because a thread may wait a second while torch loads."""
 BAR_AFTER_S = 2.0
-"""Least duration of a wait that draws a bar."""
 _LOOK_S = 0.25
 EVENT_INDENT = len("[  0.0 s] ")
 
 
 class Wait:
-    """Wait in progress; all methods may be called from any thread."""
+    """Wait in progress. Thread-safe."""
 
     def __init__(self, what: str, expected_s: float | None) -> None:
         self.what = what
@@ -62,11 +61,7 @@ class Wait:
 
 
 class Progress:
-    """Printer of events and waits on ``stream``. Each line begins with the seconds since ``began_s``.
-
-    On a terminal a wait over ``BAR_AFTER_S`` is a bar, erased at its end; elsewhere a line is printed after each
-    ``line_every_s`` without output.
-    """
+    """Printer of events and waits on ``stream``. Each line begins with the seconds since ``began_s``."""
 
     def __init__(self, stream: TextIO, began_s: float | None = None, *, line_every_s: float = LINE_EVERY_S) -> None:
         """``began_s``: by ``time.monotonic``; default now."""
@@ -85,7 +80,6 @@ class Progress:
         self.write(f"[{self.seconds:5.1f} s] {words}", EVENT_INDENT)
 
     def write(self, line: str, hanging: int = 0) -> None:
-        """Print ``line`` unchanged, above any bar."""
         with self._lock:
             if self._bar is not None:
                 self._bar.erase()
@@ -155,5 +149,4 @@ Report = Callable[[float, str], None]
 """Callback for the share of work done, and words for it."""
 
 
-def ignore(share: float, words: str) -> None:
-    """Drop the report."""
+def ignore(share: float, words: str) -> None: ...

@@ -11,7 +11,6 @@ from typing import TextIO
 
 PIPED_WIDTH = 100
 LEAST_WIDTH = 20
-"""Least columns to wrap to."""
 _GAP = "  "
 
 
@@ -26,8 +25,8 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def size_of(stream: TextIO) -> tuple[int, int]:
-    """Return columns and rows of the stream's terminal (``COLUMNS`` and ``LINES`` take precedence); ``PIPED_WIDTH`` by
-    24 without a terminal.
+    """Return columns and rows of the stream's terminal (``COLUMNS`` and ``LINES`` take precedence), or ``PIPED_WIDTH``
+    by 24.
     """
     if not stream.isatty():
         return PIPED_WIDTH, 24
@@ -48,9 +47,7 @@ def width_of(stream: TextIO | None = None) -> int:
 
 
 def wrapped(words: str, width: int, hanging: str | int = "") -> list[str]:
-    """Wrap ``words`` at spaces to ``width``. Continuation lines begin with ``hanging``, or as many spaces. Line breaks
-    and leading spaces stay.
-    """
+    """Wrap ``words`` at spaces. Continuation lines begin with ``hanging``, or as many spaces; line breaks stay."""
     after = " " * hanging if isinstance(hanging, int) else hanging
     lines: list[str] = []
     for line in words.split("\n"):
@@ -153,7 +150,6 @@ class Table:
         return lines
 
     def print(self, stream: TextIO | None = None, indent: str = "") -> None:
-        """Print the table at the stream's width (default: standard output)."""
         out = sys.stdout if stream is None else stream
         rows = [[as_displayed(cell, out) for cell in row] for row in (self.head, *self.rows)]
         table = Table(rows[0], rows[1:], self.left, self.keys)

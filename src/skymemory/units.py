@@ -63,7 +63,6 @@ def parse_whole(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """Parse a finite number, such as ``1.5`` or ``2e9``."""
     try:
         number = float(text)
     except ValueError:
@@ -134,7 +133,7 @@ _SCALE = re.compile(r"(?:[x×]\s*([0-9.]+)|([0-9.]+)\s*[x×])")
 
 
 def parse_delay(text: str) -> float:
-    """Parse a factor on the delays of the geometry: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
+    """Parse a factor on the delays: ``real`` → 1, ``off`` → 0, ``x2`` (or ``×2``, ``2x``) → 2."""
     word = text.strip().lower()
     if word in ("real", "off"):
         return 1.0 if word == "real" else 0.0

@@ -33,7 +33,6 @@ class Target:
     model: str
     chat: bool = False
     patience_s: float = 300.0
-    """Timeout of a complete answer."""
     features: dict[str, Any] = field(default_factory=lambda: FEATURES[0])
 
     @property
@@ -142,7 +141,6 @@ class Client:
             raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
-        """Post the body and read the answer; raise the errors that ``send`` distinguishes."""
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -204,8 +202,8 @@ class BadAnswer(ValueError):
 class AnswerReader:
     """Parser of a streamed answer (completion or chat): call ``feed`` with its bytes as they arrive, then ``close``.
 
-    It counts chunks that carry text, or a token without text yet (half of a character). It does not count the first
-    chunk of a chat, which only names the role: some servers send it before computing.
+    It counts chunks with text, or with half of a character; not a chat's first chunk, which some servers send before
+    computing.
     """
 
     def __init__(self) -> None:
@@ -282,7 +280,6 @@ class AnswerReader:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Return True if the choice carries text or stands for a token without text yet."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         has_content = any(
@@ -305,8 +302,6 @@ class MalformedStream(ValueError):
 
 class EventReader:
     """Incremental parser of server-sent events (WHATWG HTML, §9.2.6): ``feed`` returns the data of completed events.
-
-    An event ends with an empty line; an incomplete last event is dropped. Fields other than ``data`` are ignored.
 
     Raises:
         MalformedStream: a line is not UTF-8, is too long, or is not a field.

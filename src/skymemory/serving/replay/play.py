@@ -1,7 +1,6 @@
 """Open-loop load: every request is sent at its due time, independently of the outcome of earlier requests.
 
-Before a replay: ``find_model``, ``negotiate_features`` (which fields the endpoint accepts) and ``calibrate`` (how it
-counts tokens). Then ``OpenLoop.play``.
+Call ``find_model``, ``negotiate_features`` and ``calibrate``, then ``OpenLoop.play``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Send = Callable[[PlannedRequest, bytes, Callable[[], float], float], Awaitable[N
 class OpenLoop:
     """Player of ``requests``. ``under_way`` and ``begun`` are live counts.
 
-    ``concurrency``: limit of requests in flight; further requests wait. ``stalls_s``: lateness of the event loop,
-    sampled every 20 ms; chunks were read this much later than they arrived.
+    ``stalls_s``: lateness of the event loop, sampled every 20 ms; chunks were read this much later than they arrived.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class OpenLoop:
 class Endpoint:
     model: str
     context_tokens: int | None
-    """Limit on prompt plus answer, if the endpoint reports it."""
+    """Limit on prompt plus answer, if reported."""
 
 
 async def find_model(client: Client, model: str | None) -> Endpoint:

@@ -1,8 +1,7 @@
 """The load plan (due times of requests) and its prompts: equal block ids give equal text in the same place.
 
-``plan_requests`` turns a trace into requests. A prompt's text is made block by block. A block begins with its number,
-written in words of the vocabulary, so that even short blocks are distinct. Its other words are random, seeded by the
-number and the seed. ``TokensPerWord`` is measured by two probes of the server.
+A block begins with its number, written in words of the vocabulary, so that even short blocks are distinct. Its other
+words are random, seeded by the number and the seed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> Toke
 
 
 class TraceEntry(Protocol):
-    """Request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no text."""
+    """Request of a trace: sizes and block ids, no text."""
 
     @property
     def at_s(self) -> float: ...
@@ -99,10 +98,10 @@ def plan_requests(
     span_s: float | None = None,
     most: int | None = None,
 ) -> LoadPlan:
-    """Turn a trace into requests to be sent, the first of them at time 0.
+    """Turn a trace into requests, the first at time 0.
 
-    Lengths are multiplied by ``scale``; answers are then limited to ``most_output`` tokens. Requests are dropped if
-    they do not fit ``context_tokens``, are due after ``span_s``, or exceed the number ``most``.
+    Lengths are multiplied by ``scale``; answers are then limited to ``most_output`` tokens. Requests that exceed
+    ``context_tokens``, ``span_s`` or the number ``most`` are dropped.
 
     Raises:
         InvalidInput: an invalid scale or limit, or no request left.
@@ -137,7 +136,7 @@ def plan_requests(
 def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> float:
     """Return the fraction of prompt tokens in prefixes of earlier prompts: the hit ratio of an unbounded cache.
 
-    ``block_tokens``: tokens per block id, after scaling; a prompt's last block may be shorter.
+    ``block_tokens``: tokens per block id, after scaling.
     """
     known: set[int] = set()
     reused = 0.0
@@ -159,7 +158,7 @@ _KEPT_BLOCKS = 2048
 class Pieces:
     """Blocks as lists of pieces: numbers below ``kinds`` that stand for words or token ids.
 
-    ``per_block``: mean number of pieces of a block; it is rounded up or down at random by the block's number.
+    ``per_block``: mean number of pieces of a block.
     """
 
     def __init__(self, kinds: int, per_block: float, seed: int) -> None:
@@ -206,7 +205,6 @@ class Pieces:
 
 
 def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWord, seed: int) -> MakePrompt:
-    """Make prompts of words, to the planned number of tokens."""
     pieces = Pieces(len(words), block_tokens / measure.tokens_per_word, seed)
 
     def prompt(request: PlannedRequest) -> str:
@@ -217,8 +215,6 @@ def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWo
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
     """Make prompts of token ids from ``first`` to ``last``, of exactly the planned length.
-
-    For servers that accept token ids.
 
     Raises:
         InvalidInput: fewer than 16 ids.

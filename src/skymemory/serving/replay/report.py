@@ -25,7 +25,7 @@ class Status(StrEnum):
 class Outcome:
     """Outcome of a request, with times in seconds since the start of the replay.
 
-    None and nan mean that the request did not get that far, or that the server did not report the value.
+    None and nan: the request did not get that far, or the server did not report the value.
     """
 
     number: int
@@ -39,7 +39,6 @@ class Outcome:
     end_s: float = math.nan
     gaps_s: tuple[float, ...] = ()
     prompt_tokens: int | None = None
-    """Tokens that the server reported, as in the next two fields."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     http_status: int | None = None
@@ -53,7 +52,6 @@ class Outcome:
 
     @property
     def late_s(self) -> float:
-        """Seconds from due to sent."""
         return self.sent_s - self.due_s
 
     @property
@@ -100,20 +98,17 @@ EXAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective; None: no limit."""
-
     ttft_s: float | None = None
     tbt_s: float | None = None
 
     def met(self, outcome: Outcome) -> bool:
-        """Return True if completed with TTFT (from the due time) and mean time between tokens within the limits."""
+        """Return True if completed within the limits; the TTFT counts from the due time."""
         return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
 
     def ttft_met(self, outcome: Outcome) -> bool:
         return self.ttft_s is None or outcome.due_ttft_s <= self.ttft_s
 
     def tbt_met(self, outcome: Outcome) -> bool:
-        """Return True if the limit is met; an answer of one token has no time between tokens."""
         return self.tbt_s is None or math.isnan(outcome.tbt_s) or outcome.tbt_s <= self.tbt_s
 
 
@@ -128,7 +123,6 @@ class Report:
     failed: int
     interrupted: int
     seconds: float
-    """Time from the start until the last answer's end."""
     ttft: Spread
     quick_ttft_s: float
     """1st percentile of TTFT: the server's own time with the least queueing."""
@@ -145,10 +139,10 @@ class Report:
     within_both: int
     retry_after: int
     prompt_tokens: int
-    """Prompt tokens of the ``usage_answers``: completed requests whose answer reported usage."""
+    """Prompt tokens of completed requests whose answer reported usage (``usage_answers``)."""
     usage_answers: int
     cached_tokens: int
-    """Cached tokens of the ``cached_answers``, whose prompts have ``cached_of_tokens`` tokens in total."""
+    """Cached tokens of the ``cached_answers``, whose prompts have ``cached_of_tokens`` tokens."""
     cached_of_tokens: int
     cached_answers: int
     output_tokens: int
@@ -219,8 +213,8 @@ def report_of(
 
     Args:
         asked: requests planned; ``outcomes`` are of the requests sent.
-        wanted_in_tokens: False if prompts were made by characters, so that their lengths in tokens were not planned.
-        seconds: the duration, if not until the last answer's end.
+        wanted_in_tokens: False if prompts were made by characters.
+        seconds: the duration; default: until the last answer's end.
     """
     by = Counter(outcome.status for outcome in outcomes)
     completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
