@@ -1,8 +1,7 @@
 """Fitting of cost models to measurements of an engine, and their file format.
 
-Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Attention
-reaches a different share of the machine's speed, so its cost is fitted. Decoding steps: ``fixed + per_request·batch +
-max(reading, computing)``.
+Prefills: ``fixed + per_token·(n − p) + per_pair·(n² − p²) + per_cached·p``, with coefficients of at least 0. Decoding
+steps: ``fixed + per_request·batch + max(reading, computing)``.
 
 Errors are relative, so that short prompts weigh as much as long prompts, and absolute rather than squared, so that a
 few disturbed measurements do not move the fit.
@@ -25,7 +24,7 @@ from skymemory.errors import InvalidInput
 
 _ROUNDS = 12
 _LEAST_ERROR = 0.002
-"""Floor of errors in the weights, so that two exact points do not dominate."""
+"""Floor of errors, so that two exact points do not dominate."""
 _MEMORY_BYTES_PER_S = np.geomspace(1e7, 1e15, 161)
 
 Column = NDArray[np.float64]
@@ -42,7 +41,7 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """Measured step of ``batch`` requests with ``kv_tokens`` of context in total."""
+    """Measured step, with the context of all requests."""
 
     batch: int
     kv_tokens: float
@@ -120,7 +119,6 @@ class Errors:
     mean: float
     worst: float
     bias: float
-    """Positive if the predictions are too slow."""
 
 
 def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
@@ -155,9 +153,9 @@ def _with_memory(cost: CostModel, bytes_per_s: float, known: float | None) -> Co
 def _fitted(
     parts: Sequence[Column], target: Column, scale: Column | None = None, needed: Sequence[int] = (1,)
 ) -> list[float]:
-    """Return the non-negative factors of ``parts`` whose sum is nearest to ``target``; errors are divided by ``scale``.
+    """Return the non-negative factors of ``parts`` with the least mean absolute error, divided by ``scale``.
 
-    Minimises the mean absolute error by iteratively reweighted least squares; ``needed`` parts are never left out.
+    Iteratively reweighted least squares; ``needed`` parts are never left out.
     """
     scale = target if scale is None else scale
     columns = np.stack([part / scale for part in parts], axis=1)

@@ -26,7 +26,6 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     value_bytes: int = 2
-    """Bytes per number of weights and KV."""
     attention_flops: float = 4.0
     """Coefficient ``a``, per layer, pair of tokens (halved by causality) and unit of width."""
     weight_flops: float = 22.0
@@ -40,7 +39,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes that every decoding step reads."""
         parameters = self.parameters or self.weight_flops / 2 * self.layers * self.width**2
         return parameters * self.value_bytes
 
@@ -58,7 +56,7 @@ class Machine:
 
 
 def shape_of(name: str, config: Mapping[str, Any], value_bytes: int | None = None) -> ModelShape:
-    """Return the shape described by a ``config.json`` (transformers' format; Llama, Mistral, Qwen and similar).
+    """Return the shape described by a ``config.json`` of transformers.
 
     ``value_bytes`` is the size of the serving data type; by default that of the saved data type, else 2.
 
@@ -123,13 +121,11 @@ class CostModel:
     mfu: float
     """Model FLOPS utilisation: reached share of the machine's speed."""
     fixed_s: float = 0.0
-    """Seconds per prefill in addition to its operations."""
+    """Seconds in addition to the operations."""
     decode_fixed_s: float = 0.0
-    """Seconds per decoding step in addition to reading and computing."""
+    """Seconds in addition to reading and computing."""
     memory_share: float = 1.0
-    """Reached share of the memory bandwidth."""
     network_share: float = 1.0
-    """Reached share of the network bandwidth."""
     cached_token_s: float = 0.0
     """Seconds per cached token of a prompt: hashing, lookup, placement."""
     decode_request_s: float = 0.0
@@ -154,12 +150,11 @@ class CostModel:
         return shape.layers * (shape.attention_flops * pairs + shape.weight_flops * weights)
 
     def prefill_s(self, tokens: float, cached: float = 0) -> float:
-        """Return the seconds on an idle machine."""
         beside_s = self.fixed_s + self.cached_token_s * max(0, min(cached, tokens - 1))
         return self.prefill_flops(tokens, cached) / (self.machine.flops_per_s * self.mfu) + beside_s
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """Return the seconds of a step of ``batch`` requests with ``kv_tokens`` of context in total."""
+        """Return the seconds of a step with ``kv_tokens`` of context in total."""
         fixed_s, read_s, read_per_token_s, flops_s, flops_per_token_s = self.decode_parts(batch)
         return fixed_s + max(read_s + read_per_token_s * kv_tokens, flops_s + flops_per_token_s * kv_tokens)
 
@@ -187,7 +182,7 @@ class CostModel:
         return replace(self, mfu=mfu, fixed_s=fixed_s)
 
     def decoding_as(self, other: CostModel) -> CostModel:
-        """Return these prefills with the memory and decoding constants of ``other``, of the same shape."""
+        """Return these prefills with the memory and decoding constants of ``other``."""
         machine = replace(self.machine, memory_bytes_per_s=other.machine.memory_bytes_per_s)
         return replace(
             self,
@@ -199,7 +194,7 @@ class CostModel:
 
 
 LLAMA_70B_8xA800 = CostModel(LLAMA_70B, EIGHT_A800, mfu=0.5)
-"""Mooncake's model and machine. Its utilisation is not published; 0.5 is our choice."""
+"""Mooncake's; the utilisation is our choice."""
 
 
 # Transfers of KV. Prefills load and store KV layer by layer while they compute (Mooncake §5.2). ``stored_s`` and
@@ -213,7 +208,6 @@ class Medium:
     name: str
     bytes_per_s: float
     latency_s: float = 0.0
-    """Seconds before the first byte."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0 or not self.latency_s >= 0 or math.isinf(self.latency_s):
@@ -224,7 +218,6 @@ class Medium:
 
 
 DRAM = Medium("dram", 100e9)
-"""Host memory to a machine's eight accelerators, each over its own link."""
 SSD = Medium("ssd", 6e9, 1e-4)
 
 
@@ -233,21 +226,16 @@ def network_of(cost: CostModel, latency_s: float = 1e-4) -> Medium:
 
 
 def stored_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Return the seconds by which layer-by-layer storing lengthens a prefill: the last layer, and what other layers do
-    not hide.
-    """
+    """Return the seconds by which layer-by-layer storing lengthens a prefill."""
     return max(0.0, transfer_s - compute_s * (layers - 1) / layers) + transfer_s / layers
 
 
 def loaded_s(transfer_s: float, compute_s: float, layers: int) -> float:
-    """Return the seconds of a prefill that loads its cached part layer by layer."""
     return max(transfer_s, compute_s) + min(transfer_s, compute_s) / layers
 
 
 def pipelined_s(chunks_s: Sequence[float], machines: int) -> float:
-    """Return the seconds of a pipeline of ``machines``, each with its share of the layers; ``chunks_s`` are those of
-    one machine.
-    """
+    """Return the seconds of a pipeline; ``chunks_s`` are those of a single machine."""
     return sum(chunks_s) + (machines - 1) * max(chunks_s, default=0.0)
 
 
@@ -265,19 +253,16 @@ LLAMA_70B_8xA100 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-A100, eight A100-80GB: 43 to 72 ms per step.
 
-Source: ``data/perf_model.csv`` of SplitwiseSim (github.com/Mutinifni/splitwise-sim at 8f99e7d; Patel et al.,
-"Splitwise", ISCA 2024), tensor parallel 8, medians of five runs; prompts of 128 to 8,192 tokens. Without batches of
-long contexts, reading and fixed time are not separated.
+Source: ``data/perf_model.csv`` of github.com/Mutinifni/splitwise-sim at 8f99e7d (Patel et al., "Splitwise", ISCA 2024),
+tensor parallel 8. Without batches of long contexts, reading and fixed time are not separated.
 """
 
 LLAMA_70B_4xA100 = CostModel(
     LLAMA_70B, FOUR_A100, mfu=0.55, fixed_s=0.05, memory_share=0.6145, decode_fixed_s=0.00215, decode_request_s=1.093e-4
 )
-"""LLaMA-2-70B in LMDeploy's TurboMind on four A100-80GB: 29 to 55 ms per step.
+"""LLaMA-2-70B in LMDeploy's TurboMind 0.1.0a1 on four A100-80GB: 29 to 55 ms per step.
 
-Source: ``docs/en/benchmark/a100_fp16.md`` of github.com/InternLM/lmdeploy at 3e391df (version 0.1.0a1, CUDA 11.8),
-"Static Inference Benchmark", llama2-70b: median time between tokens, in whole milliseconds. The prefill follows from
-two prompts (128 and 2,048 tokens).
+Source: ``docs/en/benchmark/a100_fp16.md`` of github.com/InternLM/lmdeploy at 3e391df, "Static Inference Benchmark".
 """
 
 LLAMA_70B_8xH800 = CostModel(
@@ -291,8 +276,7 @@ LLAMA_70B_8xH800 = CostModel(
 )
 """LLaMA-2-70B in vLLM on a DGX-H100, eight H100-80GB: 28 to 50 ms per step.
 
-No published steps of a dense model on H800 were found. It has the arithmetic and memory of the H100 and less than half
-of its NVLink, which is ignored. Source as for ``LLAMA_70B_8xA100``.
+No published steps on H800 were found; it has less than half of the NVLink. Source as for ``LLAMA_70B_8xA100``.
 """
 
 QWEN_7B_L4 = CostModel(
@@ -300,9 +284,7 @@ QWEN_7B_L4 = CostModel(
 )
 """Qwen2.5-7B-Instruct (16 bits) in vLLM 0.8.5 on one L4: 58 to 76 ms per step.
 
-Source: ``raw/`` and ``results/summary.csv`` of github.com/ree2raz/inference-bench at 6219100, regime "short", median
-time per output token of 100 requests, the median of three runs. The prefill follows from two prompts (45 and 1,800
-tokens).
+Source: ``raw/`` and ``results/summary.csv`` of github.com/ree2raz/inference-bench at 6219100, regime "short".
 """
 
 PRESETS: Mapping[str, CostModel] = {

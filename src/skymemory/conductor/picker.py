@@ -1,6 +1,4 @@
-"""The servers of a router, and the picker, which chooses a server per request.
-
-It narrows the choice in this order:
+"""The servers of a router, and the picker, which chooses a server per request in this order:
 
 1. Servers that take requests: healthy, not draining, in the requested subset.
 2. Of these, servers that have the request's LoRA adapter loaded, or have room for it.
@@ -21,7 +19,7 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
 ADAPTER_QUEUE = 16
-"""Lead in queued requests from which a server loads the adapter too. Loading takes about as long as a few prefills."""
+"""Lead in queued requests from which a server loads the adapter too."""
 _MASK = (1 << 64) - 1
 _KEPT = 0.95
 """Decay per prompt, in the ratio of our tokens to the engine's."""
@@ -34,7 +32,6 @@ class PrefillTotals:
     requests: float
     tokens: float
     computed: float
-    """Uncached prompt tokens."""
     seconds: float
 
 
@@ -53,7 +50,7 @@ class LoadReport:
     max_adapters: int | None = None
     prefills: PrefillTotals | None = None
     tokens: float = 0.0
-    """Tokens read and generated since its start, if reported."""
+    """Tokens read and generated since its start."""
 
 
 class Server:
@@ -77,9 +74,8 @@ class Server:
         self.reported: LoadReport | None = None
         self.in_flight = 0
         self.prefilling = 0
-        """Requests in flight without a first byte."""
         self.prefill_tokens = 0.0
-        """Prefill backlog of ``prefilling`` requests: prompt tokens less matched tokens."""
+        """Prefill backlog: prompt tokens less matched tokens."""
         self._healthy, self._draining = True, False
         self._fleet = fleet
         self._read_tokens = self._engine_tokens = 0.0
@@ -117,7 +113,7 @@ class Server:
             self._fleet.changed()
 
     def reported_tokens(self, read: int, reported: int) -> None:
-        """Record a prompt of ``read`` tokens by our count and ``reported`` by the engine's usage."""
+        """Record a prompt's tokens by our count and by the engine's usage."""
         if read and reported:
             self._read_tokens = self._read_tokens * _KEPT + read
             self._engine_tokens = self._engine_tokens * _KEPT + reported
@@ -141,7 +137,6 @@ class Fleet:
 
     @property
     def available(self) -> tuple[Server, ...]:
-        """Servers that take requests, in the order of their addition."""
         available = self._available
         if available is None:
             available = self._available = tuple(server for server in self.servers.values() if server.takes_requests)
@@ -173,7 +168,7 @@ class Fleet:
         return server
 
     def remove(self, name: str) -> Server | None:
-        """Remove a server. The next added server reuses its slot, so scorers must have forgotten it by then."""
+        """Remove a server. Its slot is reused, so scorers must have forgotten it."""
         server = self.servers.pop(name, None)
         if server is not None:
             self._free_slots.append(server.slot)
@@ -185,12 +180,12 @@ Weights = tuple[tuple[str, Sequence[float]], ...]
 RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
 """Entry of one server in a ranking; a plain tuple, because every request creates it.
 
-Score, matched tokens, time to first token and between tokens, plan, compute time, and its figures in ``weights``.
+Score, matched tokens, time to first token and between tokens, plan, compute time, figures.
 """
 
 
 class Ranking:
-    """Scores and estimates of servers, in the order of ``Scorer.rank``."""
+    """Scores and estimates, in the order of the ranked servers."""
 
     __slots__ = (
         "_compute_s",
@@ -221,7 +216,6 @@ class Ranking:
         self.reasons = reasons
         self.estimated_tbt_s = estimated_tbt_s
         self.plan_at = plan_at
-        """Function that returns the plan of the server at a position."""
 
     @property
     def scores(self) -> Sequence[float]:
@@ -230,7 +224,6 @@ class Ranking:
 
     @property
     def matched_tokens(self) -> Sequence[int] | None:
-        """None if the strategy ignores caches."""
         return self._matched
 
     @property
@@ -239,12 +232,11 @@ class Ranking:
 
     @property
     def estimated_compute_s(self) -> Sequence[float] | None:
-        """Compute part of ``estimated_ttft_s``; plans have it instead."""
+        """Part of ``estimated_ttft_s``; plans have it instead."""
         return self._compute_s
 
     @property
     def weights(self) -> Weights:
-        """Named parts of the scores, per server."""
         return self._weights
 
     def best(self) -> Sequence[int]:
@@ -286,9 +278,9 @@ class Scorer:
     def routed(self, request: Request, server: Server, now_s: float) -> None: ...
 
     def succeeded(self, request: Request, server: Server, now_s: float, cached_tokens: int | None) -> None:
-        """Record the first byte of the answer: the server has computed the prompt and holds it.
+        """Record the first byte of the answer: the server holds the prompt.
 
-        ``cached_tokens`` are the prompt tokens that the server reports as cached, if it does.
+        ``cached_tokens``: as reported by the server.
         """
 
     def corrected(self, request: Request, server: Server, now_s: float, cached_tokens: int) -> None:
@@ -301,17 +293,17 @@ class Scorer:
         """Record that the request ended before its first byte and left nothing in the cache."""
 
     def forget(self, server: Server) -> None:
-        """Drop the state of a server that left the fleet or restarted: its cache is empty."""
+        """Drop the state of a server that left or restarted: its cache is empty."""
 
 
 class NoServer(SkyMemoryError): ...
 
 
 class Picker:
-    """Chooser of servers, which counts their requests in flight.
+    """Chooser of servers. Not thread-safe.
 
     After a ``pick`` call ``routed`` if the request is sent, then ``succeeded`` (first byte) or ``failed``, and after
-    ``succeeded`` call ``on_request_end``. A retry is ``failed`` and a new ``routed``. Not thread-safe.
+    ``succeeded`` call ``on_request_end``. A retry is ``failed`` and a new ``routed``.
     """
 
     def __init__(self, fleet: Fleet, scorer: Scorer, seed: int = 0) -> None:
@@ -380,7 +372,7 @@ class Picker:
     def on_request_end(
         self, decision: Decision, now_s: float, cached_tokens: int | None = None, output_tokens: int | None = None
     ) -> None:
-        """Record the last byte, or a disconnect of the client after the first."""
+        """Record the last byte, or a disconnect of the client."""
         server = self.fleet.servers.get(decision.server)
         if server is not None:
             if server.in_flight:
@@ -409,7 +401,6 @@ class Picker:
         return server
 
     def _next_random(self) -> int:
-        """Advance splitmix64."""
         self._random_state = (self._random_state + 0x9E3779B97F4A7C15) & _MASK
         mixed = self._random_state
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -451,7 +442,7 @@ def _explanation(state: _PickState) -> Explanation:
 
 
 def _fallbacks(state: _PickState) -> Names:
-    """Return the other servers by score, then requests in flight; servers without room for the adapter are last."""
+    """Return the other servers by score, then requests in flight; last, servers without room for the adapter."""
     packed, _, servers, in_flight, chosen, available, *_ = state
     scores = unpack_scores(packed)
     by_score = sorted((-scores[at], in_flight[at], server.name) for at, server in enumerate(servers) if at != chosen)
@@ -472,11 +463,9 @@ def _reasons(state: _PickState) -> Names:
 
 
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
-    """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason; else
-    all.
+    """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason.
 
-    The adapter is decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix
-    saves.
+    Decided before prefixes: adapters share no cache, and loading one costs more than a prefix saves.
     """
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in available]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
@@ -504,6 +493,6 @@ def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tu
 
 
 def _waiting(server: Server, now_s: float) -> int:
-    """Return the requests in or before their prefill: the larger of the reported number and ours since the report."""
+    """Return the requests in or before their prefill, as reported or ours."""
     report = server.fresh_report(now_s, ADAPTER_STALE_S)
     return server.prefilling if report is None else max(report.waiting, server.prefilling - report.running)

@@ -1,8 +1,7 @@
 """Elastic pools: the load decides how many instances prefill and how many decode.
 
 The caller samples its instances, calls ``PoolController.observe`` about once per second, and carries out the returned
-change: it closes the instance to new requests, waits for its last request, and opens it in the other role. The
-controller does no I/O and reads no clock.
+change: it drains the instance and opens it in the other role. The controller does no I/O and reads no clock.
 
 Need is measured by time, spare capacity by work. Both are smoothed over time::
 
@@ -16,26 +15,22 @@ Need is measured by time, spare capacity by work. Both are smoothed over time::
 
     load      demand / serving instances; 1: no more work fits within the objective
 
-* Prefill need: the mean wait never reaches the objective, because admission refuses requests that would wait longer.
-* Decode demand: a batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per
-  second. The first term is this rate over the rate at the objective (a request has ``idle / (1 - c · rate)`` between
-  tokens), the second over the rate with full memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional
-  to work.
+A batch of ``n`` takes ``tbt = shared + c·n`` per step and makes ``(1 - shared / tbt) / c`` tokens per second. Decode
+demand is this rate over the rate at the objective (``idle / (1 - c · rate)`` between tokens) or over the rate with full
+memory (a batch of ``n / kv_share``). ``tbt`` itself is not proportional to work.
 
 An instance moves from pool G to pool R if all of these hold:
 
 1. ``need(R) ≥ high``.
 2. ``load_after = demand(G) / (serving(G) - 1) · growth ≤ low``. ``growth`` is ``1 + 1 / serving(R)``, at most
-   ``MOST_GROWTH``, because a larger R sends more work through both pools. If G prefills, its need after the move must
-   be at most 1, too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
+   ``MOST_GROWTH``: a larger R sends more work through both pools. If G prefills, its need after the move is at most 1,
+   too; a queue at load ρ is ``ρ / (1 - ρ)`` times a factor that a move does not change.
 3. ``load_after · (1 + margin) ≤ load(R)``.
 4. G keeps an instance. If its other instances fail during the drain, the drain is called off.
 5. No change is under way, and ``settle_s`` plus ``drain_weight`` times the last drain have passed since it ended.
 
-Rule 3 is the hysteresis: a move back would require its opposite. With constant demands no move is undone.
-
-Mooncake's prefill and decode loads swing in opposition, and reacting to the lagging pool feeds the swing. Smoothing,
-rule 2 and ``settle_s`` prevent this.
+Rule 3 is the hysteresis: with constant demands no move is undone. Mooncake's prefill and decode loads swing in
+opposition, and reacting to the lagging pool feeds the swing; smoothing, rule 2 and ``settle_s`` prevent this.
 """
 
 from __future__ import annotations
@@ -67,17 +62,16 @@ def other(role: Role) -> Role:
 class InstanceSample:
     name: str
     role: Role
-    """Current role; while draining, the role that it gives up."""
+    """While draining, the role that it gives up."""
     state: State = "serving"
     """``draining``: closed to new requests, for any reason. ``down``: neither serves nor drains."""
     fixed: bool = False
-    """True if it never changes its role."""
     queue_s: float = 0.0
     """Prefill: estimated seconds of queued work, including the current prefill."""
     tbt_s: float = 0.0
     """Decode: seconds between tokens; 0: idle."""
     kv_share: float = 0.0
-    """Decode: KV memory needed, by waiting requests too, over its capacity; may exceed 1."""
+    """Decode: KV memory needed, by waiting requests too, over its capacity."""
     in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -103,11 +97,9 @@ class RoleChange:
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
     high: float = 0.85
-    """Need from which a pool gets an instance."""
+    """Need from which a pool gets an instance (rule 1)."""
     low: float = 0.9
-    """Limit of rule 2."""
     margin: float = 0.1
-    """Margin of rule 3."""
     smoothing_s: float = 20.0
     settle_s: float = 20.0
     """Minimum time between changes, and before the first."""
@@ -153,7 +145,6 @@ class PoolController:
         self._last_s: float | None = None
         self._next_s = -math.inf
         self._empty_s: dict[Role, float | None] = dict.fromkeys(ROLES)
-        """Time since which a pool has no serving instance."""
         self._change: RoleChange | None = None
         self._begun_s = 0.0
 
@@ -162,12 +153,11 @@ class PoolController:
         return self._change
 
     def load(self, role: Role) -> float:
-        """Return the load; infinite without a serving instance, 0 before the first sample."""
+        """Return the load; infinite without a serving instance."""
         serving, demand = self._serving[role], self._demands[role].value
         return demand / serving if serving else math.inf if self._last_s is not None else 0.0
 
     def need(self, role: Role) -> float:
-        """Return the need; 0 before the first sample."""
         return self._needs[role].value
 
     def observe(self, instances: Sequence[InstanceSample], now_s: float) -> RoleChange | None:
@@ -225,7 +215,6 @@ class PoolController:
 
     @property
     def _most_rate(self) -> float:
-        """Token rate of a decode instance at the objective, over the limit of a large batch."""
         return 1 - self.idle_tbt_s / self._slo.tbt_s
 
     def _follow(self, change: RoleChange, one: InstanceSample | None, now_s: float) -> RoleChange | None:
@@ -298,8 +287,6 @@ class PoolController:
 
 
 class _Smoothed:
-    """Exponentially weighted mean over time; with few samples close to their plain mean."""
-
     def __init__(self, time_constant_s: float) -> None:
         self._constant_s = time_constant_s
         self._sum = self._weight = 0.0

@@ -39,33 +39,29 @@ class Prompt:
     block_tokens: float
     """Tokens per block; estimated if blocks are characters."""
     tokens: int
-    """Estimated if blocks are characters."""
     head: bytes = b""
     """First ``HEAD_BYTES`` of its text or token ids."""
 
 
 @dataclass(slots=True)
 class Request:
-    """Request to route. Empty strings mean none."""
+    """Request to route; empty strings mean none."""
 
     prompt: Prompt
     model: str = ""
     adapter: str = ""
     salt: str = ""
     session: str = ""
-    """Cookie, header or address of a client."""
+    """Client's cookie, header or address."""
     output_tokens: int | None = None
-    """Token limit of one answer."""
     tenant: str = ""
-    """Owner of the API key."""
     priority: int = 0
     """Higher values are served first and refused last."""
     streams: bool = True
     """False: the first byte does not mark the end of the prefill."""
     slo: Slo | None = None
-    """Objectives instead of the general objectives."""
     answers: int = 1
-    """Number of answers: of several prompts, or several of one prompt."""
+    """Answers to one or several prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +78,10 @@ class Plan:
     split_tokens: int
     loaded_tokens: int
     source: str = ""
-    """Server or tier of the loaded part."""
     queue_s: float = 0.0
-    """Estimated wait until computing starts."""
     load_s: float = 0.0
     """Estimated time until the load is complete, beginning now."""
     compute_s: float = 0.0
-    """Estimated time to compute the remaining tokens."""
 
     @property
     def cached_tokens(self) -> int:
@@ -101,7 +94,7 @@ Explanation = tuple[Names, Names]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Decision:
-    """Server chosen for a request, with reasons and estimates. Immutable by convention.
+    """Server chosen for a request. Immutable by convention.
 
     The explanation may be a function, called on first use, because few callers read it.
     """
@@ -115,19 +108,17 @@ class Decision:
     at_s: float
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
-    """Seconds between tokens with this request in the batch."""
+    """Seconds between tokens, this request included."""
     plan: Plan | None = None
     estimated_compute_s: float | None = None
-    """Part of ``estimated_ttft_s`` that computes this request."""
 
     @property
     def fallbacks(self) -> Names:
-        """Other servers, best first."""
         return self._explained()[0]
 
     @property
     def reasons(self) -> Names:
-        """Short sentences with figures, the most important first."""
+        """Sentences with figures, the most important first."""
         return self._explained()[1]
 
     def _explained(self) -> Explanation:
@@ -142,7 +133,6 @@ class Decision:
         )
 
     def taken_by(self, server: str) -> Decision:
-        """Return the decision if ``server`` took the request instead."""
         decision = copy(self)
         decision.server, decision.matched_tokens, decision.estimated_ttft_s = server, 0, None
         decision._explanation = (
@@ -185,7 +175,7 @@ def seed(model: str, adapter: str, salt: str) -> int:
     """Return the seed of a prompt's chain of block hashes (``native.chain_hashes``).
 
     It is the first eight bytes, little-endian, of the SHA-256 of a tag and each word as UTF-8 after its length (four
-    bytes). Lone surrogates, which JSON may contain, are encoded as they are.
+    bytes). Lone surrogates are encoded as they are.
     """
     # Lengths precede the words, so that ("ab", "c") and ("a", "bc") differ.
     message = bytearray(_TAG)

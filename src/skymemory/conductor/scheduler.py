@@ -25,7 +25,6 @@ KINDS = ("ttft", "tbt", "cost", "share", "priority", "queue")
 tenant's share is used up; ``priority``: higher priorities go first; ``queue``: it is full or its wait too long.
 """
 RETRY_S = 1.0
-"""Retry-After without an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,6 @@ class Refusal:
     reason: str
     retry_after_s: float
     computed: bool = False
-    """True if the prefill was computed and is wasted."""
     kind: str = ""
 
 
@@ -44,7 +42,7 @@ class DecodeForecast(Protocol):
         ...
 
     def expected(self, request: Request, at_s: float) -> None:
-        """Record that a placed request is estimated to join a decode batch at ``at_s``."""
+        """Record that a request is estimated to join a decode batch at ``at_s``."""
         ...
 
     def tbt_s(self, at_s: float, now_s: float, request: Request | None = None) -> float:
@@ -54,7 +52,7 @@ class DecodeForecast(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """Request with its chosen servers. Immutable by convention."""
+    """Chosen servers of a request. Immutable by convention."""
 
     request: Request
     prefill: Decision
@@ -78,7 +76,7 @@ class Admission:
 
     name: str
     looks_ahead = False
-    """True if ``on_arrival`` judges the decode load at the time of joining a batch."""
+    """True if ``on_arrival`` judges the decode load forecast for the joining."""
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
         """Return None to admit the request; change no state."""
@@ -98,7 +96,7 @@ class Admission:
     def joined(self, placement: Placement, now_s: float) -> None: ...
 
     def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """Record the end; ``met`` is None if unknown, failed, or refused before decoding."""
+        """Record the end; ``met`` is None if unknown."""
 
 
 class AdmitAll(Admission):
@@ -138,8 +136,7 @@ class RuleAround(Admission):
 class OnArrival(RuleAround):
     """Wrapper that decides finally on arrival.
 
-    The decode load on arrival counts all requests promised to the server. Contexts that grow during the prefill raise
-    it only slightly, which does not justify wasting a prefill.
+    Contexts that grow during the prefill raise the load only slightly, which does not justify wasting a prefill.
     """
 
     def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
@@ -179,12 +176,9 @@ class Probing(RuleAround):
 class Corrected(RuleAround):
     """Wrapper that corrects estimated times to first token by those of recent requests.
 
-    Two learnt parts are added to the estimated prefill:
-
-    * The hand-over, if another server decodes: the mean gap between first tokens of a prefill server less the later
-      request's prefill. Back to back, hand-overs overlap with the next prefill; a first burst is not promised that.
-    * A high quantile (``SHARE``) of recent errors: with their mean, a rule would break every promise close to its
-      objective. An overdue request counts at once, by its present delay.
+    It adds the hand-over, if another server decodes: the mean gap between first tokens of a prefill server less the
+    later request's prefill. And it adds a high quantile (``SHARE``) of recent errors: with their mean, a rule would
+    break every promise close to its objective. An overdue request counts at once.
     """
 
     KEPT, SHARE, OLDEST, SERVERS = 32, 0.9, 16, 1024
@@ -194,9 +188,9 @@ class Corrected(RuleAround):
         self._late: deque[float] = deque(maxlen=self.KEPT)
         self._handovers: deque[float] = deque(maxlen=self.KEPT)
         self._due: dict[int, tuple[float, float]] = {}
-        """Estimated first-token time and assumed hand-over of requests without a first token, in admission order."""
+        """Estimated first-token time and assumed hand-over, in admission order."""
         self._last: dict[str, tuple[int, float]] = {}
-        """Last request (0 once it ended, as ids are reused) and last first-token time per prefill server."""
+        """Last request (0 once it ended, as ids are reused) and last first-token time per server."""
 
     def late_s(self, now_s: float) -> float:
         late = sorted(self._late)
@@ -205,7 +199,7 @@ class Corrected(RuleAround):
         return max(0.0, recent_s, overdue_s)
 
     def estimated_s(self, placement: Placement, now_s: float) -> float | None:
-        """Return the time to first token with the hand-over, without the correction for errors."""
+        """Return the time to first token with the hand-over, without the correction."""
         prefill = placement.prefill
         if prefill.estimated_ttft_s is None or placement.decode is None:
             return prefill.estimated_ttft_s
@@ -335,7 +329,7 @@ class Scheduler:
         """Replace a failed prefill server and book the new server.
 
         Raises:
-            NoServer: no other server takes requests; nothing is changed.
+            NoServer: nothing is changed.
         """
         prefill = self.prefill.pick(placement.request, now_s, among)
         self.prefill.failed(placement.prefill, now_s)
@@ -345,7 +339,6 @@ class Scheduler:
         return replace(placement, prefill=prefill)
 
     def prefill_lost(self, placement: Placement, now_s: float) -> None:
-        """Close a prefill that failed or is no longer awaited."""
         self.prefill.failed(placement.prefill, now_s)
 
     def decode_again(
@@ -354,7 +347,7 @@ class Scheduler:
         """Replace a failed decode server and book the new server; ``decoding``: the request was in its batch.
 
         Raises:
-            NoServer: as ``prefill_again``.
+            NoServer: nothing is changed.
         """
         assert self.decode is not None and placement.decode is not None
         decode = self.decode.pick(placement.request, now_s, among)

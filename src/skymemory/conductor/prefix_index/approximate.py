@@ -1,11 +1,9 @@
 """The contract of prefix indices, and the approximate index, learnt from requests.
 
 A prompt is a chain of blocks: uint64 hashes, each of a block and all blocks before it (``native.chain_hashes``).
-Servers are the slots of the fleet.
 
 The approximate index assumes that a server holds the prompts that it answered. Per server it keeps the most recently
-used blocks, up to the capacity of the server's cache, and evicts the end of a prefix before its head. Engines evict by
-other rules and do not report it; ``correct`` uses what an engine reports as cached.
+used blocks, up to the cache's capacity, and evicts the end of a prefix before its head. Engines evict by other rules.
 """
 
 from __future__ import annotations
@@ -27,36 +25,32 @@ class PrefixIndex(Protocol):
     """Contract of prefix indices. Blocks after a block that a slot lacks do not count."""
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
-        """Return the number of leading blocks that each of ``slots`` holds, without a gap; change no state."""
+        """Return the leading blocks that each of ``slots`` holds; change no state."""
         ...
 
     def learn(self, slot: int, blocks: Blocks) -> None:
-        """Record that the server of ``slot`` holds this chain and has just used it."""
+        """Record that the server holds this chain and has just used it."""
         ...
 
     def correct(self, slot: int, blocks: Blocks, cached_blocks: int) -> int:
-        """Drop the blocks after ``cached_blocks``, also in other chains, after a report; return the number dropped."""
+        """Drop the blocks after ``cached_blocks``, also in other chains; return their number."""
         ...
 
-    def forget(self, slot: int) -> None:
-        """Drop all blocks of ``slot``: the server left or restarted."""
-        ...
+    def forget(self, slot: int) -> None: ...
 
     def blocks_of(self, slot: int) -> int: ...
 
 
 BLOCKS_PER_SERVER = 31_250
-"""Assumed capacity of a server that does not report it (the endpoint picker's default)."""
+"""The endpoint picker's default."""
 MAX_MATCH = 256
-"""Blocks of a prompt that the endpoint picker matches."""
 Table = type[native.PrefixTable]
 
 
 class ApproximatePrefixIndex:
     """Prefix index learnt from requests.
 
-    ``max_match`` limits the blocks learnt and matched per prompt; None: all. ``secret`` is an odd 64-bit number for the
-    hash table (``native.PrefixTable``).
+    ``max_match`` limits the blocks per prompt. ``secret`` is an odd 64-bit number for ``native.PrefixTable``.
 
     Raises:
         InvalidInput: an invalid capacity or secret.
@@ -80,7 +74,6 @@ class ApproximatePrefixIndex:
 
     @property
     def whole_table(self) -> native.PrefixTable | None:
-        """None if ``max_match`` limits what is matched in it."""
         return self._table if self.max_match is None else None
 
     def match(self, blocks: Blocks, slots: Sequence[int]) -> list[int]:
