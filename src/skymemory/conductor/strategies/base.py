@@ -19,11 +19,11 @@ from skymemory.conductor.request import Prompt, Request
 from skymemory.errors import InvalidInput
 
 MOST_UNDER_WAY = 8192
-"""Limit of a prompt's blocks that count as held once it is sent."""
+"""Limit of blocks under way."""
 ANSWERING = 4096
-"""Limit of requests being answered whose estimate is remembered."""
+"""Limit of requests remembered until their answer ends."""
 BELIEVABLE = 0.5
-"""Share of the estimated blocks that a server must confirm; below it the missing block is dropped.
+"""Share of the estimated blocks that a server must confirm.
 
 Smaller differences are meaningless, due to blocks of characters and the engine's own block size.
 """
@@ -33,7 +33,7 @@ Note = TypeVar("Note")
 class RequestNotes(Generic[Note]):
     """Notes on sent requests, by request and server; repeated sends queue their notes.
 
-    Requests are identified as objects (two equal requests may be in flight) and kept alive, so that ids are not reused.
+    Requests are kept alive, so that ids are not reused.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,6 @@ class RequestNotes(Generic[Note]):
             self._further.setdefault(key, []).append(note)
 
     def take(self, request: Request, server: Server) -> Note | None:
-        """Remove and return the note, if any."""
         key = (id(request), server.slot)
         entry = self._open.pop(key, None)
         if entry is None:
@@ -67,15 +66,12 @@ class RequestNotes(Generic[Note]):
 
 
 Sent = tuple[int, int, Any]
-"""Sent request: leading blocks by the index, ticket of the prompt under way (0: none), strategy's own note.
-
-A plain tuple, because every request creates it.
-"""
+"""Leading blocks by the index, ticket under way (0: none), strategy's own note."""
 STALE_S = 5.0
 
 
 def requests_at(server: Server, now_s: float) -> float:
-    """Return the requests at a server: the larger of the reported number, which includes other clients', and ours."""
+    """Return the requests at a server: reported, including other clients', or ours if more."""
     report = server.reported
     if report is None or now_s - report.at_s > STALE_S:
         return float(server.in_flight)
@@ -87,13 +83,13 @@ def loads_of(servers: Sequence[Server], now_s: float) -> list[float]:
 
 
 def ranked_by_load(loads: Sequence[float], reason: str = "", matched: Sequence[int] | None = None) -> Ranking:
-    """Rank by the fewest requests; ``reason`` explains why, if the strategy usually does not."""
+    """Rank by the fewest requests."""
     reasons = (reason,) if reason else ()
     return Ranking([-load for load in loads], matched, reasons=reasons, weights=(("requests there", loads),))
 
 
 def load_bound(loads: Sequence[float], factor: float) -> int:
-    """Return the number of requests that a server may have: ``factor`` × the mean, including the new request.
+    """Return the requests that a server may have, including the new request.
 
     Rounded up as in Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2016).
     """
@@ -107,7 +103,7 @@ def check_factor(factor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GainThreshold:
-    """Threshold of a match: more than ``tokens`` and more than ``ratio`` of the prompt; below it only load counts."""
+    """Threshold of a match, in tokens and in share of the prompt."""
 
     tokens: int = 0
     ratio: float = 0.0
@@ -138,7 +134,7 @@ _MASK = (1 << 64) - 1
 
 
 def hash_words(*words: bytes) -> int:
-    """Return a 64-bit hash of several words with their lengths, equal on every machine."""
+    """Return a 64-bit hash, equal on every machine."""
     state = blake2b(digest_size=8)
     for word in words:
         state.update(len(word).to_bytes(8, "little"))
@@ -152,7 +148,7 @@ def scope_of(request: Request) -> tuple[bytes, bytes, bytes]:
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix each value over 64 bits (the finaliser of splitmix64)."""
+    """Apply the finaliser of splitmix64."""
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -174,8 +170,8 @@ class NameHashes:
 class Indexed(Scorer):
     """Base of strategies with a prefix index.
 
-    A prompt counts as held by its server once it is sent: requests queued after it will find it cached. Until its first
-    byte it is *under way*, which a failure undoes; then the index learns it.
+    A prompt counts as held once it is sent: requests queued after it will find it cached. Until its first byte it is
+    *under way*, which a failure undoes.
     """
 
     def __init__(self, index: PrefixIndex, under_way_blocks: int = MOST_UNDER_WAY) -> None:
@@ -185,18 +181,14 @@ class Indexed(Scorer):
         self._under_way = under_way(under_way_blocks, getattr(index, "secret", None))
         self._notes: RequestNotes[Sent] = RequestNotes()
         self._answering: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
-        """Believed blocks and last prompt block of requests being answered.
-
-        Most servers never report cached tokens, so requests are not kept alive: the last block detects a reused id.
-        """
+        """Believed blocks and last prompt block, which detects a reused id, of requests being answered."""
 
     def matched_tokens(self, prompt: Prompt, blocks: Sequence[int]) -> list[int]:
-        """Return the tokens of each number of leading blocks."""
         per_block, tokens = prompt.block_tokens, prompt.tokens
         return [min(tokens, int(count * per_block)) if count else 0 for count in blocks]
 
     def held_blocks(self, prompt: Prompt, servers: Sequence[Server]) -> list[int]:
-        """Return the leading blocks that each server holds, by the index."""
+        """Return the leading blocks per server, by the index."""
         if not len(prompt.blocks):
             return [0] * len(servers)
         return self.index.match(prompt.blocks, [server.slot for server in servers])
@@ -204,7 +196,7 @@ class Indexed(Scorer):
     def matched_blocks(
         self, prompt: Prompt, servers: Sequence[Server], held: Sequence[int] | None = None
     ) -> Sequence[int]:
-        """Return ``held_blocks``, increased by the prompts under way to each server."""
+        """Return ``held_blocks``, with the prompts under way."""
         held = self.held_blocks(prompt, servers) if held is None else held
         if not len(prompt.blocks) or not len(self._under_way):
             return held
@@ -219,13 +211,13 @@ class Indexed(Scorer):
     # again afterwards.
 
     def record_sent(self, request: Request, server: Server, believed: int, estimated: object = None) -> None:
-        """Record that the request is sent to a server that holds ``believed`` of its blocks."""
+        """Record a request sent to a server that holds ``believed`` of its blocks."""
         blocks = request.prompt.blocks
         ticket = self._under_way.add(server.slot, blocks) if self._counts_under_way and len(blocks) else 0
         self._notes.add(request, server, (believed, ticket, estimated))
 
     def arrived(self, request: Request, server: Server) -> Sent | None:
-        """End the time under way of the prompt; return its record, if any."""
+        """End the prompt's time under way; return its record, if any."""
         sent = self._notes.take(request, server)
         if sent is not None:
             _, ticket, _ = sent
@@ -237,7 +229,7 @@ class Indexed(Scorer):
         self.learn(request, server, self.arrived(request, server), cached_tokens)
 
     def learn(self, request: Request, server: Server, sent: Sent | None, cached_tokens: int | None) -> None:
-        """Record that the server now holds the prompt; ``sent`` comes from ``arrived``."""
+        """Record that the server holds the prompt."""
         prompt = request.prompt
         blocks = prompt.blocks
         if not len(blocks):
@@ -276,7 +268,7 @@ class Indexed(Scorer):
         self.index.forget(server.slot)
 
     def _correct(self, prompt: Prompt, server: Server, believed: int, cached_tokens: int) -> bool:
-        """Drop the blocks of ``believed`` that the server lacked; return True if any were dropped."""
+        """Drop unconfirmed blocks; return True if any were dropped."""
         confirmed = int(cached_tokens / prompt.block_tokens)
         # One block more than reported is allowed, because engines recompute the last block of a fully cached prompt.
         return confirmed + 1 < believed * BELIEVABLE and self.index.correct(server.slot, prompt.blocks, confirmed) > 0
