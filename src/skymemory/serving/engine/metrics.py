@@ -96,7 +96,6 @@ class EngineMetrics:
         self._spent["decode"].inc(decode_s)
 
     def prefilled(self, tokens: int, cached: int, seconds: float) -> None:
-        """Count an ended request, with its tokens, cached tokens and seconds of prefill."""
         self._prompts.observe(tokens)
         self._computed.observe(tokens - cached)
         self._prefill.observe(seconds)
