@@ -1,4 +1,4 @@
-"""Listening addresses: the same grammar and spelling for every command and setting."""
+"""Listening addresses: the same grammar for every command and setting."""
 
 from __future__ import annotations
 
