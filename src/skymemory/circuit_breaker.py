@@ -55,9 +55,7 @@ class CircuitBreaker:
         return math.inf if self.closed else self._until_s
 
     def succeeded(self, *, loaded: bool = True) -> None:
-        """Record a timely answer, if closed: the call may be old. Without ``loaded`` (a lookup) failures of loads still
-        count.
-        """
+        """Record a timely answer, if closed. Without ``loaded`` (a lookup) failures of loads still count."""
         if self.closed:
             self._failures = 0
             if loaded:
@@ -85,7 +83,7 @@ class CircuitBreaker:
                 self._until_s, self._wait_s = now_s, self._config.first_wait_s
 
     def probe_due(self, now_s: float) -> bool:
-        """Return True if a probe must be sent now; it is half-open until then."""
+        """Return True if a probe must be sent now."""
         if self.closed or now_s < self._until_s:
             return False
         limit_s = self._config.probe_limit_s

@@ -1,5 +1,5 @@
-"""Errors that callers handle. Each says what was wrong, what was expected and what to do. A miss is a value and
-corruption a counter.
+"""Errors that callers handle: what was wrong, what was expected, what to do. A miss is a value, corruption a
+counter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CommandsRefused(ConstellationError):
 
 
 class WrongProcess(SkyMemoryError):
-    """Use of a parent's store, socket or manager in a forked child."""
+    """Use of a parent's store, socket or manager in its fork."""
 
 
 def quoted(value: object, most: int = 60) -> str:

@@ -37,7 +37,7 @@ class Replacement(Protocol):
     def free(self, key: bytes) -> None: ...
 
     def victim(self, but: bytes | None = None) -> bytes | None:
-        """Return the next key to evict, not held nor ``but``; change nothing."""
+        """Return the next key to evict, not held nor ``but``."""
 
     def order(self) -> list[bytes]:
         """Return all keys, also held, the next victim first."""
@@ -47,7 +47,7 @@ Rank = TypeVar("Rank", int, float)
 
 
 class RankedKeys(Generic[Rank]):
-    """Heap, rebuilt when three in four entries are stale: O(log keys) per call on average."""
+    """Heap, rebuilt when three in four entries are stale."""
 
     def __init__(self) -> None:
         self._ranks: dict[bytes, tuple[Rank, int]] = {}
@@ -82,7 +82,7 @@ class RankedKeys(Generic[Rank]):
             heapq.heapify(self._heap)
 
     def hold(self, key: bytes) -> None:
-        """Exclude from ``first``, also if inserted later."""
+        """Exclude a present or later key from ``first``."""
         self._held.add(key)
 
     def free(self, key: bytes) -> None:
@@ -200,7 +200,7 @@ _FIRST_RETURN = 1000.0
 """Initial mean, in events."""
 _FOLLOW = 1 / 1000
 _MOST = 2.0**900
-"""Limit of a worth, near the largest float; then all are rescaled."""
+"""Limit of a worth; then all are rescaled."""
 
 
 class LeastRecentlyAndFrequentlyUsed:

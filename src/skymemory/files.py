@@ -1,6 +1,6 @@
 """User-named files: regular files of bounded size, or an error that says what is wrong.
 
-``Path.read_text`` blocks on a pipe without a writer, and never ends on ``/dev/zero``.
+``Path.read_text`` may block on a pipe, and never ends on ``/dev/zero``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from skymemory.units import format_size
 _PIECE_BYTES = 2**20
 
 MAX_SETTINGS_BYTES = 2**20
-"""Limit of settings written by people."""
 MAX_TABLE_BYTES = 64 * 2**20
-"""Limit of a line per entry."""
 MAX_TOKENIZER_BYTES = 512 * 2**20
 """The largest ``tokenizer.json`` served today has 33 MB."""
 

@@ -64,7 +64,6 @@ class KeyRing:
         return next((key for key in reversed(self.keys) if key.from_s <= now_s), self.keys[0])
 
     def with_key(self, secret: bytes, from_s: float) -> KeyRing:
-        """Return the ring with a new key, accepted at once."""
         last, used_ids = self.keys[-1], {key.key_id for key in self.keys}
         later, earlier = range(last.key_id + 1, MAX_KEY_ID + 1), range(1, last.key_id)
         key_id = next(key_id for key_id in (*later, *earlier) if key_id not in used_ids)

@@ -1,6 +1,6 @@
 """Progress of long waits: a bar on a terminal, elsewhere a line every few seconds.
 
-Imports no torch, and rich only for a bar: the first line of a command must not wait for them.
+Imports rich only for a bar, and no torch: a command's first line must not wait.
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ def flowed(items: Iterable[str], width: int, gap: str = "   ") -> list[str]:
 
 
 def command_lines(notes: Mapping[str, str], width: int) -> list[str]:
-    """Return indented commands with their notes. Commands are not wrapped: an overlong line can still be copied, two
-    lines cannot.
-    """
+    """Return indented commands with their notes; a command is not wrapped, so that it can be copied."""
     note_at = max((len(command) for command, remark in notes.items() if remark), default=0)
     lines = [f"  {command:<{note_at}}   {remark}".rstrip() for command, remark in notes.items()]
     if max(map(len, lines), default=0) <= width:
@@ -127,7 +125,6 @@ class Table:
     """Leading columns that each block repeats."""
 
     def lines(self, width: int, indent: str = "") -> list[str]:
-        """Return the table in blocks that fit ``width``."""
         room = width - len(indent)
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         # Key columns of words shrink to half of the width, but not below their longest words.
@@ -166,7 +163,6 @@ class Table:
         return blocks
 
     def _limits(self, widths: Sequence[int], block: Sequence[int], room: int) -> dict[int, int]:
-        """Return a block's column widths; the widest columns of words shrink."""
         limits = {at: widths[at] for at in (*range(self.keys), *block)}
         while (over := sum(limits.values()) + len(_GAP) * (len(limits) - 1) - room) > 0:
             shrinkable = [at for at in limits if at in self.left and limits[at] > self._longest_word(at)]

@@ -45,7 +45,6 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Zµ]*)\s*")
 
 
 LARGEST_WHOLE = 2**64 - 1
-"""Limit of whole numbers; larger overflow with fractions."""
 _LONGEST_WHOLE = 32
 """Characters that suffice; Python itself refuses 4,300 digits."""
 

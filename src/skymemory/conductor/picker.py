@@ -465,7 +465,7 @@ def _reasons(state: _PickState) -> Names:
 def _with_adapter(adapter: str, available: Sequence[Server], now_s: float) -> tuple[Sequence[Server], str]:
     """Return the servers with the adapter, or with room for it while the former's queues are long, and the reason.
 
-    Decided before prefixes: adapters share no cache, and loading one costs more than a prefix saves.
+    Decided before prefixes: adapters share no cache, and loading an adapter costs more than a prefix saves.
     """
     reports = [(server, server.fresh_report(now_s, ADAPTER_STALE_S)) for server in available]
     having = [server for server, report in reports if report is not None and adapter in report.adapters]
