@@ -86,7 +86,8 @@ class Admission:
         """Return None to let the request decode; ``placement.decode`` is a current estimate."""
         return None
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None: ...
+    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+        """Record a refusal on arrival, by this rule or by a rule around it."""
 
     def accepted(self, placement: Placement, now_s: float) -> None: ...
 
@@ -96,7 +97,7 @@ class Admission:
     def joined(self, placement: Placement, now_s: float) -> None: ...
 
     def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
-        """Record the end; ``met`` is None if unknown."""
+        """Record the end; ``met`` is None if unknown, failed, or refused before decoding."""
 
 
 class AdmitAll(Admission):

@@ -55,7 +55,7 @@ NETWORK = "network"
 class KvCacheCentricSettings:
     variant: str = "cheaper"
     balancing_threshold: float = 2.0
-    """Ratio of prefixes from which a server loads."""
+    """Ratio of the longest prefix to the server's own from which it loads."""
     cake: bool = True
     """True: split (``cheaper`` only)."""
     split_gain: float = 0.01

@@ -1,7 +1,7 @@
 """Handover of prompts between engines through a store: one engine saves blocks while it prefills, another fetches them.
 
-Fetched blocks are put into the engine's prefix cache, outside the engine's thread until then. Late, lost and damaged
-blocks are recomputed: the store never changes an answer.
+``BlockFetcher`` waits outside the engine's thread and fills the engine's prefix cache. Late, lost and damaged blocks
+are recomputed: the store never changes an answer.
 """
 
 from __future__ import annotations
