@@ -26,7 +26,7 @@ class Replacement(Protocol):
         """Record a request of the key."""
 
     def on_handover(self, key: bytes) -> None:
-        """Record a handover: keys arrive in their previous order, the next victim first."""
+        """Record a handover: keys arrive in their previous order, the next victim first, and are no returns."""
 
     def on_removal(self, key: bytes, evicted: bool = False) -> None:
         """Record a removal (``evicted``: as the victim); unknown keys are ignored."""
@@ -195,7 +195,7 @@ DEPARTED = 16_384
 RECENT = 0.25
 """Share of keys that are safe."""
 _HALF_LIVES = 2.0
-"""In mean returns."""
+"""Half-life in mean returns."""
 _FIRST_RETURN = 1000.0
 """Initial mean, in events."""
 _FOLLOW = 1 / 1000

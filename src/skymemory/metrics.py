@@ -37,7 +37,7 @@ class Counters:
 
 
 class SharedCounters(Counters):
-    """Thread-safe counters."""
+    """Counters that several threads may add to."""
 
     def __init__(self) -> None:
         super().__init__()

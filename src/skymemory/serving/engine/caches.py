@@ -73,7 +73,7 @@ class PrefixCaches:
 
     @property
     def store(self) -> MemoryStore:
-        """Values of the blocks. Thread-safe."""
+        """Values of the blocks; may be read in any thread."""
         return self._store
 
     @property
