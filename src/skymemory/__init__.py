@@ -1,6 +1,6 @@
 """SkyMemory: a KV-cache memory hierarchy for LLM inference that reaches up to satellites in low Earth orbit.
 
-The public names below are loaded at their first use, so that a satellite never imports torch.
+Public names are loaded at their first use: a satellite never imports torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Installation of SkyMemory: its origin, and the commands that add missing parts.
 
-SkyMemory is on no package index: a command with its bare name would install whatever a stranger registered there. So
-each command names the checkout or the file that this installation came from, and works from any directory.
+SkyMemory is on no package index: each command names the checkout or the file of this installation.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LABORATORY = ("skymemory-lab", "lab")
 
 
 def find_checkout() -> Path | None:
-    """Return the source tree that this code runs from; None if installed elsewhere."""
+    """Return this code's source tree, if any."""
     folder = _PACKAGE.parents[1]
     try:
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
@@ -68,7 +67,7 @@ def _distribution_command(name: str, folder: str) -> str:
 
 
 def make_command(target: str) -> str:
-    """Return the advice to run ``make TARGET``: the command, for any directory, or which tree is needed."""
+    """Return the advice to run ``make TARGET``."""
     checkout = find_checkout()
     if checkout is None:
         kind, source = _origin()
@@ -80,7 +79,7 @@ def make_command(target: str) -> str:
 
 
 def _pip() -> str:
-    """Return this environment's install command, also if not activated."""
+    """Return this environment's install command."""
     python = sys.executable or "python3"
     if find_spec("pip") is None:
         return f"uv pip install --python {shlex.quote(python)}"

@@ -1,7 +1,6 @@
-"""Measurement of an engine through its OpenAI endpoint for a cost model: prefill of single prompts, batched decoding.
+"""Measurement of an engine through its OpenAI endpoint for a cost model.
 
-A cell is a point to measure: a prompt length, or a batch and a context. The model is fitted on some cells and must
-predict the held-out cells between them.
+Held-out cells (points to measure) are not used for fitting.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from skymemory_lab.replay.prompts import Prompt
 from skymemory_lab.replay.report import Outcome, Status
 
 STEPS = 24
-"""Fewest tokens of each answer in a batch."""
 _LEAST_GAPS = 4
 _WARM = 2
 
 Spent = Callable[[], Awaitable[tuple[float, float]]]
-"""Source of the engine's processor seconds, for prefill and for decoding."""
+"""Source of the engine's processor seconds for prefill and decoding."""
 MakePrompt = Callable[[int, random.Random], Prompt]
-"""Maker of a random prompt of about this many tokens."""
+"""Maker of a random prompt of about this length."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -37,9 +35,7 @@ K = TypeVar("K", bound=Hashable)
 class PrefillCell:
     tokens: int
     share: float
-    """Fraction of the prompt that is cached."""
     held_out: bool
-    """True if the cell is not used for fitting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class DecodeCell:
 
 
 def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[PrefillCell]:
-    """Return lengths for fitting, doubling from ``least`` to ``most``, and a held-out length between any two.
+    """Return lengths, doubling, and a held-out length between any two.
 
     Raises:
         InvalidInput: fewer than three lengths, or invalid shares.
@@ -72,9 +68,7 @@ def prefill_cells(least: int, most: int, shares: Sequence[float]) -> list[Prefil
 
 
 def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
-    """Return cells for batches of 1, 2, 4, … up to ``most_batch`` and the contexts.
-
-    Batches in between and every second context are held out.
+    """Return cells for batches of 1, 2, 4, …; batches in between and every second context are held out.
 
     Raises:
         InvalidInput: fewer than two batches or contexts.
@@ -93,7 +87,7 @@ def decode_cells(most_batch: int, contexts: Sequence[int]) -> list[DecodeCell]:
 
 
 def cut(prompt: Prompt, share: float) -> Prompt:
-    """Return the first ``share`` of the prompt, at least a word or id."""
+    """Return the first ``share``, at least a word or id."""
     if isinstance(prompt, str):
         words = prompt.split()
         return " ".join(words[: max(1, round(len(words) * share))])
@@ -101,11 +95,10 @@ def cut(prompt: Prompt, share: float) -> Prompt:
 
 
 class Measurement:
-    """Measurement of an engine's prefill and decoding.
+    """Measurement of an engine's prefill and decoding. A failed request raises SkyMemoryError.
 
-    ``on_progress`` receives the phase and the fraction done. ``spent``: measure the engine's processor time, which
-    other load hardly changes; None: measure wall-clock time, to the first chunk and between chunks. A failed request
-    raises SkyMemoryError.
+    ``on_progress`` receives the phase and the fraction done. ``spent``: measure processor time, which other load hardly
+    changes, instead of wall-clock time.
     """
 
     def __init__(
@@ -127,10 +120,9 @@ class Measurement:
     async def prefills(
         self, cells: Sequence[PrefillCell], repeats: int, statistic: str
     ) -> list[tuple[PrefillPoint, bool]]:
-        """Return each cell's point (the ``statistic`` of ``repeats`` with new prompts), and True if it is held out.
+        """Return each cell's point (the ``statistic`` of ``repeats``), and True if it is held out.
 
-        Each round measures all cells in a new random order, so that drift affects all alike. The cached share is the
-        share that the engine reports; without a report, only uncached prompts are measured.
+        Each round measures all cells in a new random order, so that drift affects all alike.
         """
         longest = max(cell.tokens for cell in cells)
         for _ in range(_WARM):
@@ -161,7 +153,7 @@ class Measurement:
     async def decodes(
         self, cells: Sequence[DecodeCell], repeats: int, statistic: str
     ) -> tuple[list[tuple[DecodePoint, bool]], list[DecodeCell]]:
-        """Return each cell's point, and True if it is held out; and the cells whose requests never ran concurrently."""
+        """Return each cell's point, and True if held out; and the cells whose requests never ran concurrently."""
         samples: list[tuple[tuple[DecodeCell, float], float]] = []
         never = dict.fromkeys(cells)
         for turn in range(repeats):
@@ -197,10 +189,7 @@ class Measurement:
 
 
 def step_s(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean seconds per decoding step while all ``outcomes`` were being answered; nan without enough overlap.
-
-    Chunks that arrive together count as a step each, a chunk of several tokens as a step per token.
-    """
+    """Return the mean seconds per step while all were being answered; nan without enough overlap."""
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     # Only the time in which all were decoding counts: before and after it the batch was smaller.
     begin_s, end_s = max(arrivals_s[0] for arrivals_s in times), min(arrivals_s[-1] for arrivals_s in times)

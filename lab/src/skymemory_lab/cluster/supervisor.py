@@ -1,11 +1,8 @@
 """Supervisor of a cluster's services as processes of this computer.
 
-A supervisor has a thread for each service. Its state is a file in the run directory, which other commands read. Until
-all services have been healthy at once, a service that ends fails the start, and all services are ended. After that it
-is restarted, after a pause that doubles while the service does not stay up.
-
-This project's services end when their standard input is closed, and so with the supervisor, however it ends; other
-services have a guard process.
+Until all services have been healthy at once, a service that ends fails the start; after that it is restarted, with
+growing pauses. This project's services end with the supervisor, however it ends, because their standard input is
+closed; other services have a guard process.
 """
 
 from __future__ import annotations
@@ -38,18 +35,15 @@ PLAN_NAME = "cluster-plan.json"
 ROUTER_FILE, SOCKET = "router.toml", "store.sock"
 STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD = "store.pem", "store.key", "store.password"
 RUN_FILES = (STATE_NAME, PLAN_NAME, ROUTER_FILE, SOCKET, STORE_CERTIFICATE, STORE_KEY, STORE_PASSWORD)
-"""Files that exist while the cluster runs; the logs are in the same directory."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
-"""First and longest pause before a restart; it doubles each time."""
 LASTING_S = 30.0
-"""Healthy time after which the pause is ``FIRST_PAUSE_S`` again."""
+"""Healthy time after which the pause is the first again."""
 GRACE_S = 10.0
-"""Time from SIGTERM, or from closing its input, until a service is killed."""
 _LOOK_S = 0.1
 _CHECK_S = 1.0
 _CHECK_TIMEOUT_S = 3.0
 _MISSES = 3
-"""Consecutive failed checks that make a service unhealthy. It is not ended, because it may be busy."""
+"""Failed checks that make a service unhealthy. It may be busy, so it is not ended."""
 _TAIL_BYTES = 4096
 
 
@@ -62,13 +56,11 @@ class ServiceState:
     model: str
     address: str
     state: str = "waiting"
-    """One of waiting (for earlier services or for resources), starting, healthy, unhealthy, restarting, ended."""
+    """One of waiting, starting, healthy, unhealthy, restarting, ended."""
     pid: int | None = None
     start: str = ""
-    """Start time of the process, opaque (``ProcessRecord``)."""
     restarts: int = 0
     last_end: str = ""
-    """End of the previous process, such as its exit code."""
 
 
 @dataclass(slots=True)
@@ -77,7 +69,7 @@ class ClusterState:
     pid: int
     start: str
     ready: bool = False
-    """True once all services have been healthy at the same time."""
+    """True once all services were healthy at once."""
     failure: str = ""
     services: list[ServiceState] = field(default_factory=list)
 
@@ -90,7 +82,7 @@ class ClusterState:
 class RayPlan:
     file: str
     address: str
-    """Address of the Ray cluster; ``auto``: RAY_ADDRESS, or the cluster of this computer."""
+    """Address; ``auto``: RAY_ADDRESS, or the cluster of this computer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +90,8 @@ class Plan:
     name: str
     services: tuple[Service, ...]
     constellation: str = ""
-    """Run directory of a constellation that was started with the cluster."""
+    """Run directory of a constellation started with the cluster."""
     ray: RayPlan | None = None
-    """Ray cluster; its services are planned once the supervisor has joined it."""
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -116,7 +107,7 @@ def read_state(directory: Path) -> ClusterState | None:
 
 
 def write_failure(directory: Path, name: str, failure: str) -> None:
-    """Write the state of a cluster of which nothing was started."""
+    """Write the state of a cluster that was not started."""
     pid = os.getpid()
     state = ClusterState(name, pid, process_start(pid) or "", failure=failure)
     write_private(directory / STATE_NAME, json.dumps(asdict(state)))
@@ -153,7 +144,6 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 class Supervisor:
     def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
-        """Create the supervisor. ``make``: replacement of ``Supervised``, which runs a service on this computer."""
         self._directory = directory
         self._asked_to_stop = False
         self._stopping = threading.Event()
@@ -171,11 +161,7 @@ class Supervisor:
         self._asked_to_stop = True
 
     def run(self) -> bool:
-        """Run until ``stop`` is called or the start fails; end all services.
-
-        Returns:
-            True if all services have been healthy at the same time.
-        """
+        """Run until ``stop`` or a failed start; return True if all services were healthy at once."""
         # Engines connect to their store when they start; a router that finds no engine would wait before it retries.
         stages = [[supervised for supervised in self._supervised if supervised.service.kind == kind] for kind in KINDS]
         threads: list[threading.Thread] = []
@@ -284,7 +270,7 @@ class Supervised:
         return process
 
     def _watch(self, process: subprocess.Popen[bytes]) -> float:
-        """Check the process until it ends or must be ended; return its seconds since it was first healthy."""
+        """Watch the process; return its seconds since it was first healthy."""
         healthy_s: float | None = None
         misses, check_s = 0, time.monotonic()
         while process.poll() is None and not self._stopping.wait(_LOOK_S):
@@ -322,7 +308,6 @@ def is_healthy(service: Service) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """End the process, by force after ``GRACE_S``; return its exit code."""
     if process.stdin is not None:
         with suppress(OSError):
             process.stdin.close()
@@ -347,13 +332,13 @@ def address_family(host: str) -> socket.AddressFamily:
 
 
 def _end_group(pid: int) -> None:
-    """Kill the remaining processes of the session: vLLM's engine processes outlive their parent."""
+    """Kill the session's processes: vLLM's engine processes outlive their parent."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def end_orphans(state: ClusterState) -> int:
-    """Kill services whose supervisor is gone; return how many were alive."""
+    """Kill services whose supervisor is gone; return their number."""
     alive = [
         service
         for service in state.services
@@ -367,7 +352,7 @@ def end_orphans(state: ClusterState) -> int:
 
 
 def end_supervisor(state: ClusterState, patience_s: float) -> None:
-    """Ask the supervisor to end all services; wait for its end.
+    """End the supervisor and all services.
 
     Raises:
         SkyMemoryError: it did not end within ``patience_s``.

@@ -1,4 +1,4 @@
-"""The engine's prefix cache: a memory store with a byte budget, and one ``KVCManager`` per cache salt on top of it."""
+"""The engine's prefix cache: a memory store with a byte budget, and a ``KVCManager`` per cache salt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from skymemory.store.memory import MemoryStore
 from skymemory_lab.engine.events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, event_hash
 
 KEEP_SALTS = 8
-"""Number of salts whose managers stay open; the store keeps blocks of all salts."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -38,8 +37,7 @@ class OpenPrompt:
 class PrefixCaches:
     """Prefix cache of all salts; used only in the engine's thread.
 
-    ``on_events`` receives the KV events of each call that changed the cache. When ``budget_bytes`` is used up, the
-    store's policy evicts blocks, the ends of prompts first. A budget smaller than a block caches nothing.
+    A budget smaller than a block caches nothing.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class PrefixCaches:
         self._events: list[KVEvent] = []
         self._held: dict[BlockHash, None] = {}
         self._windowed: set[BlockHash] = set()
-        """Cached blocks of layers with a window; ``_held`` has those of the first part."""
+        """Cached blocks of layers with a window."""
         self._managers: OrderedDict[str, KVCManager] = OrderedDict()
         self._open: weakref.WeakSet[OpenPrompt] = weakref.WeakSet()
         # The size of a stored value (header and all layers), not of the tensors.
@@ -80,11 +78,11 @@ class PrefixCaches:
 
     @property
     def states_kept(self) -> bool:
-        """True if the model has recurrent states, so that blocks alone cannot hand over a prompt."""
+        """True if the model has recurrent states."""
         return self._manager("").states_kept
 
     def open(self, salt: str, ids: Tokens) -> OpenPrompt:
-        """Return a KV cache for ``ids`` with its cached prefix; at least the last token remains to be computed."""
+        """Return a cache with the prompt's cached prefix; at least the last token remains to be computed."""
         manager = self._manager(salt)
         cache = manager.get_cache_ids(ids)
         prompt = OpenPrompt(manager, salt, cache, cache.begin())
@@ -92,11 +90,7 @@ class PrefixCaches:
         return prompt
 
     def keep(self, prompt: OpenPrompt) -> list[list[BlockHash]]:
-        """Store the full blocks of the prompt's KV cache.
-
-        Returns:
-            Their hashes for each part of the model; empty if nothing can be stored.
-        """
+        """Store the full blocks; return their hashes for each part of the model, empty if nothing can be stored."""
         ids = prompt.cache.tokens()
         if ids is None or not self.capacity_blocks or len(ids) < self.block_tokens:
             return []
@@ -120,10 +114,8 @@ class PrefixCaches:
         first: int,
         values: Sequence[Sequence[bytes | None]],
     ) -> int:
-        """Store another engine's values of the prompt's blocks, from block ``first`` on, for each part.
-
-        Returns:
-            How many leading blocks of ``values`` are now cached in the first part.
+        """Store another engine's values, from block ``first`` on, for each part; return the leading blocks now
+        cached.
         """
         blocks = range(first, first + len(values[0]))
         present = self._store.lookup(chains[0][blocks.start : blocks.stop])
@@ -138,7 +130,6 @@ class PrefixCaches:
     def _record_stored_blocks(
         self, salt: str, ids: Tokens, chains: list[list[BlockHash]], missing: Sequence[int], blocks: range
     ) -> None:
-        """Record stored blocks and publish their events. ``missing``: blocks of part 0 that were absent before."""
         present = self._store.lookup(chains[0])
         added = [index for index in missing if present[index] is Presence.HIT]
         self._held.update(dict.fromkeys(chains[0][index] for index in added))
@@ -182,7 +173,6 @@ class PrefixCaches:
         return manager
 
     def _close_idle(self, keep: int) -> None:
-        """Close the least recently used managers until ``keep`` are left, except managers in use."""
         busy = {prompt.salt for prompt in self._open}
         idle = [salt for salt in self._managers if salt not in busy]
         for salt in idle[: max(0, len(self._managers) - keep)]:
@@ -224,7 +214,6 @@ class PrefixCaches:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and last number of each run; ``numbers`` ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -17,16 +17,13 @@ from skymemory.errors import InvalidInput
 REPLAY_BATCHES = 10_000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.05
-"""Longest delay of a replay request while no batch is published."""
 _LINGER_MS = 200
 
 
 class KVPublisher:
-    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay requests.
+    """Publisher of KV events in its own thread: a PUB socket for new batches, a ROUTER socket for replay.
 
-    ``endpoint``, ``replay_endpoint``: such as ``tcp://127.0.0.1:5557``, or ``tcp://127.0.0.1:*`` for a free port;
-    ``at`` and ``replay_at`` are the actual addresses. A replay request holds a sequence number. The answer is the kept
-    batches from that number on (at most the last 10,000), then the number -1.
+    A replay request holds a sequence number. The answer is the kept batches from it on, then the number -1.
 
     Raises:
         InvalidInput: an endpoint cannot be bound.
@@ -52,12 +49,11 @@ class KVPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue the events of one engine step, in order."""
         if events:
             self._queue.put(KVEventBatch(time.time(), list(events), 0))
 
     def close(self) -> None:
-        """Send the queued batches and stop. May be repeated."""
+        """Send the queued batches and stop. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -94,11 +90,11 @@ class KVPublisher:
 
 
 MEDIUM = "GPU"
-"""vLLM's name for the memory that the model computes from, also on CPUs."""
+"""Name by vLLM, also on CPUs."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
-    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block; a salt is in the first block's entry."""
+    """Consecutive blocks of a prompt. ``extra_keys``: an entry per block, the first with the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -131,5 +127,5 @@ class KVEventBatch(msgspec.Struct, omit_defaults=True):
 
 
 def event_hash(block_hash: bytes) -> int:
-    """Return the last 64 bits of the hash, as vLLM truncates its own."""
+    """Return the last 64 bits, as vLLM."""
     return int.from_bytes(block_hash[-8:], "big")

@@ -1,4 +1,4 @@
-"""A generation: its parameters (``Generation``), token sampling (``Sampler``) and detokenizing (``TextStream``)."""
+"""Parameters of a generation, token sampling and detokenizing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters, as OpenAI and vLLM define them; the defaults sample from the model's distribution."""
+    """Sampling parameters as in OpenAI's API and vLLM."""
 
     temperature: float = 1.0
     """0: greedy."""
@@ -32,25 +32,22 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     allowed: frozenset[int] | None = None
-    """Tokens that may be sampled; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """Prefill by another engine, which stores the prompt's blocks."""
+    """Prefill by another engine."""
 
     tokens: int | None = None
-    """Tokens whose blocks are stored; None: unknown, because the other engine is still computing."""
+    """Tokens with stored blocks; None: still computing."""
     wait_s: float | None = None
-    """Time to wait for the next block; None: the engine's setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     ids: npt.NDArray[np.int64] = field(repr=False)
-    """The prompt, at least one token."""
     max_tokens: int
-    """Limit of generated tokens, at least 1; prompt and answer together fit into the context."""
+    """Limit of generated tokens; prompt and answer fit into the context."""
     sampling: Sampling = Sampling()
     choices: int = 1
     min_tokens: int = 0
@@ -60,21 +57,20 @@ class Generation:
     ignore_eos: bool = False
     skip_special: bool = True
     logprobs: int | None = None
-    """Number of most likely tokens to report, besides the sampled token, per step; None: no log-probabilities."""
+    """Likeliest tokens to report; None: no log-probabilities."""
     salt: str = ""
-    """Cache salt; prompts with different salts never share blocks."""
+    """Cache salt: other salts share no blocks."""
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
     chat: bool = False
     request_id: str = ""
-    """The client's id; empty: generate an id."""
     remote_decode: bool = False
-    """True if another engine decodes: save the prompt's blocks as they are computed, and report how many are stored."""
+    """True if another engine decodes."""
     remote_prefill: RemotePrefill | None = None
 
     def each(self) -> list[Generation]:
-        """Return one generation per choice, with its own seed if a seed is set, as in vLLM."""
+        """Return a generation per choice, each with its own seed, as in vLLM."""
         seed = self.sampling.seed
         if self.choices == 1 or seed is None:
             return [self] * self.choices
@@ -83,7 +79,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Text of a token and its log-probability in the model's own distribution."""
+    """Token and its log-probability in the model's own distribution."""
 
     token: str
     logprob: float
@@ -92,18 +88,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Output of a decoding step. The first step also means that the prompt has been computed."""
+    """Output of a decoding step; the first also ends the prefill."""
 
     text: str
-    """New text, possibly empty while a character or stop string is incomplete."""
+    """New text, empty while a character or stop string is incomplete."""
     completion_tokens: int
     cached_tokens: int
     finish: str | None = None
-    """"stop" or "length" in the last step."""
     stopped_by: str = ""
     error: str | None = None
     logprob: TokenLogprob | None = None
-    """Log-probability of this step's token, if requested; its text may follow in a later step."""
+    """Log-probability of this token, whose text may follow later."""
 
     @property
     def last(self) -> bool:
@@ -111,19 +106,17 @@ class Step:
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Limit below which decoding is greedy: dividing by less overflows."""
+"""Limit below which decoding is greedy."""
 
 
 class Sampler:
     """Sampler of one answer; the same seed and logits give the same tokens.
 
-    The order of operations is vLLM's (``v1/sample/sampler.py``), so that equal fields have equal effects: allowed
-    tokens, no end before ``min_tokens``, bias, penalties; then greedy, or temperature, min_p, top_k, top_p and a random
-    draw.
+    The order is vLLM's (``v1/sample/sampler.py``): allowed tokens, ``min_tokens``, bias, penalties; then greedy, or
+    temperature, min_p, top_k, top_p and a random draw.
     """
 
     def __init__(self, generation: Generation, ends: frozenset[int]) -> None:
-        """Create the sampler. ``ends``: tokens that end the answer; not among its first ``min_tokens``."""
         self._sampling = sampling = generation.sampling
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -145,7 +138,7 @@ class Sampler:
         self._sampled = 0
 
     def sample(self, logits: torch.Tensor) -> int:
-        """Sample a token from ``logits``, shape (vocabulary,), without modifying them."""
+        """Sample from ``logits``, shape (vocabulary,), unmodified."""
         adjusted = self._adjusted(logits)
         token = int(adjusted.argmax()) if self._sampling.temperature < _MIN_TEMPERATURE else self._draw(adjusted)
         self._sampled += 1
@@ -205,10 +198,7 @@ _REPLACEMENT = "�"
 
 
 class TextStream:
-    """Incremental detokenizer. Text is held back while it may be part of a character or of a stop string.
-
-    ``stopped_by``: the stop string that was reached. The text ends before it, or with it if ``keep_stop`` is set.
-    """
+    """Incremental detokenizer. Text is held back while it may be part of a character or of a stop string."""
 
     def __init__(
         self,
@@ -224,15 +214,14 @@ class TextStream:
         self._skip_special = skip_special
         self._ids: list[int] = []
         self._window = 0
-        """First token to decode: correct spaces need the tokens before new tokens."""
+        """First token to decode, for correct spaces."""
         self._read = 0
-        """Tokens whose text has been returned or held back."""
         self._held = ""
         self._may_stop = True
         self.stopped_by = ""
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        """Add a token; return the text that became final. Without ``may_stop``, stop strings are ignored."""
+        """Add a token; return the final text."""
         self._may_stop = may_stop
         self._ids.append(token)
         before_text, after = self._decode(self._read), self._decode(len(self._ids))
@@ -244,7 +233,7 @@ class TextStream:
         return self._released(self._held + after[len(before_text) :], ended=False)
 
     def finish(self) -> str:
-        """Return the text held back, because no token follows."""
+        """Return the text held back."""
         if self.stopped_by:
             return ""
         text = self._decode(len(self._ids))[len(self._decode(self._read)) :]
@@ -266,5 +255,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
+    """Return the longest suffix of ``text`` that begins ``stop``."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

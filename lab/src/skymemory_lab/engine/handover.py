@@ -1,9 +1,7 @@
 """Handover of prompts between engines through a store: one engine saves blocks while it prefills, another fetches them.
 
-A prefill engine offers the blocks of each prefill step to ``BlockSaver``, whose thread writes them to the store. A
-decode engine asks ``BlockFetcher`` for a prompt's blocks. It waits for them outside the engine's thread and puts them
-into the engine's own prefix cache, from which the prompt then starts. Late, lost and damaged blocks are recomputed: the
-store never changes an answer.
+``BlockFetcher`` waits outside the engine's thread and fills the engine's prefix cache. Late, lost and damaged blocks
+are recomputed: the store never changes an answer.
 """
 
 from __future__ import annotations
@@ -29,20 +27,15 @@ from skymemory_lab.engine.generation import Generation
 from skymemory_lab.engine.metrics import EngineMetrics
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
-"""Pause between two polls for missing blocks; it doubles while none arrives."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of one store call. Its blocks count as progress, and are usable, as soon as it returns."""
+"""Bytes of one store call."""
 _AHEAD_BLOCKS = 256
 _FETCH_THREADS = 4
-"""Concurrent store calls. A waiting request occupies no thread."""
 _LEAST_CALL_S = 1.0
 _STORED_S = 0.5
-"""Time limit for a block that the other engine reports as stored.
-
-The store may answer late, or be handing the block over; an evicted block does not come back.
-"""
+"""Time limit for a block reported as stored."""
 _MOST_OFFERS = 4096
-"""Limit of queued offers. Their blocks are leased in the prefix cache, so its budget bounds their bytes."""
+"""Limit of queued offers, whose blocks are leased."""
 _LATE = (
     "%d of %d blocks did not come within %g s, and are computed: the engine that prefills must have the same model, "
     "--dtype, --block-tokens and --store"
@@ -55,36 +48,33 @@ T = TypeVar("T")
 class Turns(Protocol):
     """The engine's thread; only it may use the prefix cache."""
 
-    def call(self, act: Callable[[], T]) -> Future[T]:
-        """Run ``act`` between two turns; return a future of its result."""
+    def call(self, act: Callable[[], T]) -> Future[T]: ...
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
     eager: bool = False
-    """True if another engine waits for the blocks: save after each prefill step."""
+    """True: save after each prefill step."""
     offered: int = 0
-    """Leading blocks offered so far. Used only in the engine's thread."""
+    """Leading blocks; used only in the engine's thread."""
     stored: int = 0
-    """Leading blocks that are stored. Written only by the saver's thread."""
+    """Leading blocks; written only by the saver's thread."""
     ended: Future[int] = field(default_factory=Future)
-    """Final value of ``stored``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
     outgoing: Outgoing
     chains: list[list[BlockHash]]
-    """Block hashes from the prompt's beginning, for each part of the model."""
     first: int
     tickets: list[LoadTicket]
 
 
 class BlockSaver:
-    """Writer of the prefix cache's blocks to a store, in its own thread, in the order of the offers."""
+    """Writer of the prefix cache's blocks to a store, in its own thread."""
 
     def __init__(self, store: Store, cache: MemoryStore, value_bytes: int, metrics: EngineMetrics) -> None:
-        """Create the saver. ``value_bytes``: total size of a block's values over all parts."""
+        """Create the saver. ``value_bytes``: a block's size over all parts."""
         self._store = store
         self._cache = cache
         self._at_once = max(1, _BATCH_BYTES // value_bytes)
@@ -96,7 +86,7 @@ class BlockSaver:
         self._thread.start()
 
     def offer(self, chains: list[list[BlockHash]], outgoing: Outgoing) -> None:
-        """Queue the prompt's blocks that were not offered before. Called in the engine's thread."""
+        """Queue the prompt's new blocks. Called in the engine's thread."""
         first = outgoing.offered
         if len(chains[0]) <= first:
             return
@@ -109,14 +99,13 @@ class BlockSaver:
         outgoing.offered = len(chains[0])
 
     def end(self, outgoing: Outgoing) -> None:
-        """End the prompt's offers."""
         try:
             self._queue.put_nowait(outgoing)
         except queue.Full:
             outgoing.ended.set_result(outgoing.stored)
 
     def close(self, drain_s: float) -> None:
-        """Stop the thread. Queued offers are saved for at most ``drain_s`` longer; a running call finishes first."""
+        """Stop the thread; save queued offers for at most ``drain_s``."""
         self._drain_until_s = time.monotonic() + drain_s
         self._queue.put(None)
         self._thread.join()
@@ -149,7 +138,7 @@ class BlockSaver:
             self._cache.release(ticket)
 
     def _save(self, offer: _Offer) -> int:
-        """Save the offer; return how many of its leading blocks are stored."""
+        """Save the offer; return the leading blocks stored."""
         total = len(offer.chains[0])
         for start in range(offer.first, total, self._at_once):
             stop = min(total, start + self._at_once)
@@ -165,7 +154,7 @@ class BlockSaver:
         return total - offer.first
 
     def _put(self, chain: list[BlockHash], blocks: range) -> int:
-        """Store the missing blocks; return how many leading blocks the store has or has accepted."""
+        """Store the missing blocks; return the leading blocks stored or accepted."""
         presence = self._store.lookup(chain[blocks.start : blocks.stop])
         missing = [index for index, status in zip(blocks, presence, strict=True) if status is Presence.MISS]
         values = self._cache.get_now([chain[index] for index in missing])
@@ -179,12 +168,12 @@ class BlockSaver:
 
 
 class BlockFetcher:
-    """Loader of prompts' blocks from a store into the prefix cache. Used in the event loop."""
+    """Loader of blocks from a store into the prefix cache. Used in the event loop."""
 
     def __init__(
         self, store: Store, engine: Turns, caches: PrefixCaches, metrics: EngineMetrics, wait_s: float
     ) -> None:
-        """Create the fetcher. ``wait_s``: time limit for the next block while another engine prefills."""
+        """Create the fetcher. ``wait_s``: time limit for the next block."""
         self._store = store
         self._engine = engine
         self._caches = caches
@@ -195,10 +184,7 @@ class BlockFetcher:
         self._threads = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="block fetcher")
 
     async def load_blocks(self, generation: Generation) -> None:
-        """Load the stored blocks of the prompt.
-
-        If another engine prefills it, continue until no new block has arrived for the time limit.
-        """
+        """Load the stored blocks; if another engine prefills, until no block arrives in time."""
         caches, remote = self._caches, generation.remote_prefill
         chains, at = await asyncio.wrap_future(
             self._engine.call(lambda: caches.find_cached_blocks(generation.salt, generation.ids))
@@ -221,7 +207,7 @@ class BlockFetcher:
     async def _load_blocks_from(
         self, generation: Generation, chains: list[list[BlockHash]], at: int, expected: int, wait_s: float
     ) -> bool:
-        """Load the blocks from ``at`` on; return False if the first ``expected`` blocks did not arrive in time."""
+        """Load blocks; return False if the first ``expected`` did not arrive in time."""
         progress_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         while at < len(chains[0]):
             count = await self._next(generation, chains, at)
@@ -242,7 +228,7 @@ class BlockFetcher:
         self._threads.shutdown(cancel_futures=True)
 
     async def _next(self, generation: Generation, chains: list[list[BlockHash]], at: int) -> int | None:
-        """Load the next blocks from ``at`` on; return their number, or None if the prefix cache has no room."""
+        """Load the next blocks; return their number, or None if the cache has no room."""
         keys = chains[0][at : at + _AHEAD_BLOCKS]
         count = await self._in_thread(0, lambda: self._store.prefix(keys))
         if not count:
@@ -258,7 +244,7 @@ class BlockFetcher:
         return admitted or None
 
     def _load(self, keys: Sequence[BlockHash]) -> list[bytes | None]:
-        """Return the values, None for missing or damaged values. Damaged values are deleted, to be saved again."""
+        """Return the values; damaged values are deleted and None."""
         ticket = self._store.prepare_load(keys)
         try:
             values = self._store.complete_load(ticket)
@@ -273,7 +259,7 @@ class BlockFetcher:
             self._store.release(ticket)
 
     async def _in_thread(self, otherwise: T, act: Callable[[], T]) -> T:
-        """Return ``act``'s result, or ``otherwise`` if the store fails or does not answer in time."""
+        """Return the result, or ``otherwise`` if the store fails or is late."""
         loop = asyncio.get_running_loop()
         try:
             # Not ``wait_for``: in Python 3.11 it loses a cancellation that arrives together with the result. A request

@@ -1,7 +1,6 @@
 """HTTP API of the engine: OpenAI's completions, chats and Responses, Anthropic's Messages, vLLM's /metrics and /health.
 
-Responses and Messages are translated to chat completions (``router.apis``). Every error has its API's format, even for
-malformed HTTP (``make_runner``).
+Every error has its API's format.
 """
 
 from __future__ import annotations
@@ -37,23 +36,18 @@ from skymemory_lab.engine.thread import EngineStopping, EngineThread, Job, Queue
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
 _MAX_WORDS = 300
-"""Longest quote of a parser's error, which may contain the complete request."""
 JSON = "application/json; charset=utf-8"
 _LARGE_BODY_BYTES = 32 << 10
-"""Size above which a body is parsed in a thread, because tokenizing it would delay running streams."""
+"""Size above which a body is parsed in a thread, so as not to delay streams."""
 _LOG = logging.getLogger(__name__)
 _NO_LOG = logging.Logger("requests", logging.CRITICAL)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Steps = asyncio.Queue[tuple[int, Step]]
-"""Steps of all choices of a request, with the number of the choice."""
 
 
 class OpenAIServer:
-    """HTTP handlers of an engine thread.
-
-    Run the application with ``handler_cancellation=True``, so that a request is cancelled when its client disconnects.
-    """
+    """HTTP handlers of an engine thread. Run with ``handler_cancellation=True``."""
 
     def __init__(
         self,
@@ -68,8 +62,8 @@ class OpenAIServer:
     ) -> None:
         """Create the server.
 
-        ``event_sources``: endpoints of the KV events by rank, with vLLM's field names. ``fetcher``: loader of blocks
-        that other engines stored. ``wait_s``: how long the answer to a prefill waits until its blocks are stored.
+        ``event_sources``: endpoints of the KV events by rank, with vLLM's names. ``wait_s``: time limit for a prefill's
+        blocks to be stored.
         """
         self._fetcher = fetcher
         self._block_tokens = block_tokens
@@ -139,7 +133,7 @@ class OpenAIServer:
         return self._parse(request.path, raw, packed)
 
     def _parse(self, path: str, raw: bytes, packed: bytes) -> tuple[Generation, Translation | None]:
-        """Return the generation, and the translation of its answer for an API other than completions and chat."""
+        """Return the generation, and the translation of its answer, if any."""
         body = unpacked(raw, packed, MOST_BODY_BYTES)
         if path not in API_PATHS:
             return self._reader.read(body, chat=path == CHAT_COMPLETIONS), None
@@ -196,7 +190,7 @@ class OpenAIServer:
             self._engine.submit(*jobs, has_place=True)
 
     async def _stored_tokens(self, generation: Generation, job: Job) -> int:
-        """Return how many prompt tokens have stored blocks, once all have or ``wait_s`` is over."""
+        """Return the prompt tokens with stored blocks, after at most ``wait_s``."""
         saved = asyncio.wrap_future(job.outgoing.ended)
         await asyncio.wait([saved], timeout=self._wait_s)
         blocks = min(job.outgoing.stored, len(generation.ids) // self._block_tokens)
@@ -242,7 +236,6 @@ class OpenAIServer:
 
 
 def _enqueue(loop: asyncio.AbstractEventLoop, steps: _Steps, choice: int, step: Step) -> None:
-    """Pass a step to the event loop, which may have ended. Called in the engine's thread."""
     # Not awaited: a slow client must not block the engine's thread, and max_tokens bounds the queue.
     try:
         loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
@@ -288,7 +281,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class _RequestHandler(web.RequestHandler):
-    """Handler that answers malformed HTTP in JSON. It does not log it, because it is the client's fault."""
+    """Handler that answers malformed HTTP in JSON, without a log."""
 
     __slots__ = ()
 
@@ -378,11 +371,7 @@ class ResponseBuilder:
     def chunk(
         self, index: int, step: Step, logprobs: Sequence[TokenLogprob], first: bool, so_far: Sequence[Step] = ()
     ) -> dict[str, object]:
-        """Return a chunk of a stream, with the ``logprobs`` not sent yet.
-
-        The first chunk of a chat's choice names the role. ``so_far``: the latest step of each choice, to include the
-        usage.
-        """
+        """Return a chunk with the unsent ``logprobs``. ``so_far``: each choice's latest step, for the usage."""
         content: dict[str, object]
         if self._chat:
             content = {"delta": {"role": "assistant", "content": step.text} if first else {"content": step.text}}
@@ -396,7 +385,7 @@ class ResponseBuilder:
         return self._object(self._chunk_kind, [], usage=self.usage(lasts))
 
     def usage(self, lasts: Sequence[Step]) -> dict[str, object]:
-        """Return the usage; the prompt and its cached tokens count once for all choices."""
+        """Return the usage; the prompt counts once."""
         generated = sum(step.completion_tokens for step in lasts)
         return {
             "prompt_tokens": self._prompt_tokens,

@@ -96,13 +96,11 @@ class EngineMetrics:
         self._spent["decode"].inc(decode_s)
 
     def prefilled(self, tokens: int, cached: int, seconds: float) -> None:
-        """Count an ended request, with its tokens, cached tokens and seconds of prefill."""
         self._prompts.observe(tokens)
         self._computed.observe(tokens - cached)
         self._prefill.observe(seconds)
 
     def waited(self, seconds: float, given_up: bool) -> None:
-        """Count a request whose prompt another engine prefilled."""
         self._waited.inc()
         self._waited_s.inc(seconds)
         self._given_up.inc(given_up)

@@ -16,7 +16,7 @@ from skymemory.router.api_error import ApiError
 from skymemory_lab.engine.generation import Generation, RemotePrefill, Sampling
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default max_tokens of a completion; a chat may fill the context."""
+"""OpenAI's default; a chat may fill the context."""
 MOST_STOPS = 16
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -121,20 +121,18 @@ _AS_IF_ABSENT: dict[str, tuple[object, ...]] = {
 }
 """Unsupported fields that would change the answer, with the accepted values that have no effect.
 
-All other unsupported fields are ignored: labels (``user``, ``metadata``, ``session_id`` …), hints
-(``prompt_cache_key``, ``service_tier``, ``prediction``), fields without effect in vLLM (``length_penalty`` without beam
-search, ``parallel_tool_calls`` without tools), and fields unknown to vLLM.
+All other unsupported fields are ignored.
 """
 
 
 class _TransferParams(msgspec.Struct):
-    """``kv_transfer_params`` as vLLM's proxies send them; the ``sky_…`` fields are this project's."""
+    """Fields of vLLM's proxies; the ``sky_…`` fields are ours."""
 
     do_remote_decode: bool = False
-    """True to prefill only; the answer has the parameters for the decode engine."""
+    """True to prefill only."""
     do_remote_prefill: bool = False
     sky_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """Tokens of the prompt that are stored; absent: not known yet."""
+    """Stored tokens; absent: not known yet."""
     sky_wait_ms: Annotated[float, Meta(ge=0, le=MOST_WAIT_MS)] | None = None
 
 
@@ -158,7 +156,7 @@ class RequestReader:
         saves: bool = False,
         loads: bool = False,
     ) -> None:
-        """Create the reader. ``saves``, ``loads``: true if the engine saves blocks for others, or loads theirs."""
+        """Create the reader. ``saves``, ``loads``: blocks for others, or theirs."""
         self._saves = saves
         self._loads = loads
         self.model = model
@@ -223,7 +221,6 @@ class RequestReader:
         )
 
     def _transfer(self, given: Any, stream: bool) -> tuple[bool, RemotePrefill | None]:
-        """Return True if another engine decodes; and, if another engine prefills, its parameters."""
         if given is None:
             return False, None
         # vLLM's proxies send fields of other connectors as null: treat these as absent.
@@ -372,9 +369,7 @@ def _logprobs(body: CompletionBody | ChatBody) -> int | None:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], continues: bool = False
 ) -> tuple[str, bool]:
-    """Render the chat by the model's template or else a plain format; return it and whether to add special tokens.
-
-    ``continues``: the answer continues the last message.
+    """Render the chat by the model's template or a plain format; return it and whether to add special tokens.
 
     Raises:
         ApiError: messages are not text with a role, or the template refuses them.
@@ -394,10 +389,7 @@ def render_chat(
 
 
 def plain_chat(messages: Sequence[dict[str, str]], continues: bool = False) -> str:
-    """Return ``role: text`` in paragraphs, so that the next turn's prompt begins with this prompt and its answer.
-
-    ``continues``: the last message is the answer so far.
-    """
+    """Return ``role: text`` in paragraphs: the next turn's prompt begins with this prompt and its answer."""
     complete, last = (messages[:-1], messages[-1]) if continues else (messages, {"role": "assistant", "content": ""})
     return "".join(f"{message['role']}: {message['content']}\n\n" for message in complete) + (
         f"{last['role']}:{last['content']}"

@@ -1,4 +1,4 @@
-"""The engine in a process (model, prefix cache, engine thread and HTTP server), or several such processes."""
+"""The engine in a process, or several such processes."""
 
 from __future__ import annotations
 
@@ -42,29 +42,28 @@ class EngineSettings:
     model: str = "small"
     """Name in ``engine.inputs.MODEL_NAMES``, or a folder."""
     served_name: str = ""
-    """The model's name in the API; by default ``model`` or the folder's name."""
+    """Name in the API; default: the folder's."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
     cache_bytes: int = 64 << 20
-    """Budget of the prefix cache; 0 disables it."""
+    """Budget of the prefix cache; 0: none."""
     block_tokens: int = 16
     policy: str = "lru"
     dtype: str = "float32"
     threads: int = 1
     context_tokens: int | None = None
-    """Context length; default and maximum: the model's."""
     max_running: int = 8
     max_waiting: int = 256
     kv_events: str | None = None
-    """ZeroMQ endpoint for KV events; ``kv_replay`` is for requesting missed batches."""
+    """ZeroMQ endpoint; ``kv_replay`` is for missed batches."""
     kv_replay: str = "tcp://127.0.0.1:*"
     store: str = ""
-    """Address of a store that engines share (``testbed.open_store``); empty: none."""
+    """Address of a shared store; empty: none."""
     role: str = "both"
-    """One of ``ROLES``: a producer saves its blocks in the store, a consumer fetches blocks."""
+    """A producer saves its blocks, a consumer fetches blocks."""
     wait_s: float = 5.0
-    """Time limit for the next block that another engine computes, and for the blocks of a prefill to be stored."""
+    """Time limit for the next block, and for a prefill's blocks to be stored."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -88,10 +87,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Engine in this process, without its socket."""
-
     def __init__(self, settings: EngineSettings, progress: Progress | None = None) -> None:
-        """Load the model and start the engine's thread. ``progress`` shows what is loaded; default: none."""
         # Before the model is loaded, so that an error shows quickly.
         self.store: Store | None = open_store(settings.store) if settings.store else None
         try:
@@ -166,7 +162,7 @@ class Engine:
         ).application
 
     def close(self) -> None:
-        """Stop computing; waiting requests end with an error. May be repeated."""
+        """Stop; waiting requests end with an error. Idempotent."""
         self.thread.close()
         if self.fetcher is not None:
             self.fetcher.close()
@@ -189,7 +185,7 @@ def run_engine(
     listener: socket.socket | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, on ``listener`` if given; the first line passed to ``say`` has the address.
+    """Serve until SIGINT or SIGTERM; the first line for ``say`` has the address.
 
     Raises:
         InvalidInput: the address cannot be bound, or the settings are invalid.
@@ -235,7 +231,7 @@ async def _stop_signal() -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address, not yet listening."""
+    """Return a bound socket, not yet listening."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -272,7 +268,7 @@ def _context(ready: ReadyModel, asked: int | None) -> int:
 
 
 def _warm(ready: ReadyModel, context_tokens: int) -> None:
-    """Run one prefill, because the first is slow."""
+    """Run a prefill, because the first is slow."""
     ids = torch.zeros((1, min(PREFILL_TOKENS, context_tokens)), dtype=torch.long, device=ready.model.device)
     with torch.inference_mode():
         ready.model(input_ids=ids)
@@ -285,9 +281,8 @@ def _warm(ready: ReadyModel, context_tokens: int) -> None:
 
 
 def run_engines(settings: EngineSettings, count: int, say: Callable[[str], None]) -> None:
-    """Run ``count`` engines until SIGINT or SIGTERM, at consecutive ports if ``settings`` has a port.
-
-    They end with this process, however it ends.
+    """Run ``count`` engines, at consecutive ports if ``settings`` has a port; they end with this process, however it
+    ends.
 
     Raises:
         InvalidInput: an address cannot be bound, or all engines would share a KV event endpoint.
@@ -320,7 +315,6 @@ def _forked(
     held: int,
     say: Callable[[str], None],
 ) -> int:
-    """Fork a process that serves on ``listeners[at]``; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -345,7 +339,7 @@ def _forked(
 
 
 def _end_with(line: int) -> None:
-    """Exit when the parent exits: only the parent holds the other end of the pipe."""
+    """Exit with the parent, which alone holds the other end of the pipe."""
     while os.read(line, 1):
         pass
     os._exit(1)
@@ -354,7 +348,7 @@ def _end_with(line: int) -> None:
 def _wait_for(children: set[int]) -> None:
     """Wait for all children; if a child fails, stop the others.
 
-    SIGINT and SIGTERM are forwarded as SIGTERM, which also ends children that are still loading.
+    Signals are forwarded as SIGTERM, which also ends loading children.
     """
     stopped = False
 

@@ -1,8 +1,4 @@
-"""The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served.
-
-In each turn it drops cancelled requests, prefills one chunk of the current prompt, and decodes one token of every
-running request.
-"""
+"""The engine's thread: continuous batching with chunked prefill of one prompt at a time, first come, first served."""
 
 from __future__ import annotations
 
@@ -26,19 +22,18 @@ from skymemory_lab.engine.handover import BlockSaver, Outgoing
 from skymemory_lab.engine.metrics import EngineMetrics
 
 PREFILL_TOKENS = 256
-"""Prefill chunk: tokens computed before running requests decode again and cancellations are noticed."""
+"""Tokens of a prefill chunk."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One choice of a request; ``on_step`` gets each step, in the engine's thread."""
+    """Choice of a request; ``on_step`` is called in the engine's thread."""
 
     generation: Generation
     on_step: Callable[[Step], object]
     cancelled: bool = False
-    """True if the client has disconnected; set by the handler."""
     outgoing: Outgoing = field(default_factory=Outgoing)
     arrived_s: float = field(default_factory=time.perf_counter)
 
@@ -60,10 +55,7 @@ class EngineStopping(SkyMemoryError):
 
 
 class EngineThread:
-    """Continuous batching of jobs in its own thread, until closed. Thread-safe.
-
-    At most ``max_running`` jobs run at a time and ``max_waiting`` are queued.
-    """
+    """Continuous batching of jobs in its own thread, until closed. Thread-safe."""
 
     def __init__(
         self,
@@ -76,7 +68,7 @@ class EngineThread:
         max_waiting: int,
         saver: BlockSaver | None = None,
     ) -> None:
-        """Start the thread. ``saver``: stores the blocks of each prompt and answer; the caller closes it."""
+        """Start the thread; the caller closes ``saver``."""
         self._saver = saver
         self._model = model
         self._tokenizer = tokenizer
@@ -90,7 +82,7 @@ class EngineThread:
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
         self._fetching = 0
-        """Requests that wait for another engine's blocks before they are queued."""
+        """Requests that wait for another engine's blocks."""
         self._calls: deque[Callable[[], object]] = deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -116,7 +108,7 @@ class EngineThread:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Reserve a place in the queue while a request waits for blocks.
+        """Reserve a place in the queue.
 
         Raises:
             QueueFull: no place is left.
@@ -131,7 +123,7 @@ class EngineThread:
                 self._fetching -= 1
 
     def submit(self, *jobs: Job, has_place: bool = False) -> None:
-        """Queue all jobs, or raise and queue none.
+        """Queue all jobs, or none.
 
         Raises:
             QueueFull: the queue is full and the jobs have no ``place``.
@@ -151,21 +143,18 @@ class EngineThread:
             raise QueueFull
 
     def cancel(self, *jobs: Job) -> None:
-        """End these jobs at the next turn, at most one prefill chunk from now."""
+        """End these jobs at the next turn."""
         for job in jobs:
             job.cancelled = True
         with self._change:
             self._change.notify()
 
     def clear_cache(self) -> Future[int]:
-        """Delete all cached blocks between two turns; return a future of their number."""
+        """Delete all cached blocks; return a future of their number."""
         return self.call(self._caches.clear)
 
     def call(self, act: Callable[[], T]) -> Future[T]:
-        """Run ``act`` between two turns; return a future of its result or exception.
-
-        The exception is EngineStopping if no turn follows.
-        """
+        """Run ``act`` between two turns; its future has EngineStopping if no turn follows."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that has disconnected does not cancel it
 
@@ -186,7 +175,7 @@ class EngineThread:
         return future
 
     def close(self) -> None:
-        """Stop after the current step; unfinished requests end with an error."""
+        """Stop after the current step; unfinished requests fail."""
         with self._change:
             self._stopping = True
             self._change.notify()
@@ -305,7 +294,7 @@ class EngineThread:
         self._keep(one)  # already computed: a repeated request will hit it
 
     def _guarded(self, one: _Running, act: Callable[[_Running], None]) -> None:
-        """Run ``act``; an exception ends this request, not the engine."""
+        """Run ``act``; an exception ends only this request."""
         try:
             act(one)
         except Exception as error:
@@ -331,11 +320,11 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 _MIN_LOGPROB = -9999.0
-"""Lowest log-probability reported, because JSON has no infinity."""
+"""Lowest log-probability: JSON has no infinity."""
 
 
 class Sequence:
-    """A request in the model: call ``prefill`` until it returns a step, then ``decode`` until a step is the last.
+    """Request in the model: call ``prefill`` until it returns a step, then ``decode`` until a step is the last.
 
     Used only in the engine's thread.
     """
@@ -368,7 +357,7 @@ class Sequence:
         return self._prefilled + max(0, self.generated - 1)
 
     def prefill(self, at_most: int) -> Step | None:
-        """Compute up to ``at_most`` more tokens of the prompt; return the first step after its end."""
+        """Compute up to ``at_most`` prompt tokens; return the first step after the last."""
         ids = self._generation.ids[self._prefilled : self._prefilled + at_most]
         logits = self._forward(torch.from_numpy(ids)[None])
         self._prefilled += len(ids)
@@ -378,7 +367,7 @@ class Sequence:
         return self._next(self._forward(torch.tensor([[self._last_token]])))
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the last token of ``ids``, shape (vocabulary,)."""
+        """Return the last token's logits, shape (vocabulary,)."""
         with torch.inference_mode():
             cached = cache_option(self._model, self.prompt.cache)
             out = self._model(input_ids=ids.to(self._model.device), use_cache=True, **cached, **self._options)

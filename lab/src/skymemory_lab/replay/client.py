@@ -1,4 +1,4 @@
-"""Streaming client of an OpenAI endpoint that records the arrival of an answer's chunks."""
+"""Streaming client of an OpenAI endpoint that records the arrival of chunks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from skymemory_lab.replay.report import REFUSALS, Outcome, Status
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
-"""Optional request fields, most fields first: some servers refuse fields that are not OpenAI's."""
+"""Optional fields, most first: some servers refuse fields that are not OpenAI's."""
 _AFTER_DONE_S = 1.0
-"""Time to read the stream after ``[DONE]``, so that the connection can be reused."""
+"""Time to read on after ``[DONE]``, so that the connection can be reused."""
 _WORDS_OF_ERROR = 300
 
 Clock = Callable[[], float]
@@ -33,7 +33,6 @@ class Target:
     model: str
     chat: bool = False
     patience_s: float = 300.0
-    """Timeout of a complete answer."""
     features: dict[str, Any] = field(default_factory=lambda: FEATURES[0])
 
     @property
@@ -41,7 +40,7 @@ class Target:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: Prompt, output_tokens: int) -> bytes:
-        """Return the body of a streaming request with greedy decoding."""
+        """Return the body of a greedy streaming request."""
         prompt_fields = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         options = {"max_tokens": output_tokens, "temperature": 0, "stream": True, **self.features}
         return json.dumps({"model": self.model, **prompt_fields, **options}).encode()
@@ -72,7 +71,7 @@ class Client:
         on_outcome: Callable[[Outcome], object],
         held_up_s: float = 0.0,
     ) -> None:
-        """Send the request and call ``on_outcome`` exactly once, even if cancelled."""
+        """Send the request; call ``on_outcome`` exactly once, even if cancelled."""
         sent_s = clock()
         reader = AnswerReader()
         fields: dict[str, Any] = {"status": Status.INTERRUPTED}
@@ -119,10 +118,10 @@ class Client:
         return outcomes[0]
 
     async def models(self) -> list[tuple[str, int | None]]:
-        """Return the models that the endpoint lists, with their context lengths if reported.
+        """Return the listed models, with their context lengths if reported.
 
         Raises:
-            SkyMemoryError: no list; the message quotes the answer.
+            SkyMemoryError: no list.
         """
         url = f"{self.target.url}/v1/models"
         try:
@@ -142,7 +141,6 @@ class Client:
             raise SkyMemoryError(f"{url} lists no models as OpenAI's endpoints do") from error
 
     async def _exchange(self, body: bytes, clock: Clock, reader: AnswerReader, found: dict[str, Any]) -> None:
-        """Post the body and read the answer; raise the errors that ``send`` distinguishes."""
         async with self._session.post(
             self.target.endpoint,
             data=body,
@@ -175,7 +173,7 @@ class _Refused(Exception):
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """Return the message of an OpenAI error, or the start of another body, in one line."""
+    """Return an error's message, or the start of another body."""
     text = (await answer.content.read(1 << 16)).decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         body = json.loads(text)
@@ -198,14 +196,13 @@ def _tokens(value: object) -> int | None:
 
 
 class BadAnswer(ValueError):
-    """Malformed answer. The message begins with the kind of fault, for counting."""
+    """Malformed answer; the message begins with the kind of fault."""
 
 
 class AnswerReader:
-    """Parser of a streamed answer (completion or chat): call ``feed`` with its bytes as they arrive, then ``close``.
+    """Parser of a streamed answer: call ``feed`` with its bytes as they arrive, then ``close``.
 
-    It counts chunks that carry text, or a token without text yet (half of a character). It does not count the first
-    chunk of a chat, which only names the role: some servers send it before computing.
+    It counts chunks with text, or with half of a character; not a chat's first, which some servers send early.
     """
 
     def __init__(self) -> None:
@@ -223,7 +220,7 @@ class AnswerReader:
         """Parse received bytes.
 
         Raises:
-            BadAnswer: the bytes are not events, not JSON, or an error object.
+            BadAnswer: no events, no JSON, or an error object.
         """
         try:
             events = self._events.feed(piece)
@@ -282,7 +279,6 @@ class AnswerReader:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Return True if the choice carries text or stands for a token without text yet."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
         has_content = any(
@@ -304,9 +300,7 @@ class MalformedStream(ValueError):
 
 
 class EventReader:
-    """Incremental parser of server-sent events (WHATWG HTML, §9.2.6): ``feed`` returns the data of completed events.
-
-    An event ends with an empty line; an incomplete last event is dropped. Fields other than ``data`` are ignored.
+    """Incremental parser of server-sent events (WHATWG HTML, §9.2.6); ``feed`` returns completed events.
 
     Raises:
         MalformedStream: a line is not UTF-8, is too long, or is not a field.

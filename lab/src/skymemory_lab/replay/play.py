@@ -1,7 +1,6 @@
-"""Open-loop load: every request is sent at its due time, independently of the outcome of earlier requests.
+"""Open-loop load: every request is sent at its due time.
 
-Before a replay: ``find_model``, ``negotiate_features`` (which fields the endpoint accepts) and ``calibrate`` (how it
-counts tokens). Then ``OpenLoop.play``.
+Call ``find_model``, ``negotiate_features`` and ``calibrate``, then ``OpenLoop.play``.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from skymemory_lab.replay.report import Outcome, Status
 
 AHEAD = 64
 _SPARE_S = 0.03
-"""Time before a due request in which no body is built in advance."""
+"""Time before a due request in which no body is built."""
 _TICK_S = 0.02
 _PROBE_ANSWER = 2
 
 Send = Callable[[PlannedRequest, bytes, Callable[[], float], float], Awaitable[None]]
-"""Sender of a request: gets the request, its body, the clock, and the seconds it waited for the concurrency limit."""
+"""Sender of a request: its body, the clock, and its seconds of wait for the concurrency limit."""
 
 
 class OpenLoop:
-    """Player of ``requests``. ``under_way`` and ``begun`` are live counts.
+    """Player of ``requests``.
 
-    ``concurrency``: limit of requests in flight; further requests wait. ``stalls_s``: lateness of the event loop,
-    sampled every 20 ms; chunks were read this much later than they arrived.
+    ``stalls_s``: lateness of the event loop, sampled every 20 ms; chunks were read this much later than they arrived.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class OpenLoop:
         return time.perf_counter() - self._began_s
 
     async def play(self) -> None:
-        """Send all requests and wait for their answers. Cancelling it cancels them and waits for their end."""
+        """Send all requests and wait for their answers or, if cancelled, their end."""
         self._make_one()
         self._began_s = time.perf_counter() + _SPARE_S
         watch = asyncio.create_task(self._watch())
@@ -92,7 +90,7 @@ class OpenLoop:
         self._full.append((since_s, self.clock()))
 
     def _held_up_s(self, due_s: float) -> float:
-        """Return the seconds since ``due_s`` during which the concurrency limit was reached."""
+        """Return the seconds since ``due_s`` with the limit reached."""
         while self._full and self._full[0][1] <= due_s:
             self._full.popleft()
         return sum(until_s - max(since_s, due_s) for since_s, until_s in self._full)
@@ -125,7 +123,6 @@ class OpenLoop:
 class Endpoint:
     model: str
     context_tokens: int | None
-    """Limit on prompt plus answer, if the endpoint reports it."""
 
 
 async def find_model(client: Client, model: str | None) -> Endpoint:
@@ -147,7 +144,7 @@ async def find_model(client: Client, model: str | None) -> Endpoint:
 
 
 async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tuple[Outcome, tuple[str, ...]]:
-    """Send a probe with as many of ``FEATURES`` as the endpoint accepts; return the first answer, and notes.
+    """Send a probe with the most ``FEATURES`` that the endpoint accepts; return the answer, and notes.
 
     Raises:
         SkyMemoryError: no request succeeds.
@@ -172,7 +169,7 @@ async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tu
 async def calibrate(
     client: Client, words: Sequence[str], seed: int, context_tokens: int | None, clock: Clock
 ) -> tuple[TokensPerWord, tuple[str, ...]]:
-    """Measure how the endpoint counts ``words``, and set the fields that it accepts.
+    """Measure how the endpoint counts ``words``.
 
     Raises:
         SkyMemoryError: the endpoint does not answer, or reports no usage.

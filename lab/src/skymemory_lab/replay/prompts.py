@@ -1,8 +1,6 @@
-"""The load plan (due times of requests) and its prompts: equal block ids give equal text in the same place.
+"""The load plan and its prompts: equal block ids give equal text in the same place.
 
-``plan_requests`` turns a trace into requests. A prompt's text is made block by block. A block begins with its number,
-written in words of the vocabulary, so that even short blocks are distinct. Its other words are random, seeded by the
-number and the seed. ``TokensPerWord`` is measured by two probes of the server.
+A block begins with its number in words, so that even short blocks are distinct; its other words are random.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ PROBE_WORDS = 600
 class TokensPerWord:
     tokens_per_word: float
     added_tokens: float = 0.0
-    """Tokens that the server adds to every prompt (BOS, chat template)."""
+    """Tokens added to every prompt (BOS, chat template)."""
 
     def words(self, tokens: int) -> int:
         return max(1, round((tokens - self.added_tokens) / self.tokens_per_word))
 
 
 def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tuple[str, str]:
-    """Return a prompt of one word, and a prompt of ``most_words`` with all words about equally frequent."""
+    """Return a prompt of one word, and of ``most_words``, all about equally frequent."""
     dice = random.Random(f"probe {seed}")
     drawn: list[str] = []
     while len(drawn) < most_words:
@@ -39,7 +37,7 @@ def probes(words: Sequence[str], seed: int, most_words: int = PROBE_WORDS) -> tu
 
 
 def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> TokensPerWord:
-    """Compute the ratio from the server's token counts of both probes.
+    """Compute the ratio from both probes.
 
     Raises:
         SkyMemoryError: implausible counts.
@@ -55,7 +53,7 @@ def measured(short: str, short_tokens: int, long: str, long_tokens: int) -> Toke
 
 
 class TraceEntry(Protocol):
-    """Request of a trace, such as ``sim.trace.TraceRequest``: sizes and block ids, no text."""
+    """Request of a trace: sizes and block ids, no text."""
 
     @property
     def at_s(self) -> float: ...
@@ -65,7 +63,7 @@ class TraceEntry(Protocol):
     def output_tokens(self) -> int: ...
     @property
     def ids(self) -> tuple[int, ...]:
-        """Block ids, the last perhaps of a partial block; equal ids mean equal prefixes."""
+        """Block ids; equal ids mean equal prefixes."""
         ...
 
 
@@ -73,7 +71,7 @@ class TraceEntry(Protocol):
 class PlannedRequest:
     number: int
     due_s: float
-    """Seconds after the start of the replay."""
+    """Seconds after the start."""
     ids: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
@@ -83,7 +81,7 @@ class PlannedRequest:
 class LoadPlan:
     requests: tuple[PlannedRequest, ...]
     too_long: int
-    """Requests dropped because they exceed the model's context."""
+    """Requests that exceed the model's context."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -99,10 +97,10 @@ def plan_requests(
     span_s: float | None = None,
     most: int | None = None,
 ) -> LoadPlan:
-    """Turn a trace into requests to be sent, the first of them at time 0.
+    """Turn a trace into requests, the first at time 0.
 
-    Lengths are multiplied by ``scale``; answers are then limited to ``most_output`` tokens. Requests are dropped if
-    they do not fit ``context_tokens``, are due after ``span_s``, or exceed the number ``most``.
+    Lengths are multiplied by ``scale``, then limited. Requests beyond ``context_tokens``, ``span_s`` or ``most`` are
+    dropped.
 
     Raises:
         InvalidInput: an invalid scale or limit, or no request left.
@@ -135,10 +133,7 @@ def plan_requests(
 
 
 def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> float:
-    """Return the fraction of prompt tokens in prefixes of earlier prompts: the hit ratio of an unbounded cache.
-
-    ``block_tokens``: tokens per block id, after scaling; a prompt's last block may be shorter.
-    """
+    """Return the hit ratio of an unbounded cache; ``block_tokens`` is per block id, after scaling."""
     known: set[int] = set()
     reused = 0.0
     for request in requests:
@@ -152,15 +147,11 @@ def reusable_share(requests: Sequence[PlannedRequest], block_tokens: float) -> f
 Prompt = str | list[int]
 MakePrompt = Callable[[PlannedRequest], Prompt]
 HEAD = 3
-"""Words or token ids at the start of a block that encode its number."""
 _KEPT_BLOCKS = 2048
 
 
 class Pieces:
-    """Blocks as lists of pieces: numbers below ``kinds`` that stand for words or token ids.
-
-    ``per_block``: mean number of pieces of a block; it is rounded up or down at random by the block's number.
-    """
+    """Blocks as lists of numbers below ``kinds``; ``per_block`` is their mean length."""
 
     def __init__(self, kinds: int, per_block: float, seed: int) -> None:
         if per_block < HEAD:
@@ -183,7 +174,7 @@ class Pieces:
         self._block = lru_cache(_KEPT_BLOCKS)(self._drawn)
 
     def prompt(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return about ``count`` pieces for ``ids``; exactly ``count`` if the last block can be cut or extended."""
+        """Return about ``count`` pieces for ``ids``."""
         pieces: list[int] = []
         for block in ids[:-1]:
             pieces += self._block(block)
@@ -194,7 +185,7 @@ class Pieces:
         return pieces + last[:size]
 
     def _drawn(self, block: int, at_least: int = 0) -> list[int]:
-        """Return a block's pieces, at least ``at_least``; its first pieces do not depend on that."""
+        """Return a block's pieces; the first do not depend on ``at_least``."""
         number = self._numbers.setdefault(block, len(self._numbers))
         if number >= self._names:
             raise InvalidInput(f"more than {self._names:,} distinct blocks: send fewer requests")
@@ -206,7 +197,6 @@ class Pieces:
 
 
 def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWord, seed: int) -> MakePrompt:
-    """Make prompts of words, to the planned number of tokens."""
     pieces = Pieces(len(words), block_tokens / measure.tokens_per_word, seed)
 
     def prompt(request: PlannedRequest) -> str:
@@ -216,9 +206,7 @@ def word_prompts(words: Sequence[str], block_tokens: float, measure: TokensPerWo
 
 
 def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePrompt:
-    """Make prompts of token ids from ``first`` to ``last``, of exactly the planned length.
-
-    For servers that accept token ids.
+    """Make prompts of token ids, of exactly the planned length.
 
     Raises:
         InvalidInput: fewer than 16 ids.
@@ -234,7 +222,7 @@ def id_prompts(first: int, last: int, block_tokens: float, seed: int) -> MakePro
 
 
 def character_prompts(words: Sequence[str], block_characters: float, seed: int) -> MakePrompt:
-    """Make prompts of the planned number of characters, for servers that report no usage."""
+    """Make prompts by characters, for servers that report no usage."""
     longest = max(len(word) for word in words)
     mean = sum(len(word) + 1 for word in words) / len(words)
     if block_characters < HEAD * (longest + 1):

@@ -1,4 +1,4 @@
-"""Outcomes of a replay's requests and their report: counts and percentiles, as JSON and as text."""
+"""Outcomes of a replay's requests and their report, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a request, with times in seconds since the start of the replay.
+    """Outcome of a request; seconds since the start of the replay.
 
-    None and nan mean that the request did not get that far, or that the server did not report the value.
+    None and nan: not reached, or not reported.
     """
 
     number: int
@@ -35,25 +35,22 @@ class Outcome:
     wanted_prompt_tokens: int
     wanted_output_tokens: int
     first_s: float = math.nan
-    """Arrival of the first chunk with content."""
+    """First chunk with content."""
     end_s: float = math.nan
     gaps_s: tuple[float, ...] = ()
     prompt_tokens: int | None = None
-    """Tokens that the server reported, as in the next two fields."""
     cached_tokens: int | None = None
     output_tokens: int | None = None
     http_status: int | None = None
     retry_after_s: float | None = None
     error: str = ""
-    """Reason of a refusal or failure: kind of fault, colon, details."""
+    """Kind of fault, colon, details."""
     whole: bool = True
-    """True if the stream ended with ``[DONE]``."""
     held_up_s: float = 0.0
-    """Part of ``late_s`` due to the concurrency limit."""
+    """Part of ``late_s`` due to the limit."""
 
     @property
     def late_s(self) -> float:
-        """Seconds from due to sent."""
         return self.sent_s - self.due_s
 
     @property
@@ -62,17 +59,17 @@ class Outcome:
 
     @property
     def due_ttft_s(self) -> float:
-        """Seconds from due to the first chunk: the user's wait, even if the client sent late."""
+        """Seconds from due to the first chunk: the user's wait."""
         return self.first_s - self.due_s
 
     @property
     def tbt_s(self) -> float:
-        """Seconds from the first to the last chunk, per token after the first."""
+        """Seconds per token after the first."""
         later_tokens = (self.output_tokens or len(self.gaps_s) + 1) - 1
         return sum(self.gaps_s) / later_tokens if later_tokens > 0 else math.nan
 
     def as_json(self) -> dict[str, object]:
-        """Return a JSON object without nan, times to the microsecond."""
+        """Return JSON without nan."""
         fields: dict[str, object] = {"number": self.number, "status": str(self.status)}
         for name in ("due_s", "sent_s", "late_s", "ttft_s", "tbt_s", "end_s"):
             fields[name] = _rounded(getattr(self, name))
@@ -100,26 +97,23 @@ EXAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective; None: no limit."""
-
     ttft_s: float | None = None
     tbt_s: float | None = None
 
     def met(self, outcome: Outcome) -> bool:
-        """Return True if completed with TTFT (from the due time) and mean time between tokens within the limits."""
+        """Return True if within the limits; TTFT counts from due."""
         return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
 
     def ttft_met(self, outcome: Outcome) -> bool:
         return self.ttft_s is None or outcome.due_ttft_s <= self.ttft_s
 
     def tbt_met(self, outcome: Outcome) -> bool:
-        """Return True if the limit is met; an answer of one token has no time between tokens."""
         return self.tbt_s is None or math.isnan(outcome.tbt_s) or outcome.tbt_s <= self.tbt_s
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Counts of requests and tokens; times in seconds."""
+    """Counts; times in seconds."""
 
     asked: int
     unsent: int
@@ -128,15 +122,14 @@ class Report:
     failed: int
     interrupted: int
     seconds: float
-    """Time from the start until the last answer's end."""
     ttft: Spread
     quick_ttft_s: float
-    """1st percentile of TTFT: the server's own time with the least queueing."""
+    """1st percentile of TTFT: the least queueing."""
     due_ttft: Spread
     tbt_gaps: Spread
     tbt_means: Spread
     late: Spread
-    """Time from due to sent, without waits for the concurrency limit."""
+    """Seconds from due to sent, without waits for the limit."""
     held_up: int
     held_up_s: float
     slo: Slo
@@ -145,25 +138,23 @@ class Report:
     within_both: int
     retry_after: int
     prompt_tokens: int
-    """Prompt tokens of the ``usage_answers``: completed requests whose answer reported usage."""
+    """Prompt tokens of the ``usage_answers``."""
     usage_answers: int
     cached_tokens: int
-    """Cached tokens of the ``cached_answers``, whose prompts have ``cached_of_tokens`` tokens in total."""
+    """Cached tokens of the ``cached_answers``, of ``cached_of_tokens``."""
     cached_of_tokens: int
     cached_answers: int
     output_tokens: int
     pieces: int
     short: int
-    """Answers with fewer tokens than requested."""
     without_done: int
     length_errors: Spread
-    """Reported over planned prompt tokens, minus 1."""
+    """Reported over planned prompt tokens, less 1."""
     faults: tuple[tuple[str, int, str], ...]
-    """Kinds of refusals and failures, with count and first message."""
+    """Kinds, counts and first messages."""
     stall: Spread
-    """Lateness of the client's event loop."""
     reusable: float
-    """Hit ratio of a single unbounded cache; nan: unknown."""
+    """Hit ratio of an unbounded cache."""
 
     @property
     def sent(self) -> int:
@@ -175,15 +166,14 @@ class Report:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Fraction of prompt tokens served from caches; None: not reported."""
+        """None: not reported."""
         return self.cached_tokens / self.cached_of_tokens if self.cached_of_tokens else None
 
     @property
     def client_kept_up(self) -> bool:
-        """True if the client's own delays are negligible.
+        """True if the client's own delays are negligible: at p99 10 ms, or a tenth of ``quick_ttft_s``.
 
-        The p99 of late sending and of late reading is at most 10 ms, or a tenth of ``quick_ttft_s``. Past saturation,
-        the median TTFT is mostly queueing and would excuse any client.
+        Past saturation, the median TTFT is mostly queueing and would excuse any client.
         """
         return self.sent_in_time and self.looked_in_time
 
@@ -197,7 +187,7 @@ class Report:
 
     @property
     def already_cached(self) -> bool:
-        """True if caches held more than these prompts share, because the server has received them before."""
+        """True if the server has received these prompts before."""
         # A tolerance, because engine blocks differ from the trace's, so hits end at other tokens.
         return (self.hit_ratio or 0.0) > self.reusable + 0.05
 
@@ -219,8 +209,7 @@ def report_of(
 
     Args:
         asked: requests planned; ``outcomes`` are of the requests sent.
-        wanted_in_tokens: False if prompts were made by characters, so that their lengths in tokens were not planned.
-        seconds: the duration, if not until the last answer's end.
+        wanted_in_tokens: False if prompts were made by characters.
     """
     by = Counter(outcome.status for outcome in outcomes)
     completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
@@ -312,7 +301,6 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _tokens_of(outcome: Outcome) -> int:
-    """Return the reported tokens of an answer, or else its number of chunks."""
     return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
 
 
@@ -464,7 +452,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Counts since the engine started, or between two scrapes; None: not counted by this engine."""
+    """Counts since the start or between two scrapes; None: not counted."""
 
     requests: float | None = None
     prompt_tokens: float | None = None

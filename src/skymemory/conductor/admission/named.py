@@ -43,17 +43,14 @@ RULES: Registry[Build] = Registry(
 )
 NAMES = tuple(RULES)
 FAIR = "+fair"
-"""Suffix of a rule's name that adds priorities and fair shares, with the options of ``FairnessSettings``."""
+"""Suffix that adds ``Fair``."""
 
 
 def admission(name: str, slo: Slo, on_arrival: bool = False, /, **options: object) -> Admission:
-    """Return the rule named ``name``.
-
-    Option values may be text, as from flags; ``weights`` is a table or text such as ``gold=3,free=0.5``. With
-    ``on_arrival`` the rule refuses on arrival only (``OnArrival``).
+    """Return a rule; options may be text, ``weights`` such as ``gold=3,free=0.5``.
 
     Raises:
-        InvalidInput: unknown rule or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown rule or option, or an invalid value.
     """
     owner, known = f"admission rule {name!r}", options_of(name)
     without_weights = {option: value for option, value in options.items() if option != "weights" or option not in known}
@@ -83,7 +80,7 @@ def options_of(name: str) -> dict[str, object]:
 
 
 def weights_of(what: str, value: object) -> dict[str, float]:
-    """Return tenant weights from a table or text; ``what`` begins the error message.
+    """Return tenant weights; ``what`` begins the error.
 
     Raises:
         InvalidInput: neither a table nor such text, or a weight is not a number.

@@ -28,8 +28,6 @@ from skymemory.config import Entry, Registry
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """Options of schedulers whose servers use only their own cache."""
-
     overdue: float = OVERDUE
     under_way_blocks: int = UNDER_WAY_BLOCKS
 
@@ -63,18 +61,18 @@ def prefill_scorer(
     prefill_cost: PrefillCost | None = None,
     **options: object,
 ) -> PrefillScheduler:
-    """Return the prefill scheduler named ``name``, for a ``Picker``. Option values may be text.
+    """Return the prefill scheduler named ``name``. Option values may be text.
 
     Args:
         holdings: the prefix index.
-        media: bandwidths by name, ``network`` being the network between servers; None: that of ``cost``'s machine.
+        media: bandwidths by name, ``network`` between servers.
         far: tiers that all servers can load from.
         links: waits at the servers' links; None: those caused by its own plans.
         fleet: further servers to load from.
-        prefill_cost: cost on servers that are not a single machine, such as pipelines.
+        prefill_cost: cost on servers that are not a single machine.
 
     Raises:
-        InvalidInput: unknown scheduler or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown scheduler or option, or an invalid value.
     """
     settings, estimated = SCHEDULERS.settings(name, options), prefill_cost or cost
     if not isinstance(settings, KvCacheCentricSettings):
@@ -98,13 +96,7 @@ def build(
     seed: int = 0,
     **options: Any,
 ) -> Scheduler:
-    """Return a ``Scheduler`` with that prefill scheduler, which chooses decode servers by time between tokens.
-
-    Args:
-        decode: decode servers; None: prefill servers decode too.
-        kv_tokens: KV cache capacity of a decode server.
-        decode_s: usual duration of decoding; None: learnt.
-        options: further arguments of ``prefill_scorer``, with ``holdings``.
+    """Return a ``Scheduler``; ``options`` are further arguments of ``prefill_scorer``.
 
     Raises:
         InvalidInput: as ``prefill_scorer``.

@@ -107,17 +107,15 @@ STRATEGIES: Registry[Build] = Registry(
 NAMES = tuple(STRATEGIES)
 DEFAULT = "least-ttft"
 ESTIMATES = ("least-ttft",)
-"""Strategies that estimate the time to first token, which admission needs."""
+"""Strategies that admission can use."""
 
 
 def named(
     name: str = DEFAULT, *, index: PrefixIndex | None = None, cost: PrefillCost | None = None, **options: object
 ) -> Scorer:
-    """Return the strategy named ``name``. Option values may be text, as from flags.
-
-    ``index`` replaces the strategy's own index. ``cost`` is the cost of a prefill, for ``least-ttft``; None: learnt.
+    """Return a strategy; option values may be text. ``cost`` is for ``least-ttft``; None: learnt.
 
     Raises:
-        InvalidInput: unknown strategy or option (with a suggestion), or an invalid value.
+        InvalidInput: unknown strategy or option, or an invalid value.
     """
     return STRATEGIES.entry(name).build(STRATEGIES.settings(name, options), index, cost)
