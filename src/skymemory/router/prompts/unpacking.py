@@ -1,4 +1,4 @@
-"""Decompression of bodies that clients compress (Content-Encoding), within a limit."""
+"""Decompression of bodies (Content-Encoding), within a limit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from skymemory.router.api_error import ApiError
 _NONE = (b"", b"identity")
 _GZIP = b"\x1f\x8b"
 MAX_MEMBERS = 256
-"""Limit of members of a gzip body (RFC 1952, section 2.2): each is decompressed from a copy of the rest."""
+"""Limit of gzip members (RFC 1952, section 2.2): each copies the rest."""
 
 
 def is_packed(content_encoding: bytes) -> bool:
-    """Return True if a body with this Content-Encoding must be decompressed."""
     return content_encoding.strip().lower() not in _NONE
 
 
 def unpacked(body: bytes, content_encoding: bytes, most_bytes: int) -> bytes:
-    """Decompress a body, at most ``most_bytes`` of it.
+    """Decompress a body, at most ``most_bytes``.
 
     Raises:
-        ApiError: an unsupported encoding (415), invalid data (400), or too large when decompressed (413).
+        ApiError: 415 (encoding), 400 (invalid data) or 413 (too large).
     """
     packed = content_encoding.strip().lower()
     if packed in _NONE:
