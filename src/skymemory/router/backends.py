@@ -97,7 +97,7 @@ class Backends:
     # Membership
 
     def set(self, backends: Sequence[Backend]) -> tuple[list[str], list[str]]:
-        """Make these the servers: return added names, and names that drain. State survives unless the address changes."""
+        """Set the servers; return added and draining names. State survives unless the address changes."""
         wanted = {backend.name: backend for backend in backends}
         leave = [name for name, known in self.known.items() if name not in wanted and not known.leaving]
         for name in self.known.keys() - wanted.keys():

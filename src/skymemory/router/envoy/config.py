@@ -1,4 +1,4 @@
-"""Bootstrap configuration of an Envoy with an endpoint picker outside Kubernetes, as JSON. Checked against Envoy 1.40."""
+"""Bootstrap configuration of an Envoy outside Kubernetes with an endpoint picker. Checked against Envoy 1.40."""
 
 from __future__ import annotations
 
