@@ -1,8 +1,8 @@
 """Admission control: the rule of the settings, and the 429 response.
 
-A rule judges the estimated time to first token at the chosen server; the time between tokens is only measured. With
-separate decode servers and a cost model, rules also consider their current and forecast batches. They decide before the
-prefill, so that no refusal wastes it.
+A rule judges the estimated time to first token; the time between tokens is only measured. With separate decode servers
+and a cost model, their current and forecast batches count, too. All is decided before the prefill, so that no refusal
+wastes it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from skymemory.router.prompts.reader import slo_of
 from skymemory.router.settings import Settings
 
 CODE = "overloaded"
-"""``code`` of the error body, unlike an exceeded quota's."""
+"""``code`` of the error body; an exceeded quota has another."""
 
 DECISION_HEADER = "x-skymemory-decision"
-"""Request header that asks for the routing decision, which the response then has as JSON."""
+"""Request header that asks for the routing decision; the response has it as JSON in the same header."""
 
 DECODE_RULES = ("baseline", "early", "predicted")
-"""Rules that refuse by the time between tokens."""
 
 PROBE_S = 10.0
-"""Time without an admission after which the next request is admitted: only served requests teach speeds."""
+"""Time without an admission after which a request is admitted: only served requests teach speeds."""
 
 
 class Overloaded(ApiError):
@@ -45,7 +44,7 @@ class Overloaded(ApiError):
 
 
 def slo_outcome(slo: Slo, ttft_s: float, took_s: float, tokens: int | None) -> str:
-    """Return "kept", "late" (first token) or "slow" (other tokens). ``tokens`` may be unknown."""
+    """Return "kept", "late" (first token) or "slow" (other tokens)."""
     if ttft_s > slo.ttft_s:
         return "late"
     if tokens is not None and tokens > 1 and (took_s - ttft_s) / (tokens - 1) > slo.tbt_s:
@@ -89,5 +88,4 @@ def rule_of(settings: Settings) -> Admission:
 
 
 def without_probes(rule: Admission) -> Admission:
-    """Return the rule for requests that teach no speeds."""
     return rule.rule if isinstance(rule, Probing) else rule

@@ -10,15 +10,11 @@ import msgspec
 from skymemory.errors import SkyMemoryError
 
 _CODES = {401: "invalid_api_key", 405: "method_not_supported", 429: "rate_limit_exceeded"}
-"""Statuses with a single ``code``."""
 OF_CLIENT = "invalid_request_error"
-"""Type of an error that the client caused."""
 _encode = msgspec.json.Encoder().encode
 
 
 class ApiError(SkyMemoryError):
-    """Response to a request that the router refuses."""
-
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
@@ -37,7 +33,6 @@ class ApiError(SkyMemoryError):
         self.code = code
         self.kind = kind
         self.retry_after_s = retry_after_s
-        """None omits the header."""
 
     def body(self) -> bytes:
         return error_body(self.status, self.message, self.param, self.code, self.kind)

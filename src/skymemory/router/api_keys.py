@@ -9,16 +9,15 @@ The file::
     priority = 2
     weight = 3.0
 
-    [[keys]]                       # one per client; `skymemory keys api FILE TENANT` adds one
+    [[keys]]                       # for each client; `skymemory keys api FILE TENANT` adds them
     tenant = "gold"
     sha256 = "…"                   # of the key; the key itself is stored nowhere
     note = "laptop of the evaluation team"
 
-Keys are 32 random bytes, so a plain hash protects them, and lookup timing reveals nothing: a sender cannot choose a
-hash.
+Keys are 32 random bytes, so a plain hash protects them, and lookup timing reveals nothing.
 
-Quotas are token buckets of one minute's worth, refilled continuously. A request takes 1 request and its estimated
-tokens, which its end corrects, if need be below zero. Refusals take nothing, and have OpenAI's error text and headers.
+Quotas are token buckets of one minute's worth, refilled continuously. A request takes its estimated tokens; its end
+corrects them, even below zero. Refusals take nothing, and follow OpenAI's text and headers.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class _Key:
 class KeyFile:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     keys: Mapping[bytes, Tenant] = field(default_factory=dict, repr=False)
-    """By the SHA-256 of their keys."""
+    """Tenants by the SHA-256 of their keys."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -103,7 +102,7 @@ def read_api_keys(file: Path) -> KeyFile:
     """Read a file of keys.
 
     Raises:
-        InvalidInput: unreadable or invalid; the message has the line, and never a key.
+        InvalidInput: invalid; the message never has a key.
     """
     try:
         return api_keys_from(decode_text(read_bounded(file)))
@@ -151,7 +150,7 @@ def new_key(secret: bytes) -> str:
 
 
 def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
-    """Add a key to the text, and its tenant if it is new.
+    """Add a key, and its tenant if new.
 
     Raises:
         InvalidInput: an invalid file or name.
@@ -169,8 +168,6 @@ def with_key(source: str, tenant: str, key: str, note: str = "") -> str:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Token bucket that refills by ``limit`` per minute. ``level`` may be negative."""
-
     limit: int
     level: float
     at_s: float
@@ -199,14 +196,11 @@ class _Account:
 
 @dataclass(slots=True, eq=False)
 class QuotaLease:
-    """Share of a quota that a request holds."""
-
     tenant: Tenant
     headers: Mapping[str, str]
     """``x-ratelimit-…`` headers, if there is a quota."""
     _account: _Account = field(repr=False)
     tokens: float = field(repr=False)
-    """Charged so far: the estimate."""
     _held: bool = field(default=True, repr=False)
 
 
@@ -217,7 +211,6 @@ class QuotaExceeded(ApiError):
         super().__init__(429, message, code="rate_limit_exceeded", kind=kind)
         self.tenant = tenant
         self.headers = headers
-        """``Retry-After`` and ``retry-after-ms``, or ``x-should-retry: false``; and ``x-ratelimit-…``."""
 
 
 class NoKey(ApiError):
@@ -225,7 +218,7 @@ class NoKey(ApiError):
 
 
 class ApiKeys:
-    """Valid keys, and the use of quotas. Not thread-safe; ``now_s`` must never decrease."""
+    """Valid keys, and use of quotas. Not thread-safe; ``now_s`` must never decrease."""
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
@@ -236,7 +229,7 @@ class ApiKeys:
         return self._file.weights
 
     def replace(self, file: KeyFile, now_s: float) -> None:
-        """Replace keys and quotas. Remaining tenants keep what they have used."""
+        """Replace keys and quotas. Tenants in both files keep what they have used."""
         self._file = file
         accounts = {name: account for name, account in self._accounts.items() if name in file.tenants}
         for name, account in accounts.items():
@@ -285,7 +278,7 @@ class ApiKeys:
         return QuotaLease(tenant, _quota_headers(account, now_s), account, tokens)
 
     def release(self, lease: QuotaLease, tokens: float | None, now_s: float) -> None:
-        """End a request of ``tokens`` (None: the estimate stands). Idempotent."""
+        """End a request of ``tokens`` (None: the estimate). Idempotent."""
         if not lease._held:
             return
         lease._held = False

@@ -38,7 +38,6 @@ class KnownServer:
     next_backend: Backend | None = None
     """Settings with the new role, during a change."""
     configured_role: str = BOTH
-    """Role in the settings; an elastic server's may differ."""
     work: tuple[float, ...] | None = None
     """Tokens, running requests and cache usage of its last report."""
 
@@ -79,7 +78,6 @@ class Backends:
         self._decode = decode
         self._is_applying = False
         self.on_check_wanted: Callable[[str], None] = lambda name: None
-        """Called with a server to check at once."""
         self.on_ejected: Callable[[str], None] = lambda name: None
         self.on_removed: Callable[[str], None] = lambda name: None
         self.on_moved: Callable[[], None] = lambda: None
@@ -226,7 +224,7 @@ class Backends:
         ]
 
     def alone(self, request: Request, tried: Collection[str], avoid: Set[str] = NONE) -> Collection[str]:
-        """Return servers that both prefill and decode it: those with both roles if any is up, else all that decode."""
+        """Return servers that serve the request alone: those with both roles if any is up, else all that decode."""
         serving = self.serving(request)
         able = [
             known
@@ -248,7 +246,7 @@ class Backends:
     def able(
         self, request: Request, tried: Collection[str], max_waiting: int, avoid: Set[str] = NONE
     ) -> Collection[str] | None:
-        """Return untried servers of the model with fewer than ``max_waiting`` (0: any number) requests; None: all."""
+        """Return untried servers of the model (None: all) with fewer than ``max_waiting`` (0: any number) requests."""
         serving = self.serving(request)
         if not tried and not max_waiting and not avoid:
             return None if serving is None or len(serving) == len(self.known) else serving
@@ -263,7 +261,7 @@ class Backends:
         return remaining | {name for name in avoid & names if self.known[name].answers not in fleets}
 
     def has_other(self, request: Request, tried: Collection[str], name: str) -> bool:
-        """Return True if its fleet has another untried server for the request."""
+        """Return True if another server of the fleet of ``name`` is up, untried, and serves the request."""
         known, serving = self.known.get(name), self.serving(request)
         names = self.known if serving is None else serving
         return known is not None and any(
@@ -275,12 +273,12 @@ class Backends:
         )
 
     def is_busy(self, request: Request, now_s: float) -> bool:
-        """Return True if all its servers that are up reported that they are full."""
+        """Return True if all servers for the request that are up reported that they are full."""
         names = [name for name in self.serving(request) or self.known if self.known[name].server.takes_requests]
         return bool(names) and all(self.policy.is_busy(name, now_s) for name in names)
 
     def full(self, request: Request, max_waiting: int) -> bool:
-        """Return True if all its servers that are up have ``max_waiting`` requests."""
+        """Return True if all servers for the request that are up have ``max_waiting`` requests."""
         serving = self.serving(request)
         names = [name for name in serving or self.known if self.known[name].server.takes_requests]
         if self._decode is not None:
@@ -391,7 +389,6 @@ class Backends:
             self._index_names()
 
     def reported(self, name: str) -> None:
-        """Use a new load report: it may name new adapters, or show progress."""
         known = self.known.get(name)
         if known is None or (report := known.server.reported) is None:
             return
@@ -403,7 +400,9 @@ class Backends:
             self._index_names()
 
     def _index_names(self) -> None:
-        """Index servers by name. Outdated reports count: else a silent engine's adapter would become a model."""
+        """Index servers by model and adapter. Outdated reports count: else a silent engine's adapter would become a
+        model.
+        """
         staying = {name: known for name, known in self.known.items() if not known.leaving}
         unknown = frozenset(name for name, known in staying.items() if not known.backend.models and not known.models)
         names = set().union(*(known.names for known in staying.values())) if staying else set()

@@ -1,7 +1,7 @@
 """Choice of decode servers, including servers that serve a request alone.
 
-A decode server that lacks few tokens of the prompt serves it alone: computing them delays others little more than
-loading transferred values, and the first token comes sooner. The rule is llm-d's (``nonCachedTokens``).
+A decode server that lacks few tokens of a prompt serves it alone: computing them delays others little more than loading
+transferred values, and the first token comes sooner. The rule is llm-d's (``nonCachedTokens``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from skymemory.router.settings import Settings, read_cost
 class DecodeServers(Indexed):
     """Ranking of decode servers, with an index of what each holds of a prompt.
 
-    A server that answered a prompt holds its values. The index counts no more tokens than the server's memory holds;
-    usage of answers given alone corrects it.
+    A server that answered a prompt holds its values, as far as its memory does. Usage of answers given alone corrects
+    the index.
     """
 
     def __init__(self, fleet: Fleet, ranking: Scorer) -> None:
@@ -35,7 +35,7 @@ class DecodeServers(Indexed):
         self.name = ranking.name
 
     def lacking_few(self, request: Request, among: Collection[str] | None, below_tokens: int) -> list[str]:
-        """Return available servers of ``among`` (None: all) that lack fewer tokens."""
+        """Return available servers of ``among`` (None: all) that lack fewer tokens than ``below_tokens``."""
         servers = [server for server in self._fleet.available if among is None or server.name in among]
         if not servers or below_tokens <= 0:
             return []
@@ -69,7 +69,7 @@ class DecodeServers(Indexed):
 def decode_picker(settings: Settings) -> Picker:
     """Return the picker of the decode servers: by the time between tokens with a cost model, else by requests.
 
-    Its seed differs, so that ties break independently.
+    Its seed differs from the prefill picker's, so that ties break independently.
 
     Raises:
         InvalidInput: the cost model cannot be read.
@@ -80,7 +80,7 @@ def decode_picker(settings: Settings) -> Picker:
 
 
 def forecast_of(decode: Picker | None) -> DecodeForecast | None:
-    """None without a cost model."""
+    """Return the forecast of the decode servers' load; None without a cost model."""
     ranking = decode.scorer.ranking if decode is not None and isinstance(decode.scorer, DecodeServers) else None
     return ranking if isinstance(ranking, LeastTbt) else None
 
@@ -94,10 +94,8 @@ def lacking_few(
 
 
 def alone_schedulers(scheduler: Scheduler, seed: int) -> tuple[Scheduler, Scheduler | None]:
-    """Return the schedulers of requests for a single server.
-
-    The first is for requests without a prompt: least load, always admitted. The second is for prompts, on the decode
-    servers; None without roles.
+    """Return schedulers for a single server: without a prompt, by the least load, always admitted; with a prompt, on
+    decode servers (None without roles).
     """
     decode = scheduler.decode
     least_load = Scheduler(Picker((decode or scheduler.prefill).fleet, LeastLoad(), seed))

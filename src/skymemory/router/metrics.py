@@ -43,7 +43,7 @@ PREFILLS = (
     "wasted",  # done, and the admission rule refused the decoding: 429
     "dropped",  # the request ended before its answer came
 )
-"""Outcomes of the prefill step."""
+"""Outcomes of the prefill step, if prefill and decode are separate."""
 ALONE = (
     "few-tokens",  # it lacks fewer tokens of the prompt than `split_from`
     "whole",  # the request cannot be split
@@ -52,7 +52,7 @@ ALONE = (
     "params-refused",  # the decode server refused kv_transfer_params: it has no connector, or another one
     "no-header",  # the sidecar's request names no prefill server
 )
-"""Reasons why a single server served a prompt despite roles."""
+"""Reasons why a single server served a prompt although prefill and decode are separate."""
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -89,7 +89,7 @@ class _Histogram:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Plain numbers on the request path, metrics on a scrape."""
+    """Plain numbers, converted on a scrape."""
 
     outcomes: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -110,7 +110,7 @@ class ProxyMetrics:
         role_of: Callable[[str], str],
         is_ejected: Callable[[str], bool],
     ) -> None:
-        """``decode``: separate decode servers; gauges then have a role label."""
+        """Create the metrics. ``decode``: separate decode servers; gauges then have a role label."""
         self.registry = CollectorRegistry()
         self._servers: dict[str, ServerCounts] = {}
         self._decisions: dict[tuple[str, str], int] = {}
@@ -177,12 +177,10 @@ class ProxyMetrics:
         server.matched_tokens += matched if matched < tokens else tokens
 
     def prefilled(self, server: str, outcome: str) -> None:
-        """Count the outcome of a separate prefill (``PREFILLS``)."""
         counts = self.of(server).prefills
         counts[outcome] = counts.get(outcome, 0) + 1
 
     def record_request_end(self, server: str, outcome: str, ttft_s: float | None) -> ServerCounts:
-        """Count a finished request of its last server."""
         counts = self.of(server)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         if ttft_s is not None:

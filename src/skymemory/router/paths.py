@@ -24,7 +24,7 @@ FORWARDED = frozenset(
         "/detokenize",
     )
 )
-"""Paths without a prefix to cache, for the server with the least load."""
+"""Paths forwarded to the server with the least load: they have no prefix to cache."""
 _STORED = "the router stores no responses: each request carries its whole conversation"
 _REFUSED = {
     "/v1/responses": f"{_STORED}; POST it to /v1/responses",
@@ -55,7 +55,7 @@ def is_own(path: str) -> bool:
 
 
 def refusal(path: str, method: str, headers: Container[str], by_load: bool) -> ApiError | None:
-    """Return the error of a path that `skymemory route` does not serve. ``by_load``: unknown paths are served."""
+    """Return the error of a path that is not served. ``by_load``: unknown paths go to some server."""
     if method == "POST" and path in PROMPT_PATHS:
         return None
     if "sec-websocket-key" in headers or path.startswith("/v1/realtime"):

@@ -1,7 +1,4 @@
-"""Allow list of prefill servers that a sidecar's requests may name.
-
-Without it, clients could reach every network that the sidecar reaches (server-side request forgery).
-"""
+"""Allow list of prefill servers that a sidecar's requests may name, against server-side request forgery."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 from skymemory.errors import InvalidInput, quoted
 
 HEADER, LATER_HEADER = "x-prefiller-host-port", "x-llm-d-prefiller-host-port"
-"""Headers that name a prefill server; llm-d's later releases send the second."""
+"""Headers for a sidecar; llm-d's later releases send the second."""
 PRIVATE = ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 """Networks that the internet does not route, except link-local networks: clouds serve credentials there."""
 HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*\.?")
 
 
 class Prefillers:
-    """Allow list of networks (``10.0.0.0/8``), addresses and host names, each with an optional port.
+    """Allow list of networks (``10.0.0.0/8``), addresses and host names, with optional ports.
 
     A host name needs its own entry, whatever it resolves to: the sender may own it.
 
@@ -53,7 +50,6 @@ class Prefillers:
 
 
 def _host_and_maybe_port(entry: str) -> tuple[str, int | None]:
-    """Split ``host``, ``host:port``, ``[::1]:port`` or ``::1``."""
     if entry.startswith("["):
         host, _, after_bracket = entry[1:].partition("]")
         port = after_bracket.removeprefix(":")

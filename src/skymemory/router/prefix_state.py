@@ -1,6 +1,6 @@
 """Strategy of a router and its prefix index, kept in a file or shared with replicas.
 
-The file is replaced atomically. An index fed by KV events is not kept: a restarted engine could not be recognised.
+An index fed by KV events is not kept: a restarted engine could not be recognised.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from skymemory.router.tasks import cancel
 log = logging.getLogger("skymemory.router")
 
 SAVE_S = 60.0
-"""Period of writing the file, also written on close."""
 MAX_FILE_BYTES = 4 << 30
 
 
@@ -66,10 +65,9 @@ class PrefixState:
         self._keeps = settings.state is not None
         """False if the file is not written, such as a later release's."""
         self.unsaved = ""
-        """Reason why the file was not written."""
 
     async def start(self) -> None:
-        """Load the file, and connect to the replicas. The fleet must be known."""
+        """Load the file, and connect. The fleet must be known."""
         if self._settings.state is not None and isinstance(self._index, ApproximatePrefixIndex):
             try:
                 blocks = load_index(self._settings.state, self._index, self._kind, self._slots())
@@ -88,7 +86,6 @@ class PrefixState:
         return None if self._replicas is None else self._replicas.status
 
     async def close(self, keep: bool = True) -> None:
-        """Stop background tasks; with ``keep``, write the file."""
         if self._replicas is not None:
             await self._replicas.close()
         await cancel([self._saving])
@@ -96,7 +93,6 @@ class PrefixState:
             log.info("prefix index saved to %s: %d bytes", self._settings.state, written)
 
     def troubles(self) -> list[str]:
-        """Return what is degraded although requests are served."""
         troubles = [self.unsaved] if self.unsaved else []
         status = self.replicas()
         if status is not None and status.degraded:
@@ -109,7 +105,6 @@ class PrefixState:
             await self._save()
 
     async def _save(self) -> int:
-        """Write the file without blocking; return its bytes, 0 if not written."""
         index, path = self._index, self._settings.state
         if path is None or not self._keeps or not isinstance(index, ApproximatePrefixIndex):
             return 0
@@ -216,7 +211,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> int:
 
 
 def load_index(path: Path, index: ApproximatePrefixIndex, kind: str, slots: Mapping[str, int]) -> int:
-    """Load the file's blocks of ``slots`` (by server); return their number.
+    """Load the file's blocks of ``slots``; return their number.
 
     Raises:
         InvalidInput: unreadable, damaged, or of another version or kind; the index is empty.

@@ -38,9 +38,8 @@ USUAL_OUTPUT_TOKENS = 256
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 _RATE_HALF_S = 10.0
 _MAX_IDLE = 4096
-"""Limit of idle tenants whose tags are kept."""
 _SLACK = 64
-"""Stale items allowed in a heap beyond as many as live items."""
+"""Stale items allowed in a heap in addition to as many as live items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class RequestQueue:
     """Priority queue with fair shares. No I/O; not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, settings: QueueSettings, weights: Mapping[str, float] = _NO_WEIGHTS) -> None:
-        """``weights`` are 1 by default; only their tenants are named in ``figures``."""
+        """Create a queue. ``weights`` are 1 by default; only their tenants are named in ``figures``."""
         self.settings = settings
         self.size_bytes = 0
         self.work = 0.0
@@ -169,7 +168,7 @@ class RequestQueue:
         ]
 
     def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
-        """Remove and return the entry to serve; None: none ``fits``."""
+        """Remove and return the entry to serve now; None: no entry ``fits``."""
         self._sweep(now_s)
         if not self._waiting:
             return None
@@ -197,7 +196,7 @@ class RequestQueue:
         return True
 
     def corrected(self, entry: Entry, work: float) -> None:
-        """Correct the tenant's tag by the actual work."""
+        """Correct the tenant's tag by the actual work of a served entry."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
             return  # the level was empty in the meantime, and its tags have restarted
@@ -309,7 +308,7 @@ class RequestQueue:
     # Bookkeeping
 
     def _put(self, entry: Entry, former: _Flow | None = None) -> None:
-        """Add an entry. ``former``: flow whose tag and rank its tenant gets back."""
+        """Add an entry to its four places. ``former``: flow whose tag and rank its tenant gets back."""
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
         if level is None:
@@ -414,7 +413,7 @@ class _Flow:
     number: int
     """Number of its first entry; breaks ties."""
     start: float
-    """Tag."""
+    """Tag: virtual time at which its next request starts."""
     lanes: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
     """Heap of (deadline, number) by group."""
     counts: dict[Hashable, int] = field(default_factory=dict)
@@ -506,8 +505,6 @@ class _Level:
 
 
 class _Rate:
-    """Work per second that leaves the non-empty queue."""
-
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._since_s = 0.0

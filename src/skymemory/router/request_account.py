@@ -32,9 +32,8 @@ class DeferredWork:
     """Executor of work in order: at once, or when the event loop is idle."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """``on_fault`` is called for each exception."""
+        """Create it. ``on_fault`` is called for each exception."""
         self.schedule: Callable[[Work], object] | None = None
-        """An event loop's ``call_soon``; None: at once."""
         self._on_fault = on_fault
         self._pending: deque[Work] = deque()
 
@@ -59,7 +58,6 @@ class DeferredWork:
 class Usage(NamedTuple):
     prompt_tokens: int
     cached_tokens: int | None
-    """None: not reported."""
     output_tokens: int | None = None
 
     def cached_of(self, tokens: int) -> int | None:
@@ -111,7 +109,7 @@ class RequestAccount:
         return self.decision.as_json()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record the server; return True if it is another than chosen, and so without a known prefix."""
+        """Record the server. Return True if it is not the chosen server; no prefix is assumed there."""
         decision = self.decision
         if not self.waits or server == decision.server:
             return False
@@ -144,13 +142,12 @@ class RequestAccount:
             self._enter(self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """Record a failure before the first byte."""
         if self.waits:
             self._open = False
             self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """End what is open, as failed if without a first byte."""
+        """End what is open, as failed if there was no first byte."""
         self.failed(now_s)
         self.on_request_end(now_s)
 
@@ -321,16 +318,16 @@ class _Inner(msgspec.Struct):
 class _Response(msgspec.Struct):
     usage: _Usage | None = None
     response: _Inner | None = None
-    """Events of Responses."""
+    """Field of events of Responses."""
     message: _Inner | None = None
-    """First event of Messages."""
+    """Field of the first event of Messages."""
 
 
 _decode = msgspec.json.Decoder(_Response).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
-"""Usage in an event longer than the kept tail, as the last of Responses."""
+"""Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
 
 
 class UsageReader:
@@ -342,7 +339,7 @@ class UsageReader:
         self._kept: list[bytes] | None = [] if is_readable else None
         self._head = self._tail = b""
         self.events = 0
-        """Engines send at least one per token."""
+        """Events of a stream: engines send at least one per token."""
 
     @property
     def between_events(self) -> bool:
@@ -378,7 +375,7 @@ class UsageReader:
         return None
 
     def _first_usage(self) -> _Usage | None:
-        """Return the first event's usage: the last of Messages may omit the prompt's tokens."""
+        """Return the first event's usage: the last event of Messages may omit the prompt's tokens."""
         first = _FIRST_EVENT.search(self._head)
         return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
 

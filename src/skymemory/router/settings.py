@@ -37,7 +37,6 @@ from skymemory.router.queue import QueueSettings
 ANY_ORIGIN = "*"
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 _SIDECAR_STRATEGY = "least-load"
-"""Fixed strategy: a request's own list leaves no choice."""
 ROLES = (BOTH, PREFILL, DECODE)
 AFTER, OVERLAP = "after", "overlap"
 BY_LOAD, REFUSE = "load", "refuse"
@@ -203,8 +202,6 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Blocks of prompts, and sessions."""
-
     tokenizer: Path | None = setting(
         "tokenizer", path, None, "a tokenizer.json, or a folder with one: blocks are then counted in tokens, not bytes"
     )
@@ -251,8 +248,6 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Front end of `skymemory route`: TLS, API keys, names."""
-
     tls_cert: Path | None = setting("tls_cert", path, None, "certificate chain (PEM): HTTPS")
     tls_key: Path | None = setting("tls_key", path, None, "its key (PEM)")
     api_keys: Path | None = setting(
@@ -276,8 +271,6 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class CorsSettings:
-    """CORS: web pages that may use the router."""
-
     origins: tuple[str, ...] = setting(
         "origins", texts, (), 'their origins, such as https://app.example; "*": any; empty: none'
     )
@@ -300,8 +293,6 @@ class CorsSettings:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health checks, and polling of metrics and models."""
-
     path: str = setting("path", text, "/health", "of the check; a status from 200 to 299 is healthy")
     every_s: float = setting("every", duration, 2.0, "period of checks")
     timeout_s: float = setting("timeout", duration, 2.0, "for the answer to a check")
@@ -362,8 +353,6 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """Separate prefill and decode."""
-
     handover: str = setting(
         "handover",
         handover_word,
@@ -427,7 +416,7 @@ class SidecarSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """Sharing of the prefix index with other routers, through Redis."""
+    """Sharing of the prefix index through Redis."""
 
     redis: str = setting("redis", text, "", "a Redis or Valkey server, such as redis://host:6379/0")
     keys: Path | None = setting(
@@ -440,8 +429,6 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Admission of requests under overload."""
-
     rule: str = setting("rule", text, "all", "all, baseline, early, predicted, goodput")
     ttft_s: float = setting("ttft", duration, 0.0, "promised time to the first token; every rule but all needs it")
     tbt_s: float = setting("tbt", duration, 0.0, "promised time between tokens; measured and counted. 0: none")
@@ -479,7 +466,6 @@ class Settings:
     queue: QueueSettings = QueueSettings()
     picker: PickerSettings = PickerSettings()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the strategy."""
     listen: str = setting("listen", text, "127.0.0.1:8080", "address and port; port 0: any that is free")
     strategy: str | None = setting("strategy", text, None, "the routing strategy")
     seed: int = setting("seed", whole_number, 0, "of random tie-breaking")

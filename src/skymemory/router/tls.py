@@ -41,7 +41,6 @@ class Certificate:
 
     @staticmethod
     def check(chain: Path, key: Path) -> None:
-        """Raise what ``load`` would raise."""
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, key)
 
 
@@ -57,14 +56,11 @@ def _load(context: ssl.SSLContext, chain: Path, key: Path) -> None:
 
 
 class Access(NamedTuple):
-    """TLS context and API key for a server."""
-
     tls: ssl.SSLContext | None = None
     key: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the router's own requests."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 

@@ -24,8 +24,6 @@ class Waiter(Protocol):
 
 
 class WaitingRoom:
-    """Queue of waiting requests, bound to an event loop."""
-
     def __init__(
         self,
         queue: RequestQueue,
@@ -34,11 +32,11 @@ class WaitingRoom:
         settle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the waiting room of a queue.
+        """Create the waiting room.
 
         Args:
             has_room: returns True if a server (of a subset, if not None) has room.
-            settle: makes deferred entries, so that the room just taken counts.
+            settle: makes deferred entries, so that the room taken by a called request counts.
         """
         self.queue = queue
         self._has_room = has_room
@@ -54,7 +52,7 @@ class WaitingRoom:
     def wait(
         self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
     ) -> Entry | Refusal:
-        """Queue a request, which may be called before this returns. ``among``: its servers; None: all."""
+        """Queue a request, which may be called before this returns. ``among``: servers it may go to; None: all."""
         now_s = self._clock()
         entry = Entry(
             request,
@@ -77,7 +75,6 @@ class WaitingRoom:
         self.queue.cancel(entry)
 
     def poll(self) -> None:
-        """Refuse late requests, and call those for which a server has room."""
         queue = self.queue
         if self._looking or (not len(queue) and self._timer is None):
             return

@@ -1,7 +1,7 @@
 """Chat completions as translators see them: a sequence of parts.
 
-``PartReader`` reports begin, pieces and end of each part (reasoning, text or a tool call), one part at a time, as
-Responses and Messages stream them.
+``PartReader`` reports begin, pieces and end of each part (reasoning, text or a tool call) in turn, as Responses and
+Messages stream them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ import msgspec
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
-"""Limit of an unstreamed answer, which is buffered."""
 REASONING, TEXT, TOOL = "reasoning", "text", "tool"
 BEGIN, PIECE, END = "begin", "piece", "end"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class UnreadableAnswer(Exception):
-    """Engine output that is no chat completion."""
+class UnreadableAnswer(Exception): ...
 
 
 @dataclass(slots=True)
 class Part:
     kind: str
     number: int
-    """Index in the answer, from 0."""
     call_id: str = ""
     name: str = ""
-    """Name of the tool."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -67,7 +63,6 @@ class PartReader:
         self.model = ""
         self.created_s = 0
         self.finish = ""
-        """OpenAI's ``finish_reason``, or empty."""
         self.stop_text = ""
         """Stop sequence: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
@@ -75,10 +70,9 @@ class PartReader:
         self._open: Part | None = None
         self._tools: dict[int, Part] = {}
         self._held: dict[int, list[str]] = {}
-        """Arguments of calls that began before the open call was complete."""
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
-        """Report the parts of a chunk, or of a complete answer.
+        """Report a chunk's parts.
 
         Raises:
             UnreadableAnswer: a field has an unexpected type.
@@ -98,7 +92,7 @@ class PartReader:
             yield from self._read_choice(choice)
 
     def read_whole(self, answer: Mapping[str, Any]) -> list[PartEvent]:
-        """Read a complete answer, to its end.
+        """Read a complete answer.
 
         Raises:
             UnreadableAnswer: an unexpected type, or empty ``choices``.

@@ -55,8 +55,8 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what it cannot express. False: only the prompt matters; parts without a counterpart stay.
-        needs_limit: refuse a request without ``max_tokens``, which the API demands.
+        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
+        needs_limit: refuse a request without ``max_tokens``.
 
     Raises:
         ApiError: 400.
@@ -266,7 +266,7 @@ class MessageStream:
         """Translate a chunk.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: no chunk of a chat completion.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()

@@ -18,7 +18,7 @@ def refuse(param: str, why: str) -> NoReturn:
 
 
 def reason_of(error: Exception, raw: bytes | memoryview) -> str:
-    """Return why JSON was refused; msgspec calls a lone surrogate near the end truncated data."""
+    """Return why JSON was refused; msgspec calls a lone surrogate near the end truncated."""
     words = str(error)
     if "truncated" in words and _HALF_PAIR.search(bytes(raw[-_TAIL_BYTES:])):
         return "a text has one half of a surrogate pair (\\ud800 to \\udfff) without the other"
@@ -50,7 +50,7 @@ def object_of(value: object, param: str) -> dict[str, Any]:
 
 
 def further(fields: Fields, known: Collection[str]) -> dict[str, Any]:
-    """Return an engine's extensions (``top_k``), which chat completions share."""
+    """Return an engine's extensions."""
     return {name: value for name, value in fields.items() if name not in known}
 
 

@@ -1,7 +1,7 @@
 """OpenAI's Responses (``POST /v1/responses``), without state, as a chat completion and back.
 
 Stream events have the order that OpenAI's clients expect: created, in progress; for each item added, deltas, done;
-finally completed or incomplete. Nothing is stored.
+finally completed or incomplete.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     """Return the body of the same chat completion.
 
     Args:
-        strict: refuse what it cannot express. False: only the prompt matters; parts without a counterpart stay.
+        strict: refuse what it cannot express; else parts without a counterpart stay, for comparison of prompts.
 
     Raises:
         ApiError: 400.
@@ -179,7 +179,6 @@ class _Turns:
         self._strict = strict
         self._turns: list[dict[str, Any]] = []
         self._thoughts = ""
-        """Reasoning of the assistant's next turn."""
 
     def read(self, fields: Fields) -> list[dict[str, Any]]:
         instructions, given_input = fields.get("instructions"), fields.get("input")
@@ -301,7 +300,7 @@ class ResponseStream:
         """Translate a chunk.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: no chunk of a chat completion.
         """
         events = list(self._reader.read(chunk))
         yield from self._begin()
@@ -381,7 +380,6 @@ class _Builder:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
     def item(self, part: Part, status: str) -> dict[str, Any]:
-        """``status``: empty before its first piece."""
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:

@@ -1,7 +1,4 @@
-"""A request to Responses or Messages that its engine serves as a chat completion.
-
-``prompt_body`` is for routing: its prompt is the engine's, translated or not.
-"""
+"""A request to Responses or Messages that its engine serves as a chat completion."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ RESPONSES = responses.PATH
 MESSAGES, COUNT_TOKENS = messages.PATH, messages.COUNT_PATH
 API_PATHS = frozenset((RESPONSES, MESSAGES, COUNT_TOKENS))
 PIECE_BYTES = 65_536
-"""Size from which lists are decoded item by item."""
 _DONE = b"[DONE]"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -124,7 +120,7 @@ class StreamTranslation:
 
 
 def prompt_body(path: str, body: bytes) -> bytes:
-    """Return a chat completion with the same prompt.
+    """Return a chat completion with the engine's prompt, for routing.
 
     Raises:
         ApiError: 400, no such request, or it refers to stored state.
@@ -177,7 +173,7 @@ def error_event(path: str, status: int, message: str) -> bytes | None:
 
 
 def is_of_messages(path: str) -> bool:
-    """Return True for Messages. A gateway may strip the path's prefix."""
+    """Return True for Messages. The path's end decides, as a gateway may strip a prefix."""
     return path.endswith((MESSAGES, COUNT_TOKENS))
 
 

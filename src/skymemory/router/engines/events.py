@@ -42,10 +42,10 @@ def event_index(scorer: Scorer) -> PreciseIndex | None:
 
 
 def strategy_options(settings: Settings) -> Mapping[str, Any]:
-    """Return the strategy's options, with the prompts' ``block_tokens`` if it has them.
+    """Return the strategy's options, with the prompts' ``block_tokens`` if it has that option.
 
     Raises:
-        InvalidInput: both are set and differ.
+        InvalidInput: both are set and differ, so that no block would match.
     """
     for name in ("index", "cost"):
         if name in settings.options:  # these are arguments of ``named``, not options
@@ -186,7 +186,7 @@ class KvEvents:
         Args:
             model: as requests name it.
             replay_endpoint: vLLM's in ``--kv-events-config``. Without it, each loss forgets all blocks.
-            topic: prefix of topics; empty: all.
+            topic: prefix of the topics; empty: all.
 
         Raises:
             InvalidInput: an invalid endpoint.

@@ -1,7 +1,7 @@
 """Stream of an engine's KV events. No I/O.
 
 1. ``Feed.offer`` takes a message of the subscription or a replay; ``Order`` sorts by number.
-2. ``go_on`` applies messages in order, in pieces, for the event loop's sake.
+2. ``go_on`` applies messages in order, in pieces, so that the event loop is not blocked.
 3. After an unfilled gap, a restart or an unreadable message, the index forgets the blocks.
 
 Numbers grow by 1 from 0. The same number with other bytes, or a number from long ago, means a restart.
@@ -28,9 +28,7 @@ UNKNOWN_MEDIA = 8
 REMEMBERED = 4096
 """Checksums kept to tell duplicates from a restart."""
 HELD = 256
-"""Messages that may wait for a missing message."""
 END_BYTES = 64 << 10
-"""Bytes of each end in a long message's checksum."""
 _log = logging.getLogger("skymemory.router")
 
 
@@ -58,7 +56,7 @@ class Counts:
     unknown_events: int = 0
     unusable_events: int = 0
     refused: int = 0
-    """Messages with blocks of another size."""
+    """Messages with blocks of another size than the prompts'."""
 
 
 class Feed:
@@ -73,7 +71,7 @@ class Feed:
         self.errors: dict[str, str] = {}
         self.order = Order() if order is None else order
         self.wiped = False
-        """True if the index forgot the server elsewhere: replay all."""
+        """True if the index was made to forget the server elsewhere: a full replay is needed."""
         self._state = FeedState.WAITING
         self._index = index
         self._logged: set[str] = set()
@@ -146,7 +144,7 @@ class Feed:
         self._state = FeedState.WAITING
 
     def unsure(self) -> None:
-        """Forget the blocks, and take any message."""
+        """Forget the blocks, and continue with any message: messages may have been missed without a replay."""
         self._reading = None
         if self.has_applied:
             self._forget("the connection was lost, and there is no replay of what was missed")
@@ -308,7 +306,6 @@ class Order:
             self.next = min(self._held)
 
     def had(self, number: int, payload: bytes) -> bool:
-        """Return True if this very message was taken."""
         return self._seen.get(number) == _checksum(payload)
 
     def restart(self, at: int | None = 0) -> None:

@@ -28,16 +28,15 @@ from skymemory.router.engines.wire import MAX_RECEIVED_BYTES, SEQUENCE_BYTES, Ma
 TIMEOUT_S = 2.0
 """Timeout of a replay: engines check the socket between batches, or every 0.1 s."""
 BETWEEN_S = 0.5
-"""Timeout within a replay: engines may drop the end mark."""
+"""Timeout of its next messages: engines send them at once, and may drop the end mark."""
 QUEUE_MESSAGES = 20_000
-"""More than engines keep."""
+"""Queue of a replay: more than engines keep."""
 AT_ONCE = 64
 END = b"\xff" * SEQUENCE_BYTES
 SLICE_S = 0.001
 REPLAYS = 64
 """Limit of replays for a gap, if each fills some of it."""
 SILENCES = 3
-"""Unanswered replays before a gap is given up."""
 _CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _log = logging.getLogger("skymemory.router")
 
@@ -96,12 +95,12 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 @dataclass(frozen=True, slots=True)
 class Pace:
     patience_s: float = 0.05
-    """Time before a replay of a missing message."""
+    """Time for a missing message to arrive before a replay is requested."""
     probe_s: float = 10.0
-    """Silence before a replay: the last message may have been dropped."""
+    """Silence after which a replay is requested: the last message may have been dropped."""
     replay_timeout_s: float = TIMEOUT_S
     queue_messages: int = 256
-    """Further messages wait at the engine (vLLM keeps 100,000)."""
+    """Queue of the socket; further messages wait at the engine (vLLM keeps 100,000)."""
 
 
 class Follower:
@@ -224,7 +223,6 @@ class Follower:
             self._resume = self._feed.connected
 
     async def _resume_feed(self) -> None:
-        """Detect a restart after connecting, and apply what was missed."""
         self._resume = False
         feed, early = self._feed, self._early
         self._early = None

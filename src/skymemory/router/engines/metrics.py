@@ -1,11 +1,11 @@
 """Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
 
 Each engine is scraped in its own task. Reports have times of ``time.monotonic``, and age until ``Server.fresh_report``
-ignores them. Only the dozen relevant names are searched, in up to hundreds of kilobytes; tests compare with
+ignores them. Of up to hundreds of kilobytes, only the dozen relevant names are searched; tests compare with
 ``prometheus_client.parser``.
 
 Names: vLLM ``vllm/v1/metrics/loggers.py``; SGLang ``docs/references/production_metrics.md`` (``sglang:page_size`` and
-``sglang:num_pages`` since 0.5.11, before labels of ``sglang:cache_config_info``).
+``sglang:num_pages`` since 0.5.11, labels of ``sglang:cache_config_info`` before).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ MAX_SERIES = 4096
 """Limit per name; each data-parallel rank has a series."""
 MAX_ADAPTERS = 4096
 MAX_LINE_BYTES = 256 * 1024
-"""Longer lines (with very many adapters) are skipped."""
 TIMEOUT_S = 2.0
 MAX_BYTES = 4 * 1024 * 1024
 EVERY_S = 0.5
@@ -63,9 +62,8 @@ class Sample:
 class EngineMetrics:
     report: LoadReport
     dialect: str
-    """``vllm`` or ``sglang``."""
     missing: tuple[str, ...]
-    """Metrics that the engine lacks."""
+    """Metrics that this engine lacks; the report has defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +197,6 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _first(text: bytes, names: tuple[str, ...]) -> list[Sample]:
-    """Return the first name's usable series (finite, not negative)."""
     for name in names:
         usable = [sample for sample in samples(text, name) if 0.0 <= sample.value <= _LARGEST]
         if usable:
@@ -237,7 +234,6 @@ def _cache(text: bytes, dialect: Dialect) -> tuple[int | None, int | None]:
 
 
 def _prefills(text: bytes, dialect: Dialect) -> PrefillTotals | None:
-    """Return sums, if the histograms count the same requests."""
     if dialect.prefills is None:
         return None
     sums = [sum(sample.value for sample in _first(text, (f"{name}_sum",))) for name in dialect.prefills]
@@ -254,8 +250,8 @@ def _count(word: str) -> int | None:
 
 
 def _adapters(text: bytes, dialect: Dialect) -> tuple[frozenset[str], int | None]:
-    """Return adapters in use, and how many fit. Of vLLM's series (values: timestamps) the newest counts; SGLang reports
-    only slots.
+    """Return the adapters in use, and how many the engine can hold. Of vLLM's series (values: timestamps) the newest
+    counts; SGLang reports only the capacity.
     """
     if dialect.adapters:
         states = [sample for sample in samples(text, dialect.adapters) if math.isfinite(sample.value)]
@@ -355,7 +351,7 @@ class MetricsWatch:
         clock: Callable[[], float] = time.monotonic,
         read: Callable[[str], None] = lambda server: None,
     ) -> None:
-        """``server_of`` returns None for a removed server; ``read`` is called after a new report."""
+        """Create it. ``server_of`` returns None for a removed server; ``read`` is called after a new report."""
         self.watched: dict[str, Watched] = {}
         self._server_of = server_of
         self._fetch = fetch

@@ -43,7 +43,7 @@ BLOCKS = 64
 """Blocks in a piece: 0.6 ms in the index."""
 PIECE_TOKENS = 4096
 MAX_BLOCK_TOKENS = 4096
-"""LMCache's chunks have 256; events with longer blocks are skipped."""
+"""Limit (LMCache's chunks have 256); events with longer blocks are skipped."""
 MAX_BLOCKS = 1 << 18
 """Limit per message, which bounds its time at about 10 µs per block: four million tokens in blocks of 16."""
 STEPS = 4096
@@ -256,7 +256,7 @@ _keys = msgspec.msgpack.Decoder(list[list[Any] | None])
 _timestamp = msgspec.msgpack.Decoder(float)
 
 Piece = Event | Tally | None
-"""A (part of an) event, a counted event, or None: a pause."""
+"""An event or a part of it, a counted event, or None: a pause."""
 
 
 def pieces(payload: bytes) -> Iterator[Piece]:
@@ -450,7 +450,6 @@ class _Long:
     # The cursor
 
     def _container(self) -> tuple[bool, int]:
-        """Enter a container. Return True for a map, and its number of entries."""
         first = self._data[self._at]
         self._at += 1
         if first & 0xF0 in (0x80, 0x90):

@@ -22,7 +22,7 @@ from skymemory.router.settings import RETRIABLE
 
 _TYPE = "type.googleapis.com/envoy"
 BUFFER_BYTES = 16 << 20
-"""Longer requests are not retried."""
+"""Bytes kept of a request for a retry; longer requests are not retried."""
 MANY = 1_000_000
 
 
@@ -32,32 +32,30 @@ class Entrance:
 
     name: str
     picker: str | None
-    """None: no picker, for comparison."""
+    """Address (``ip:port``); None: no picker, for comparison."""
     listen: str = "127.0.0.1:0"
     endpoints: tuple[str, ...] = ()
-    """All endpoints, required for fallbacks, ``fail_open`` and no picker. Empty: Envoy uses the picker's addresses
+    """All endpoints, required for fallbacks, ``fail_open`` and no picker. If empty, Envoy uses the picker's addresses
     (ORIGINAL_DST).
     """
     read_from: Literal["metadata", "header"] = "metadata"
     """Source of the endpoint. A client can send the header, but no metadata."""
     retries: int = 0
-    """Endpoints after connection failures, resets and ``RETRIABLE`` statuses."""
+    """Further endpoints after connection failures, resets and ``RETRIABLE`` statuses."""
     retry_budget: float = 0.2
-    """Share of the active requests."""
+    """Concurrent retries as a share of the active requests."""
     retry_floor: int = 3
-    """Concurrent retries always allowed."""
     max_ejected: float = 0.5
     fail_open: bool = False
-    """True to use ``endpoints`` in turn without the picker."""
+    """True to use ``endpoints`` in turn while the picker is down."""
     picker_tls: bool = False
     picker_ca: str | None = None
-    """None: any certificate."""
+    """Authority of its certificate; None: any certificate."""
     health_s: float = 1.0
-    """Period of the picker's health checks. Two failures end it: with full-duplex bodies no other timeout ends a
-    waiting request.
+    """Period of health checks of the picker. After two failures Envoy goes on without it: with full-duplex bodies no
+    other timeout ends a waiting request.
     """
     upload_s: float = 120.0
-    """Time for a client to send its request."""
     filters_before: tuple[dict[str, Any], ...] = field(default=())
 
 

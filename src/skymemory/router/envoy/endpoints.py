@@ -21,7 +21,7 @@ _TRUTH = {"true": True, "false": False}
 
 class Source(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
-        """Return the endpoints; None: unknown now."""
+        """Return the endpoints; None: they cannot be read now."""
         ...
 
 
@@ -29,7 +29,7 @@ def parse_endpoint(text: str) -> str:
     """Return an ``ip:port`` in its canonical form.
 
     Raises:
-        InvalidInput: no such form; host names included.
+        InvalidInput: anything else, such as a host name.
     """
     host, _, port = text.strip().rpartition(":")
     try:
@@ -150,7 +150,7 @@ def _of_line(line: str) -> Backend:
 
 
 class NameSource:
-    """All addresses of a DNS name: a headless Service (``clusterIP: None``) has one per ready pod."""
+    """All addresses of a DNS name: a headless Service has one per ready pod."""
 
     def __init__(self, name_and_port: str, warn: Callable[[str], None], role: str = BOTH) -> None:
         self._role = role
@@ -175,7 +175,7 @@ class NameSource:
 
 
 class BothSources:
-    """Endpoints of two sources, if both can be read. The first takes precedence."""
+    """Endpoints of two sources, if both can be read."""
 
     def __init__(self, first: Source, second: Source) -> None:
         self._sources = first, second

@@ -1,7 +1,7 @@
 """Requests of the endpoint picker, as Envoy reports them (ext_proc). No I/O.
 
-1. An ``Exchange`` collects headers and body. Buffered bodies need an answer to each message; full-duplex bodies none
-   before their end. Without a body, the request is routed by load.
+1. An ``Exchange`` collects headers and body. Full-duplex bodies are answered at their end, buffered bodies message by
+   message. If Envoy sends no body before an answer, the request is routed by load alone.
 2. ``PickerService`` picks a server (or queues the request).
 3. The response's messages update the request's account.
 """
@@ -49,7 +49,6 @@ COUNTED_BY_SERVER = ("picks_total", "prefill_picks_total", "fallbacks_total", "e
 RETRY_AFTER_S = 1
 WITHOUT_PROMPT = without_prompt()
 PIECE_COST_BYTES = 48
-"""Memory of a piece of a body in addition to its bytes."""
 RESPONSE_HEADERS = frozenset((":status", "content-type", "content-encoding", "retry-after"))
 
 
@@ -67,12 +66,12 @@ class PickerService:
     deferred: DeferredWork = field(init=False)
     queue: RequestQueue = field(default_factory=lambda: RequestQueue(QueueSettings()))
     room: WaitingRoom | None = None
-    """None while the picker does not run."""
+    """Queue; None while the picker does not run: requests are refused."""
     alone: Scheduler | None = None
     """Scheduler of requests for a single server; None without roles."""
     refuses_unknown_paths: bool = False
     split_from: int = 0
-    """Missing tokens below which a decode server prefills."""
+    """Missing tokens below which a decode server serves a prompt alone."""
 
     def __post_init__(self) -> None:
         self.backends.on_ejected, self.backends.on_removed = self._ejected, self._removed
@@ -198,7 +197,7 @@ class PickerService:
         return ",".join((decision.server, *decision.fallbacks[:most])) if most else decision.server
 
     def has_room(self, request: Request, among: frozenset[str] | None) -> bool:
-        """Return True if its servers are not all full, or none is up: an error at once."""
+        """Return True if a server for the request is not full, or none is up, which is an error at once."""
         serving, now_s = self.backends.serving(request), time.monotonic()
         if serving is not None:
             among = serving if among is None else among & serving
@@ -237,7 +236,7 @@ class Exchange:
     """A request and its response. ``receive`` every message, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
-        """``later`` sends the answers of a queued request."""
+        """Create it. ``later`` sends the answers of a queued request."""
         self._service = service
         self._later = later
         self._turned_away = service.streams >= service.settings.max_streams
@@ -255,7 +254,6 @@ class Exchange:
         self._answered = False
         self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        """Arguments of ``_route`` while queued."""
         self._entry: Entry | None = None
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
@@ -291,7 +289,7 @@ class Exchange:
     def receive(
         self, message: ProcessingRequest, now_s: float, read: Request | ApiError | None = None
     ) -> Iterable[bytes]:
-        """Process a message; return the messages to send, encoded on demand for a long body. ``read``: from
+        """Process a message; return the messages to send, for a long body encoded on demand. ``read``: result of
         ``read_whole``.
         """
         self._read = read
@@ -329,7 +327,6 @@ class Exchange:
         return self._refuse(self._busy(503, "the picker's memory for request bodies is full; try again"))
 
     def closed(self, now_s: float) -> None:
-        """Close the stream, complete or disconnected."""
         self._service.streams -= 1
         if self._waiting is not None and self._entry is not None and self._service.room is not None:
             self._waiting = None
@@ -386,7 +383,7 @@ class Exchange:
         return self._choose(now_s) if body.end_of_stream or self._request_mode == say.BUFFERED else ()
 
     def _choose(self, now_s: float, trailers: bool = False, blind: bool = False) -> Iterable[bytes]:
-        """Read, then route or queue. ``blind``: the body follows the answer."""
+        """Read the request, then route or queue it. ``blind``: Envoy sends the body only after this is answered."""
         if self._read is not None and self._whole is not None:
             body, plain = self._whole, self._plain
         else:

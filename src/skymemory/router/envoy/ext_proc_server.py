@@ -41,7 +41,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 UNKNOWN_SERVICE = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
-"""Length from which bodies are read in turn: reading takes about five times as much memory."""
+"""Length from which bodies are read one at a time: reading takes about five times their length of memory."""
 SPARE_STREAMS = 1_000
 """Calls beyond ``max_streams``, for 429 responses and health checks."""
 
@@ -142,7 +142,7 @@ class PickerServer:
 
 class _Stream(Call):
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
-        """``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
+        """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
         self._exchange: Exchange | None = Exchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None

@@ -32,7 +32,6 @@ from skymemory.router.prefillers import HEADER, LATER_HEADER
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS, READINESS = "liveness", "readiness"
-"""Further services of the gRPC health protocol."""
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
@@ -42,7 +41,7 @@ ATTRIBUTES_NAMESPACE = "envoy.filters.http.ext_proc"
 UPSTREAM_ADDRESS, CODE_DETAILS = "upstream.address", "response.code_details"
 FROM_UPSTREAM = "via_upstream"
 PIECE_BYTES = 62_000
-"""Envoy recommends at most 64 KiB per message."""
+"""Bytes of a body per message. Envoy recommends at most 64 KiB in all."""
 
 OVERWRITE = HeaderValueOption.HeaderAppendAction.Value("OVERWRITE_IF_EXISTS_OR_ADD")
 BODY_MODE = ProcessingMode.BodySendMode
@@ -68,7 +67,7 @@ def some_headers(headers: HttpHeaders, names: Collection[str]) -> dict[str, str]
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """Return the endpoints allowed; None: all. Some data planes send a string."""
+    """Return the endpoints that may be picked; None: all. Some data planes send a string instead of a list."""
     metadata = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
         return None
@@ -99,7 +98,6 @@ def _attribute(message: ProcessingRequest, name: str) -> str:
 
 
 def is_unconnected(message: ProcessingRequest) -> bool:
-    """Return True if no server has read the request."""
     details = _attribute(message, CODE_DETAILS)
     return any(word in details for word in ("connection_failure", "connection_timeout", "no_healthy_upstream"))
 

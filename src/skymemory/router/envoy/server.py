@@ -48,9 +48,9 @@ from skymemory.router.tls import PemCertificate, from_files, self_signed
 log = logging.getLogger("skymemory.router")
 
 TOKENIZED_IN_THREAD_BYTES = 16 << 10
-"""About 5 ms of tokenizing, twenty times the cost of a thread."""
+"""Length of about 5 ms of tokenizing, twenty times the cost of a thread."""
 IN_THREAD_BYTES = 256 << 10
-"""About 0.7 ms of reading. The longest bodies take 50 ms."""
+"""Length of about 0.7 ms of reading. The longest bodies occupy a thread for 50 ms."""
 _RELOADED = {
     "refresh_s",
     "events_port",
@@ -64,7 +64,7 @@ _RELOADED = {
 
 
 class EndpointPicker:
-    """``say`` prints for the operator."""
+    """Endpoint picker that runs until an event is set. ``say`` prints for the operator."""
 
     def __init__(
         self,
@@ -277,7 +277,6 @@ def _certificate(picker: PickerSettings) -> PemCertificate | None:
 
 
 def reload(picker: EndpointPicker, read: Callable[[], Settings]) -> None:
-    """Read and apply valid settings."""
     try:
         settings = read()
         fixed = needs_restart(settings, picker.at_start)

@@ -39,10 +39,11 @@ class Sends:
 
 
 class RetryBudget:
-    """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, at least ``floor``.
+    """Limit of retries: ``share`` of the requests of the last ten seconds or in flight, whichever is more; at least
+    ``floor``.
 
-    Envoy counts only requests in flight, few if servers fail at once; its floor of three then lets each be sent three
-    times.
+    Envoy counts only requests in flight. These are few if servers fail at once, and its floor of three then lets each
+    request be sent three times.
     """
 
     def __init__(self, share: float = 0.2, floor: int = 3) -> None:
@@ -82,6 +83,8 @@ class RetryBudget:
 
 
 def backoff_s(number: int, random: RandomNumbers) -> float:
-    """Return the back-off before retry ``number`` (from 1): it doubles; a random part separates joint failures."""
+    """Return the back-off before retry ``number`` (from 1). It doubles; up to half is left out at random, to separate
+    joint failures.
+    """
     bound_s: float = min(MOST_S, FIRST_S * 2.0 ** min(number - 1, 16))
     return bound_s * (0.5 + 0.5 * random.random())

@@ -28,9 +28,7 @@ class Failure:
     at_s: float
     wait_s: float = 0.0
     is_proven: bool = False
-    """True if another server answered the request."""
     is_lost: bool = False
-    """True if a silence was twice as long as needed."""
     is_final: bool = False
 
     @property
@@ -50,7 +48,7 @@ NO_RETRIES: Mapping[Fault, int] = MappingProxyType({})
 class Attempts:
     # Class attributes as defaults: hardly any request fails.
     heard_s: float = float("-inf")
-    """Time of the answer's last piece, set by the receiver."""
+    """Time of the answer's last piece."""
     failed: Mapping[str, Failure] = NO_FAILURES
     retries: Mapping[Fault, int] = NO_RETRIES
 
@@ -133,7 +131,6 @@ class Evidence:
         return [failure for failure in failures if failure.client == client]
 
     def rests_until_s(self, client: str | None, clients: int) -> float:
-        """Return the end of the rest; minus infinity: none."""
         failures = self.binding(client, clients)
         if not failures:
             return float("-inf")

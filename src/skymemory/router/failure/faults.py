@@ -29,7 +29,7 @@ class Rule:
 
     says: str
     retries: int | None = None
-    """None: the request's limit."""
+    """Maximum attempts at other servers; None: the request's limit."""
     is_of_pair: bool = True
     """True if the request may be the cause: failures are taken back if another server fails, too."""
     is_back_pressure: bool = False

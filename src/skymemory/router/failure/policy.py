@@ -39,7 +39,7 @@ from skymemory.router.failure.silence import (
 
 REFUSED_S = 1.0
 CLIENTS_S = 60.0
-"""Time in which two active clients make two failing clients necessary."""
+"""Window of client activity: if two clients were active, two must fail at a server before others avoid it."""
 SWEEP_S = 0.02
 NEW_S = 5.0
 """Time in which an unproven server gets one request at a time."""
@@ -48,7 +48,6 @@ QUIET_CHECK_S = 1.0
 SLOW, SLOW_ANSWERS, SLOW_SERVERS, SLOW_EVERY_S = 10.0, 8, 3, 2.0
 """Slow servers: factor over the median; minimum answers and servers; period."""
 LEAST_USUAL_S = 0.001
-"""Minimum expected wait: smaller differences are noise."""
 BEGIN_S = 0.001
 MOST_AGE_S = 120.0
 NONE: frozenset[str] = frozenset()
@@ -111,7 +110,6 @@ class _Record:
         self.streams: dict[Attempts, tuple[float, float]] = {}
         """Times of sending and of the first byte."""
         self.flowing_s = -math.inf
-        """Time when a stream last ended well."""
         self.alive_s = self.checked_s = -math.inf
         """Last answer; start of the last good check."""
         self.has_metrics, self.working_s = False, -math.inf
@@ -123,7 +121,6 @@ class _Record:
         self.answers, self.slowness = 0, 0.0
         """Since the last comparison: answers; sum of waits over expected waits."""
         self.is_check_due = False
-        """True if a check is wanted, but the last was too recent."""
         self.failed_checks = self.good_checks = 0
         self.is_bad = self.is_gone = self.is_unreachable = self.is_refusing = self.is_ejected = False
         """By checks: unhealthy; refused a connection since; not connected or refused at the last check. By all:
@@ -137,7 +134,7 @@ class FailurePolicy:
     """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
     def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
-        """``are_checked``: ``on_check`` is called. Otherwise rests end by themselves."""
+        """Create a policy. Without ``are_checked``, rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
         self._records: dict[str, _Record] = {}
@@ -247,7 +244,7 @@ class FailurePolicy:
             self._prove(attempts, now_s)
 
     def on_metrics(self, server: str, now_s: float, is_working: bool) -> None:
-        """Record metrics. ``is_working``: they changed: unanswered requests are not lost."""
+        """Record metrics. ``is_working``: they changed, so unanswered requests are long, not lost."""
         record = self._records.get(server)
         if record is None:
             return
@@ -265,7 +262,6 @@ class FailurePolicy:
             self._review(record, now_s)
 
     def on_fault(self, attempts: Attempts, server: str, fault: Fault, now_s: float, wait_s: float = 0.0) -> None:
-        """Record a failed attempt; ``wait_s`` is its ``Retry-After``."""
         record = self._records.get(server)
         if record is None:
             return
@@ -284,7 +280,6 @@ class FailurePolicy:
         self._review(record, now_s)
 
     def on_dropped(self, attempts: Attempts, server: str, now_s: float) -> None:
-        """Record an abandoned attempt."""
         record = self._records.get(server)
         if record is None or (sent := record.unanswered.get(attempts)) is None:
             if record is not None:
@@ -417,7 +412,7 @@ class FailurePolicy:
         return None
 
     def is_free_retry(self, server: str) -> bool:
-        """Return True if this server, not the fleet, is faulty or full."""
+        """Return True if a retry is exempt from the budget: this server, not the whole fleet, is faulty or full."""
         record = self._records.get(server)
         if record is None:
             return False
@@ -429,7 +424,6 @@ class FailurePolicy:
         )
 
     def is_busy(self, server: str, now_s: float) -> bool:
-        """Return True if it rests because it is full."""
         record = self.doubted.get(server)
         if record is None or not record.evidence:
             return False
@@ -544,7 +538,6 @@ class FailurePolicy:
         return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
     def _clients(self, now_s: float) -> int:
-        """Return the number of clients that must fail before it counts for all."""
         return 2 if now_s - self._other_s <= CLIENTS_S else 1
 
     def _ask(self, record: _Record, now_s: float) -> None:

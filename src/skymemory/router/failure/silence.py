@@ -1,4 +1,4 @@
-"""Response times, and the silence from which a server is suspected: the sooner, the more requests wait."""
+"""Response times, and the silence from which a server is suspected: the shorter, the more requests wait."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UNKNOWN_S = 5.0
 SILENT = 5.0
 """Expected waits after which a request counts as unanswered."""
 LEAST_SILENT_S, LEAST_WHOLE_SILENT_S = 2.0, 120.0
-"""Minimum; the second for unstreamed answers without metrics, which show no progress."""
+"""Minimum of that time; the second for unstreamed answers without metrics, which show no progress."""
 STALLED, LEAST_STALLED_S = 10.0, 1.0
-"""Usual gaps after which a stream stalls. Half of its streams make a server quiet."""
+"""Usual gaps after which a stream stalls. A server is quiet if half of its streams stall."""
 LOST, LEAST_LOST_S = 100.0, 10.0
-"""Usual gaps after which a stream is unanswered."""
+"""Usual gaps after which a stream counts as unanswered."""
 UNKNOWN_GAP_S = 0.2
 LONGEST = 1.5
 """Factor of the longest wait, also required: unstreamed answers take from a second to minutes."""
@@ -42,8 +42,6 @@ class Sent(NamedTuple):
 
 
 class UsualWait:
-    """Time to the first byte of recent answers."""
-
     __slots__ = ("_longest_s", "_new", "_seconds", "_waits", "add")
 
     def __init__(self) -> None:

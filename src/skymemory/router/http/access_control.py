@@ -66,7 +66,6 @@ class AccessControl:
         return {} if self.keys is None else self.keys.weights
 
     def refusal(self, request: Incoming) -> ApiError | None:
-        """Check a head before its body is read."""
         if self._strangers is not None:
             first = request.headers.first
             why = self._strangers.refusal(first.get(b"host"), first.get(b"origin"))
@@ -103,7 +102,7 @@ class AccessControl:
         return replace(request, tenant=tenant.name, priority=min(requested, tenant.priority)), lease
 
     def release(self, lease: QuotaLease, usage: Usage | None, streamed_tokens: int | None, now_s: float) -> None:
-        """``streamed_tokens``: lower bound without ``usage``; None: nothing is charged."""
+        """Release a lease. ``streamed_tokens``: lower bound without ``usage``; None: nothing is charged."""
         if self.keys is not None:
             tokens = 0.0 if streamed_tokens is None else max(lease.tokens, streamed_tokens)
             if usage is not None:
@@ -129,7 +128,6 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 
 def cors(method: str, headers: Mapping[str, str], settings: CorsSettings) -> CorsAnswer:
-    """Answer CORS. ``headers``: by lower-case names."""
     if not settings.origins:
         return _NO_CORS
     origin = headers.get("origin")

@@ -35,7 +35,7 @@ class Found:
     models: list[str] = field(default_factory=list)
     events: str = ""
     problems: list[str] = field(default_factory=list)
-    """Reasons against requests, or against knowing its cache."""
+    """Reasons why it gets no requests, or its cache stays unknown."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:

@@ -56,7 +56,6 @@ LONG_BODY_BYTES = 1 << 20
 """Size from which threads join bodies: allocating 16 MB may take 50 ms."""
 MAX_PIPELINED = 64
 SLICE_BYTES = 16_384
-"""Slice of heads and chunked bodies in large reads."""
 SLICED_BYTES = 65_536
 DENSE_CHUNKS = 256
 CHUNK_FRAMING_BYTES = 12
@@ -167,7 +166,7 @@ class Incoming:
     def __init__(
         self, connection: Connection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
     ) -> None:
-        """``target``: path and query, as sent."""
+        """Create it. ``target``: path and query, as sent."""
         self.connection, self.method, self.target, self.version = connection, method, target, version
         self.headers, self.keep_alive = headers, keep_alive
         self.path = target.partition("?")[0]
@@ -227,7 +226,6 @@ class Connection(asyncio.Protocol):
         self._partial_bytes = 0
         self._in_head = False
         self._reading: Incoming | None = None
-        """Request whose body arrives."""
         self._current: Incoming | None = None
         self._waiting: deque[Incoming] = deque()
         self._started = False
@@ -330,7 +328,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _parse_slices(self, data: memoryview, slice_bytes: int) -> None:
-        """Parse as much as others can wait for, then the rest a turn later."""
         while data and not self._discarding:
             reading = self._reading
             size = len(data) if reading is not None and not reading.is_chunked else slice_bytes
@@ -790,7 +787,9 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next)
 
     def _close_after(self, request: Incoming | None) -> None:
-        """Close after the response. Input is still read: unread bytes would cause a reset, and might cost the response."""
+        """Close after the response. Input is still read: unread bytes would cause a reset, which may cost the client
+        the response.
+        """
         self._discarding = True
         self._move(State.HEAD)
         if request is None or request.has_come or self._transport.is_closing():
@@ -813,7 +812,7 @@ class Connection(asyncio.Protocol):
         self.deadline.set(CUT_S, self._transport.abort)
 
     def cut(self, framed: bool) -> None:
-        """End an incomplete response. Unless ``framed``, the connection is reset: a plain close would be a proper end."""
+        """End an incomplete response. Unless ``framed``, the connection is reset: a close would be a proper end."""
         self._forget()
         if framed:
             self.close()
@@ -830,6 +829,7 @@ class Connection(asyncio.Protocol):
             tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def abort(self) -> None:
+        """Close at once; an unfinished response ends with a reset."""
         if self._current is not None and not self.closing:
             self._reset_at_close()
         self._forget()

@@ -36,7 +36,6 @@ from skymemory.router.settings import BOTH, OVERLAP, PREFILL, Settings
 log = logging.getLogger("skymemory.router")
 
 LEAST_TOKENS = 8
-"""Minimum tokens per request for a sample."""
 LATE_PERIODS = 5.0
 MOST_IDLE = 0.9
 """Upper bound of ``idle_tbt_s`` as a share of the objective: else one request would be an overload."""
@@ -50,7 +49,6 @@ class _Pace:
     tbt_s: float = 0.0
     decoding: int = 0
     steady: bool = False
-    """True if ``decoding`` did not change."""
     waiting: int = 0
     report_at_s: float = -math.inf
     share: float = 0.0

@@ -77,7 +77,7 @@ _OF_BODY = frozenset(b"host content-length content-encoding expect x-forwarded-f
 _NOT_TO_SERVERS = _HOP_BY_HOP | _OF_BODY | {_DECISION}
 _NOT_TO_SERVERS_KEYED = _NOT_TO_SERVERS | {b"authorization", b"x-api-key"}
 _READ_HERE = frozenset((b"accept-encoding", b"anthropic-version", b"anthropic-beta"))
-"""Headers left out of translations: the router reads the response."""
+"""Headers left out of translated requests: the router itself reads the response."""
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {_DECISION}
 # If the router answers CORS, a server's own CORS headers could contradict it.
 _CORS = (b"allow-origin", b"allow-credentials", b"allow-methods", b"allow-headers", b"expose-headers", b"max-age")
@@ -86,14 +86,14 @@ IN_THREAD_BYTES = 32_768
 """Size from which tokenizing takes a thread."""
 MAX_NEW_LETTERS = 1024
 LARGE_BYTES = 1 << 20
-"""Size from which bodies are read in turn, with one decoded copy in memory."""
+"""Size from which bodies are read one at a time, to have one decoded copy in memory."""
 MOST_EXPANSION = 1032
 MOST_BACKOFFS = 5
 """Back-offs while the budget is empty or all servers refuse; 0.4 s in total."""
 UNANSWERED = frozenset(
     ("unreachable", "no-server", "server-error", "client-error", "refused", "limited", "bad-request", "failed")
 )
-"""Outcomes that cost no quota. After a timeout an answer may exist."""
+"""Outcomes that cost no quota. After a timeout or a disconnect the answer may have been computed."""
 _FORBIDDEN = (401, 403)
 _EVENT_STREAM = b"text/event-stream"
 _KEEP_OR_CLOSE = (b"", b"keep-alive", b"close")
@@ -106,7 +106,6 @@ class RequestLog:
     ttft_s: float | None = None
     usage: Usage | None = None
     streamed_tokens: int = 0
-    """Prompt tokens plus events of a stream without usage."""
     retries: int = 0
     bytes_out: int = 0
     lease: QuotaLease | None = None
@@ -128,7 +127,6 @@ class Exchanges:
     deferred: DeferredWork
     alone: Scheduler | None = None
     room: WaitingRoom | None = None
-    """None: requests never wait."""
     via: Via = field(default_factory=Via)
     missing_apis: MissingApis = field(default_factory=MissingApis)
     retries: RetryBudget = field(default_factory=RetryBudget)
@@ -154,7 +152,6 @@ class Exchange(Attempts):
     _head: ResponseHead | None = None
     _reader: UsageReader | None = None
     _stream: StreamContinuation | None = None
-    """Received part of a stream that another server can continue."""
     _is_continued = False
     _waits = False
     _entry: Entry | None = None
@@ -488,7 +485,7 @@ class Exchange(Attempts):
             self._again(server, fault, result.retries, is_paid)
 
     def _may_wait_for_any(self, fault: Fault) -> bool:
-        """Return True if all servers refused: they may restart."""
+        """Return True if all servers refused: a restarted server may soon accept."""
         return fault is Fault.REFUSED and not self._sends.count and self._log.retries < MOST_BACKOFFS
 
     def _end_attempt(self, account: RequestAccount) -> None:
@@ -858,7 +855,7 @@ class Exchange(Attempts):
         self._of.deferred.run(partial(self._succeeded, account, now_s))
 
     def _cut(self, why: str) -> None:
-        """End a response so that it looks incomplete, between events with an error event."""
+        """End an incomplete response so that it looks incomplete. Between events a stream gets an error event."""
         connection, reader, response = self.incoming.connection, self._reader, self._head
         assert reader is not None and response is not None
         if reader.streams and reader.between_events and (event := self._error_event(502, why)):

@@ -33,7 +33,7 @@ _models = msgspec.json.Decoder(_ModelList)
 
 
 class HealthWatch:
-    """A task per server, and one for its metrics: none delays another."""
+    """A task per server, and another for its metrics, so that no server delays another."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ _TARGET = re.compile(r"/[!-~]*")
 
 
 class Pages:
-    """Page requests, over a pool per page: a slow page delays no other."""
+    """Page requests, over a pool per page: none delays another."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Page] = {}
@@ -63,7 +63,7 @@ class Pages:
 
 
 async def get_status(url: str, access: Access, timeout_s: float) -> int:
-    """Return the status over a new connection: a kept connection proves no accepting server.
+    """Return the status over a new connection: a kept connection does not prove that the server accepts any.
 
     Raises:
         TimeoutError: no status within ``timeout_s``.
@@ -120,7 +120,7 @@ class _Response:
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` 0: only the head is read."""
+        """Create it. ``max_bytes`` 0: only the head is read."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
         self.error: UpstreamError | TimeoutError | None = None

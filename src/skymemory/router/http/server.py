@@ -45,7 +45,7 @@ LAST_CALL_S = 0.5
 """Idle time of draining connections: a request may be on its way."""
 HANDSHAKE_S = 2.0
 COLLECTED_OBJECTS = 20_000
-"""Threshold of the garbage collector: only connections leave cycles."""
+"""Threshold of garbage collection: only connections leave cycles."""
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -78,7 +78,7 @@ class ProxyServer:
         """Check the files that ``start`` reads.
 
         Raises:
-            InvalidInput: unreadable.
+            InvalidInput: unreadable certificates or keys.
         """
         door = self.settings.door
         if door.tls_cert is not None and door.tls_key is not None:
@@ -189,8 +189,8 @@ class ProxyServer:
         log.info("settings applied: %d servers", len(settings.backends))
 
     async def drain(self, bound_s: float) -> bool:
-        """Stop accepting, and wait ``bound_s`` for all connections, even those only in the kernel. Return True if all
-        ended.
+        """Stop accepting, and wait at most ``bound_s`` for connections, even those only in the kernel. Return True if
+        all ended.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + bound_s
@@ -222,7 +222,7 @@ async def serve(
     read: Callable[[], Settings], file: Path | None, say: Callable[[str], None], read_keys: Callable[[Path], KeyRing]
 ) -> int:
     """Run until SIGTERM or SIGINT, then drain; a second signal stops at once. SIGHUP, or a changed ``file``, reloads.
-    Return 1 if requests were aborted, else 0.
+    Return the exit code: 1 if requests were aborted.
     """
     settings = read()
     key_file = settings.replicas.keys

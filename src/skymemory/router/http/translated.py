@@ -14,7 +14,7 @@ from skymemory.router.http.connection import Headers
 from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
 
 MISSING_STATUSES = frozenset((404, 405, 501))
-"""Engine without the API, or without the model."""
+"""Statuses of an engine without the API, or without the model."""
 FORGET_S = 600.0
 _OF_BODY = frozenset((b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"))
 
@@ -49,7 +49,7 @@ class MissingApis:
 
 class TranslatedResponse:
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
-        """``on_fault`` is called in the handler of an exception; it ends the request."""
+        """Create it. ``on_fault`` is called in the handler of an exception, and ends the request."""
         self.call: Call | None = None
         self._on_fault = on_fault
         self._receiver = receiver

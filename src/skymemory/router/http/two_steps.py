@@ -1,7 +1,7 @@
 """A request with separate steps: a prefill server computes the prompt, a decode server answers.
 
-1. The scheduler chooses the pair. A request that cannot be split (``splitting``) or lacks few tokens (``decoding``)
-   goes to a single server.
+1. The scheduler chooses the pair. A request that cannot be split (``splitting``), or of which a decode server lacks few
+   tokens (``decoding``), goes to a single server.
 2. The prefill server gets the prompt for one token (``_PrefillCall``).
 3. The decode server gets the request and the answer's ``kv_transfer_params``.
 

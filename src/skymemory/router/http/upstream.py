@@ -38,7 +38,7 @@ JOIN_BYTES = 65_536
 
 
 class UpstreamError(Exception):
-    """No response, or an incomplete response. ``cause`` becomes ``__cause__``."""
+    """No response, or an incomplete response. ``cause`` becomes ``__cause__``: the error is seldom raised."""
 
     def __init__(
         self, why: str, *, connected: bool = True, refused: bool = False, cause: BaseException | None = None
@@ -65,7 +65,6 @@ class ResponseHead:
         self.headers = headers
         self.chunked = False
         self.framed = bool(headers.first.get(b"content-length")) or status in (204, 304)
-        """True if the head says where the body ends."""
         if b"transfer-encoding" in headers.first:
             lines = headers.all_of(b"transfer-encoding")
             codings = transfer_codings(lines)
@@ -106,7 +105,6 @@ class Call:
             self.pool.connect(self)
 
     def connect(self) -> None:
-        """Send again: the kept connection was closed."""
         self.connection = None
         self.pool.connect(self)
 
@@ -378,9 +376,9 @@ class Pool:
         """Send a request.
 
         Args:
-            head: with the empty line.
+            head: request line and headers, with the empty line.
             has_body: the response may have a body.
-            sends: None: once, and again after a failed kept connection.
+            sends: limit; None: once, and again after a failed kept connection.
         """
         call = Call(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()

@@ -1,6 +1,7 @@
 """The Via header (RFC 9110, section 7.6.3), to detect loops.
 
-Routers that name each other as servers would forward a request until no file handle is left.
+Routers that name each other as servers would forward a request until no file handle is left. So each adds its name and
+refuses a request that has it.
 """
 
 from __future__ import annotations

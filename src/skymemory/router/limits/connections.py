@@ -1,16 +1,16 @@
 """Clients' connections, limited by the process's open files.
 
-A full table closes the first seat in this order, of a state the oldest of the address with most seats:
+A full table closes the first seat in this order; within a state, the oldest seat of the address with the most seats:
 
 1. ``HEAD`` for ``LATE_S``: no complete head, or no TLS handshake;
 2. ``IDLE``: after a single request;
-3. ``KEPT``: idle after several requests, so its client uses it;
-4. ``UNREAD`` for ``LATE_S``: the response is not read;
-5. ``BODY`` for ``LATE_S``: the body is incomplete;
+3. ``KEPT``: idle after several requests;
+4. ``UNREAD`` for ``LATE_S``;
+5. ``BODY`` for ``LATE_S``: incomplete;
 6. any other ``HEAD``, ``BODY``, ``UNREAD``.
 
-``BUSY`` seats, whose requests are at servers, are never closed. All steps take (amortized) constant time: a kept seat
-only changes ``is_busy`` and ``since_s``, and ``victim`` corrects its queue later.
+``BUSY`` seats, whose requests are at servers, are never closed. All steps take (amortized) constant time: kept seats
+only change fields, and ``victim`` corrects their queue.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ class ConnectionTable(Generic[Owner]):
         return self.count > self.most
 
     def victim(self, now_s: float) -> Seat[Owner] | None:
-        """Return the seat to close; None: all are busy."""
         for state, least_s in _ORDER:
             first = self._first(state)
             if first is not None and now_s - first[1] >= least_s:
@@ -148,6 +147,6 @@ class ConnectionTable(Generic[Owner]):
         return None
 
     def slow_reader(self, now_s: float) -> Seat[Owner] | None:
-        """Return the seat unread for longest, at least ``LATE_S``."""
+        """Return the seat whose client has not read for longest, at least ``LATE_S``."""
         first = self._first(State.UNREAD)
         return first[0] if first is not None and now_s - first[1] >= LATE_S else None

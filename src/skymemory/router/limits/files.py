@@ -7,13 +7,13 @@ import contextlib
 SPARE_FILES = 40
 """Files for listeners, libraries, log, event loop."""
 FILES_PER_BACKEND = 4
-"""Files for checks, metrics, model lists and KV events."""
+"""Files for checks, metrics, model lists and KV events of a server."""
 LEAST_CONNECTIONS = 8
 MAX_CONNECTIONS = 8192
 
 
 def client_connections(files: int | None, backends: int, per_request: int = 1) -> int:
-    """Return how many may be open, with ``per_request`` server connections each."""
+    """Return the client connections that leave ``per_request`` server connections each."""
     if files is None:
         return MAX_CONNECTIONS
     available = files - SPARE_FILES - FILES_PER_BACKEND * backends
@@ -21,7 +21,6 @@ def client_connections(files: int | None, backends: int, per_request: int = 1) -
 
 
 def open_files() -> int | None:
-    """Return the limit; None: none."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -31,7 +30,7 @@ def open_files() -> int | None:
 
 
 def raise_open_files() -> None:
-    """Raise the limit: many systems allow 1,024 files."""
+    """Raise the limit of open files: many systems allow 1,024."""
     try:
         import resource
     except ImportError:

@@ -25,7 +25,6 @@ PROGRESS_BYTES = 16_384
 class Victim(NamedTuple, Generic[Item]):
     item: Item
     is_slow: bool
-    """False: it is the largest."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Minimum rate of a slow body or head."""
+"""Minimum rate of a body."""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Shares(Generic[Key]):
-    """Amounts by key, and in constant time a heaviest key: exact to a factor of two (levels by bit length), the oldest
-    of its level.
-    """
+    """Amounts by key, and in constant time a heaviest key, exact to a factor of two (levels by bit length)."""
 
     __slots__ = ("_amounts", "_levels", "_occupied")
 
@@ -29,7 +27,6 @@ class Shares(Generic[Key]):
         return len(self._amounts)
 
     def change(self, key: Key, by: int) -> None:
-        """Add to an amount; at 0 the key is forgotten."""
         before = self._amounts.get(key, 0)
         now = before + by
         if now > 0:
@@ -59,7 +56,7 @@ class Shares(Generic[Key]):
 class SharedLimit:
     """A limit of which a holder may have at most ``PART`` times the free amount.
 
-    A single holder gets four fifths, two get four ninths each (a dynamic threshold, as in switches' shared buffers).
+    A single holder gets four fifths, two get four ninths each (a dynamic threshold, as in shared buffers of switches).
     """
 
     PART = 4
@@ -79,7 +76,7 @@ class SharedLimit:
         return amount <= free and self._by_holder.get(holder, 0) < self.PART * free
 
     def add(self, holder: Hashable, amount: int) -> bool:
-        """Add in any case. Return True if there was room."""
+        """Add an amount in any case. Return True if there was room."""
         free, holder_amount = self.most - self.held, self._by_holder.get(holder, 0)
         self.held += amount
         if holder_amount + amount:
@@ -108,7 +105,7 @@ class SharedLimit:
 
 @lru_cache(maxsize=4096)
 def holder_of(address: str) -> str:
-    """Return the address, or its /64 in IPv6, which a host has entirely."""
+    """Return the address, or its /64 in IPv6, which a host owns."""
     if ":" not in address:
         return address
     try:

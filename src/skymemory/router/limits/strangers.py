@@ -1,9 +1,9 @@
 """Web pages that a router on loopback must not serve.
 
-- ``Origin`` must be the router's own, a page on this computer, or allowed by CORS. Other schemes (browser extensions,
-  desktop applications) are allowed.
-- ``Host``: a page may let its name resolve to 127.0.0.1 (DNS rebinding). So only names are allowed that no stranger can
-  own: an address, a name without a dot or with a reserved ending, or a name in ``hosts``.
+- ``Origin`` must be the router's own, a page on this computer, or allowed by CORS. Schemes of programs (browser
+  extensions) are allowed.
+- ``Host``: a page may let its own name resolve to 127.0.0.1 (DNS rebinding). So only names that no stranger can own are
+  allowed: an address, a name without a dot or with a reserved ending, or a name in ``hosts``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from urllib.parse import urlsplit
 
 ANY = "*"
 _RESERVED = (".localhost", ".local", ".internal", ".test", ".home.arpa")
-"""Endings that public DNS does not have."""
 _MAX_KNOWN = 256
 
 
 class Strangers:
     def __init__(self, hosts: Collection[str] = (), origins: Collection[str] = ()) -> None:
-        """``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
+        """Create it. ``hosts``: further names of the router; ``origins``: allowed by CORS. ``*``: any."""
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._known: set[bytes] = set()

@@ -15,11 +15,12 @@ class Turns:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        """By holder, the next first."""
         self._is_busy = False
 
     async def run(self, holder: Hashable, work: Callable[[], T]) -> T:
-        """Run ``work`` at the holder's turn. Even after a cancellation the next job waits for its end: it holds memory."""
+        """Run ``work`` at the holder's turn. The next job waits for its end even if it is cancelled, since it holds
+        memory.
+        """
         loop = asyncio.get_running_loop()
         await self._wait(holder, loop)
         try:

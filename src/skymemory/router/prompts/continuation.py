@@ -95,7 +95,7 @@ _encode = msgspec.json.encode
 @dataclass(frozen=True, slots=True)
 class Rest:
     body: bytes = b""
-    """Empty: none is needed."""
+    """Body of the request; empty: none is needed."""
     ending: bytes = b""
     by_chat: bool = False
     """True if the server must continue a chat's last message."""
@@ -110,7 +110,7 @@ class StreamContinuation:
         self._is_over_long = False
         self._fields: Fields | None = None
         self.failure = ""
-        """Error event of the server. It and what follows are withheld."""
+        """Error event by which the server reports its failure. It and what follows are withheld."""
         self.withheld = b""
         # State of what was sent:
         self._cannot = self._is_done = False
@@ -126,13 +126,12 @@ class StreamContinuation:
         # State of the current server, unless it is the first:
         self._is_continued = self._is_discarding = False
         self._blanks = ""
-        """Trailing spaces of the text, not to be repeated."""
         self._tokens_before = 0
 
     # -- events on their way to the client
 
     def add(self, piece: bytes, ended: bool = False) -> bytes:
-        """Return the complete events to forward. ``ended``: no more follow."""
+        """Return the complete events to forward. ``ended``: the response is complete."""
         if self._is_over_long:
             return piece
         data = self._held + piece if self._held else piece

@@ -47,7 +47,7 @@ TOKEN_BYTES = 4
 """Size of a hashed token: unsigned, little-endian."""
 WHOLE_LIMIT = 1 << 63
 MAX_OUTPUT_TOKENS = 1 << 24
-"""Limit that keeps sums from losing small numbers."""
+"""Limit counted for an answer, so that sums do not lose small numbers."""
 MAX_ANSWERS, _ANSWERS_DIGITS = 1 << 20, 7
 IMAGE_BYTES = 2048
 """Size counted for a part that is not text: 512 tokens, a rough estimate."""
@@ -98,12 +98,12 @@ class PromptReader:
 
         Args:
             headers: by lower-case names.
-            client: address, the session's last resort.
+            client: address, which identifies the session if nothing better does.
             most_new: letters that may be tokenized; None: any number.
-            is_counted: skip ``check_items``.
+            is_counted: the body is known to hold few items (``is_read_in_loop``).
 
         Raises:
-            ApiError: 404 (no prompts there), 413, or 400 (unreadable, or too many items).
+            ApiError: a path without prompts (404), too large (413), unreadable or too many items (400).
             TooMuchNewText: ``most_new`` would be exceeded.
         """
         path = path.partition("?")[0]
@@ -253,7 +253,6 @@ def output_limit(body: Body) -> int | None:
 
 
 def _answers(body: Body, prompts: int) -> int:
-    """Return the number of answers to generate. The engine validates both fields."""
     counts = [int(raw) for raw in map(bytes, (body.n, body.best_of)) if raw.isdigit() and len(raw) <= _ANSWERS_DIGITS]
     return min(prompts * max((1, *counts)), MAX_ANSWERS)
 
@@ -342,7 +341,7 @@ class Clients:
 
 
 def promised(headers: Mapping[str, str], default: Slo | None = None) -> Slo | None:
-    """Return the promised times by the headers, else ``default``.
+    """Return the promised times by the headers or, if missing or 0, by ``default``.
 
     Raises:
         ApiError: 400, a header is not a number of milliseconds.
@@ -511,7 +510,6 @@ def first_prompt(body: Body, most_tokens: int) -> tuple[str | list[int], int, in
 
 
 def _first_tokens(raw: bytes, most_tokens: int) -> list[int]:
-    """Return at least ``most_tokens`` of the numbers, if so many."""
     cut = most_tokens * _NUMBER_BYTES
     if len(raw) > cut and (end := raw.rfind(b",", 0, cut)) > 0:
         raw = raw[:end] + b"]"
@@ -548,7 +546,6 @@ def _long_messages_of(body: Body) -> list[LongMessage]:
 
 
 def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of a message, each with its count of undecoded bytes."""
     yield b"\x02" + text_bytes(message.role) + b"\x03", 0
     content = message.content
     if text is not None:
@@ -571,7 +568,7 @@ def _message_bytes(message: Message | LongMessage, most_bytes: int, text: bytes 
 
 
 def _text_begin(raw: bytes, most_bytes: int) -> tuple[bytes, int]:
-    """Decode at least ``most_bytes`` of a text (UTF-8); count the bytes not decoded."""
+    """Decode at least ``most_bytes`` of a text (UTF-8); return also how many bytes are not decoded."""
     end = most_bytes * _ESCAPE_BYTES
     if len(raw) <= end:
         return text_bytes(_decoded(_text, raw, "messages.content")), 0

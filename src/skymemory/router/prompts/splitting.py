@@ -75,7 +75,7 @@ def decode_body(fields: Fields, params: msgspec.Raw) -> bytes:
 
 class Prefilled(NamedTuple):
     params: msgspec.Raw | None
-    """None: the prefill server holds nothing for the decode server."""
+    """Parameters for the decode server; None: the prefill server holds nothing for it."""
     usage: Usage | None
 
 
@@ -107,7 +107,7 @@ def read_prefilled(body: bytes) -> Prefilled | None:
 
 
 def refuses_params(error: bytes) -> bool:
-    """Check an error's ``param``, not its message, which may repeat the request."""
+    """Return True if an error's ``param`` is ``kv_transfer_params``. Its message may repeat the request."""
     try:
         return _error.decode(error).error.param == PARAMS
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

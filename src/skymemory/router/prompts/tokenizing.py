@@ -54,7 +54,7 @@ KNOWN_PATTERNS = frozenset(
         rf"{_W}{_UPPER}*{_LOWER}+|{_W}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHER}[\r\n/]*{_SPACE}",
     )
 )
-"""Patterns of GPT-2 (two spellings), Qwen 2, Llama 3, o200k (gpt-oss) and Tekken (Mistral)."""
+"""Patterns of GPT-2 (two spellings), Qwen 2, Llama 3, o200k and Tekken."""
 _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  kept.  And on "
 
 
@@ -153,7 +153,6 @@ def can_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_known(pre: Mapping[str, Any]) -> bool:
-    """Return True for a known pattern and then bytes, possibly after splitting off digits."""
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     split = False
     for step in steps:
@@ -191,7 +190,8 @@ class PromptTokenizer:
         """Load a tokenizer.
 
         Args:
-            path: a ``tokenizer.json``, or its folder; ``chat_template.jinja`` there precedes ``tokenizer_config.json``.
+            path: a ``tokenizer.json``, or its folder; ``chat_template.jinja`` there takes precedence over
+            ``tokenizer_config.json``.
             piece_letters: minimum length of a piece.
 
         Raises:
@@ -220,7 +220,7 @@ class PromptTokenizer:
         return ids
 
     def text_tokens(self, text: str, special: bool = True, salt: str = "", most_new: int | None = None) -> bytes:
-        """Return ``of_text``, packed, using cached pieces.
+        """Return the packed tokens of ``text``, using cached pieces.
 
         Raises:
             TooMuchNewText: more than ``most_new`` letters would have to be tokenized.
@@ -261,7 +261,6 @@ class PromptTokenizer:
 
 
 def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Join a message's text parts, as vLLM does."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return {**message, "content": "\n".join(str(part["text"]) for part in content)}

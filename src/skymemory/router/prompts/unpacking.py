@@ -9,7 +9,7 @@ from skymemory.router.api_error import ApiError
 _NONE = (b"", b"identity")
 _GZIP = b"\x1f\x8b"
 MAX_MEMBERS = 256
-"""Limit of gzip members (RFC 1952, section 2.2): each copies the rest."""
+"""Limit of members of a gzip body (RFC 1952, section 2.2): each is decompressed from a copy of the rest."""
 
 
 def is_packed(content_encoding: bytes) -> bool:

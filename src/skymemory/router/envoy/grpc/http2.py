@@ -24,16 +24,16 @@ from hpack.hpack import decode_integer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
-"""Minimum that RFC 9113 allows."""
+"""Limit of a received frame: the minimum that RFC 9113 allows."""
 WINDOW_BYTES = 1 << 20
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
 """Limit of a request's headers, compressed or not, as in gRPC's servers."""
 MAX_CONTINUATIONS = 16
 MAX_SIZE_UPDATES = 2
-"""Limit before a request (RFC 7541, 4.2: the least and the current size)."""
+"""Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
-"""Unsent data above which a stream's receive window stays."""
+"""Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
 """Refill rate for unanswered streams (CVE-2023-44487, CVE-2025-8671). All clients may disconnect together: the burst is
 as many as may be open.
@@ -118,7 +118,7 @@ class Budget:
 class _Block(NamedTuple):
     headers: Headers
     bad_request: str
-    """Violation of RFC 9113, 8.1.1, or empty."""
+    """Reason why it is no valid request (RFC 9113, 8.1.1), or empty."""
     bad_trailers: str
     length: int | None
 
@@ -129,7 +129,6 @@ class Stream:
     """The peer's receive window; may be negative."""
     receives: int = WINDOW_BYTES
     owed: int = 0
-    """Processed bytes not yet returned to the peer's window."""
     length: int | None = None
     """Bytes still to come, by ``content-length``."""
     pending: deque[bytes] = field(default_factory=deque)
@@ -138,12 +137,11 @@ class Stream:
     finished: bool = False
     """True if the answer is complete, but not yet sent."""
     trailers: bytes | None = None
-    """None: the answer ends with its data."""
     half_closed: bool = False
 
 
 class Http2:
-    """HTTP/2 connection. ``fault`` has ended it."""
+    """HTTP/2 connection. ``fault`` is the error that has ended it."""
 
     def __init__(self, calls: Calls, most_streams: int) -> None:
         self.fault: Fault | None = None
@@ -158,9 +156,8 @@ class Http2:
         self._magic = False
         self._leaving = False
         self._last = self._highest = 0
-        """Last stream processed; highest received."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, already invalid."""
+        """Headers that await CONTINUATION: stream, END_STREAM, True if invalid."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
@@ -173,7 +170,6 @@ class Http2:
         self._open: dict[int, Stream] = {}
         self.pending_bytes = 0
         self._blocked: dict[int, None] = {}
-        """Streams that wait for the connection's window, in order."""
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
         ours = {SET_MAX_STREAMS: most_streams, SET_INITIAL_WINDOW: WINDOW_BYTES, SET_MAX_HEADER_LIST: MAX_HEADER_BYTES}
@@ -211,7 +207,7 @@ class Http2:
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Process ``most`` units of work (at least 1 per frame). True: there may be more."""
+        """Process ``most`` units of work (at least 1 per frame). Return True if there may be more."""
         if self.fault is not None:
             return False
         self._now_s = now_s
@@ -423,7 +419,7 @@ class Http2:
         """Decode headers.
 
         Raises:
-            Fault: invalid; the header table now differs from the peer's.
+            Fault: they are invalid; the header table now differs from the peer's.
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
@@ -575,7 +571,7 @@ class Http2:
         self._send_pending(stream, state)
 
     def finish(self, stream: int, trailers: bytes | None) -> None:
-        """End the answer. No callbacks follow."""
+        """End the answer. No callbacks follow for the stream."""
         state = self._open.get(stream)
         if state is not None and not state.finished:
             state.answered = state.finished = True

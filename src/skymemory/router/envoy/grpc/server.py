@@ -5,10 +5,11 @@
 3. ``GrpcServer`` shares time and memory among connections.
 
 `grpcio` passes messages through three threads, which costs more than reading the prompt and picking
-(`docs/decisions/router.md`). Deadlines and compression are not supported.
+(`docs/decisions/router.md`). Deadlines are left to the caller; compressed messages are refused.
 
-A read is at most ``READ_BYTES``, and a connection is served for ``SLICE_S``. With input left, it waits for its next
-turn, unread; turns take ``TURN_S`` per turn of the event loop. Memory is bounded per call, per connection and in total.
+A read is at most ``READ_BYTES``, and a connection is served for ``SLICE_S``. If input remains, its socket is not read
+until its next turn; turns take ``TURN_S`` per turn of the event loop. Memory is bounded per call, per connection and in
+total.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ KEEPALIVE_S = 30.0
 """Silence before a PING, and again before an abort."""
 PREFACE_S = 10.0
 READ_BYTES = 64 << 10
-"""Input of a connection per turn."""
 SLICE_S, TURN_S = 0.001, 0.002
 """A request takes 0.2 ms; a health check waits for about one turn in a flood."""
 WORK_AT_ONCE = 8
 """Frames between two checks of the clock."""
 MESSAGES_AT_ONCE = 32
-"""Messages between two checks: a frame may hold 3,000 empty ones."""
+"""Messages of a call between two checks: a frame may hold 3,000 empty messages."""
 ANSWERS_AT_ONCE = 4
-"""Pieces of 62 KB between two checks."""
+"""Pieces of a long answer (62 KB each) between two checks."""
 MAX_UNSENT_BYTES = 1 << 20
-"""Limit of a write buffer; above it, the connection is not read."""
 MAX_BLOCKED = 32
-"""Limit of full write buffers; the longest blocked connection is aborted."""
+"""Limit of connections with a full write buffer; above it, the longest blocked is aborted."""
 MAX_CONNECTIONS = 1_000
-"""Limit; the longest silent connection without calls is aborted."""
+"""Limit; above it, the longest silent connection without calls is aborted."""
 MAX_HELD_BYTES = 32 << 20
-"""Limit of incomplete messages and bodies, at least twice the longest message; calls that hold most are refused."""
+"""Limit of incomplete messages and bodies, at least twice the longest message; above it, the calls that hold most are
+refused.
+"""
 _BEGIN = literals([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NO_GRPC = literals([(b":status", b"415"), (b"content-type", b"text/plain")])
 _NO_GRPC_TEXT = b"this is a server of gRPC: POST, with content-type application/grpc\n"
@@ -69,21 +70,19 @@ class Call(Protocol):
         return 0
 
     def too_much(self) -> None:
-        """Free the memory: this call holds most."""
+        """Answer with an error, and free the memory: this call holds most."""
         return
 
 
 @dataclass(eq=False)
 class GrpcServer:
     methods: Mapping[str, Callable[[Answers], Call]]
-    """Handlers by path."""
     most_message_bytes: int
     most_streams: int
     """Limit per connection, and half of all."""
     faults: Callable[[], None] = lambda: None
-    """Called for each exception of a handler."""
     refused: Callable[[str], None] = lambda reason: None
-    """Called with the reason of a refusal or abort."""
+    """Called with the reason of each refusal or abort because of a peer."""
     keepalive_s: float = KEEPALIVE_S
     preface_s: float = PREFACE_S
     most_connections: int = MAX_CONNECTIONS
@@ -106,7 +105,7 @@ class GrpcServer:
         return Connection(self)
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new calls, give others ``grace_s``. Close the listener first."""
+        """Refuse new calls, and give calls in flight ``grace_s`` to end. Close the listener first."""
         for connection in list(self.connections):
             connection.leave()
         try:
@@ -203,7 +202,6 @@ class Answers:
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
         self.call: Call | None = None
-        """None after the end."""
 
     def send(self, *messages: bytes) -> None:
         self._write(messages)
@@ -240,7 +238,7 @@ class Answers:
         self._connection.has_more(self)
 
     def work(self) -> bool:
-        """Do some waiting work; True: there is more."""
+        """Do some waiting work; return True if there is more."""
         if self._later is not None:
             if not self._write_some():
                 self.go_on()
@@ -326,7 +324,7 @@ class Answers:
         return True
 
     def _dispatch(self, data: bytes) -> bool:
-        """Dispatch complete messages, buffer the rest; True: there are more. The buffer must be empty."""
+        """Dispatch complete messages, and buffer the rest. Return True if there are more. The buffer must be empty."""
         at, size = 0, len(data)
         for _ in range(MESSAGES_AT_ONCE):
             end = at + HEAD_BYTES
@@ -367,9 +365,8 @@ class Connection(asyncio.BufferedProtocol):
         self.server = server
         self.http2 = Http2(self, server.most_streams)
         self.heard_s = 0.0
-        """Time of the last input."""
         self._calls: dict[int, Answers | None] = {}
-        """None: the request is not gRPC."""
+        """Calls by stream; None: the request is not gRPC."""
         self._more: dict[Answers, None] = {}
         self._transport: asyncio.Transport | None = None
         self._inside = self._leaving = self._waits = self._is_blocked = False
@@ -405,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
             self.server.wait(self)
 
     def work(self) -> bool:
-        """Work for one slice; True: call again."""
+        """Work for one slice; return True if the caller must call again."""
         if self._transport is None:
             return False
         end_s = time.perf_counter() + SLICE_S
@@ -484,7 +481,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _check_alive(self) -> None:
-        """Abort without a preface or an answer to a PING: calls would never end."""
+        """Abort a connection without a preface or an answer to a PING: its calls would never end."""
         silent = self._pinged_s is not None and self.heard_s < self._pinged_s
         if not self.http2.begun or silent:
             self.server.refused("preface" if not self.http2.begun else "silence")
