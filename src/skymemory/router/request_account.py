@@ -1,7 +1,6 @@
-"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens that its response reports.
+"""Accounting of a request: its load and prefix in the scheduler's books, and the tokens of its response.
 
-It never delays the response: entries can be deferred until the response is sent, and token counts are read from copies
-of bytes that were already forwarded.
+It never delays the response: entries can be deferred, and tokens are read from forwarded bytes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
 log = logging.getLogger("skymemory.router")
 
 MAX_JSON_BYTES = 1 << 20
-"""Limit up to which a JSON response is searched for its usage."""
 TAIL_BYTES = 8192
-"""Bytes kept of a stream's end: the last event or the event before it carries the usage."""
+"""Bytes kept of a stream's end, which carries the usage."""
 HEAD_BYTES = 2048
-"""Bytes kept of a stream's start, which in Messages carries the prompt's tokens."""
+"""Bytes kept of a stream's start: in Messages, the prompt's tokens."""
 Work = Callable[[], object]
 
 
 class DeferredWork:
-    """Executor that keeps the order of work: at once, or when the event loop is idle (``schedule``)."""
+    """Executor of work in order: at once, or when the event loop is idle."""
 
     def __init__(self, on_fault: Callable[[], None] = lambda: None) -> None:
-        """Create it. ``on_fault`` is called for each exception: deferred work has no caller to raise to."""
+        """Create it. ``on_fault`` is called for each exception."""
         self.schedule: Callable[[Work], object] | None = None
-        """An event loop's ``call_soon``; None: work runs at once."""
         self._on_fault = on_fault
         self._pending: deque[Work] = deque()
 
@@ -59,25 +56,19 @@ class DeferredWork:
 
 
 class Usage(NamedTuple):
-    """Token counts of a response of any API."""
-
     prompt_tokens: int
     cached_tokens: int | None
-    """Cached tokens of the prompt; None: not reported."""
     output_tokens: int | None = None
 
     def cached_of(self, tokens: int) -> int | None:
-        """Scale the cached tokens to a prompt of ``tokens`` by the router's count.
-
-        The engine counts with its own tokenizer; a router without a tokenizer takes four bytes for a token.
-        """
+        """Scale the cached tokens from the engine's to the router's count of the prompt."""
         if self.cached_tokens is None or not self.prompt_tokens:
             return self.cached_tokens
         return round(self.cached_tokens * tokens / self.prompt_tokens)
 
     @property
     def work(self) -> float | None:
-        """Tokens that the engine computed and generated; None: unknown."""
+        """Tokens computed and generated."""
         if self.output_tokens is None:
             return None
         return float(self.prompt_tokens - (self.cached_tokens or 0) + self.output_tokens)
@@ -86,8 +77,7 @@ class Usage(NamedTuple):
 class RequestAccount:
     """A request in the scheduler's books: begun on construction, moved if another server takes it, ended once.
 
-    Each event counts once, in any order; ``close`` ends what is still open. With ``deferred`` the entries are made
-    after the response: learning a prompt takes as long as picking a server for it.
+    Repeated events do not count.
     """
 
     __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
@@ -119,10 +109,7 @@ class RequestAccount:
         return self.decision.as_json()
 
     def served_by(self, server: str, now_s: float) -> bool:
-        """Record which server took the request. Return True if the chosen server did not, and therefore failed.
-
-        No cached prefix is assumed on the other server: it is unknown.
-        """
+        """Record the server. Return True if it is not the chosen server; no prefix is assumed there."""
         decision = self.decision
         if not self.waits or server == decision.server:
             return False
@@ -138,7 +125,7 @@ class RequestAccount:
             self._enter(self._scheduler.prefilled, self._placement, now_s, cached_tokens)
 
     def on_request_end(self, now_s: float, usage: Usage | None = None, met: bool | None = None) -> None:
-        """Record the end of the response. ``met``: it kept its promise (None: no promise, or unknown)."""
+        """Record the end. ``met``: the promise was kept (None: no promise, or unknown)."""
         cached_tokens = output_tokens = None
         if usage is not None:
             decision, output_tokens = self.decision, usage.output_tokens
@@ -155,13 +142,12 @@ class RequestAccount:
             self._enter(self._scheduler.on_request_end, self._placement, now_s, met, cached_tokens, output_tokens)
 
     def failed(self, now_s: float) -> None:
-        """Record a failure before the first byte, which says nothing about the cache."""
         if self.waits:
             self._open = False
             self._enter(self._scheduler.failed, self._placement, now_s, False)
 
     def close(self, now_s: float) -> None:
-        """End what is still open, as failed if there was no first byte."""
+        """End what is open, as failed if there was no first byte."""
         self.failed(now_s)
         self.on_request_end(now_s)
 
@@ -176,10 +162,9 @@ class RequestAccount:
 
 
 class PairAccount(RequestAccount):
-    """A request with separate servers for prefill and decode: two entries in the books, which end independently.
+    """A request with two entries, prefill and decode, which end independently.
 
-    ``decision`` is that of the decode server, which answers. The prefill ends by ``prefilled`` or ``prefill_lost``, or
-    with the request. Decoding begins with ``first_byte``, even before the prefill has ended.
+    ``decision`` is the decode server's. Decoding may begin before the prefill ends.
     """
 
     __slots__ = ("_prefilling",)
@@ -198,14 +183,13 @@ class PairAccount(RequestAccount):
         return self._placement.prefill
 
     def as_json(self) -> dict[str, object]:
-        """Return the prefill's decision, with that of the decode server under ``decode``."""
         decode = {key: value for key, value in self.decision.as_json().items() if key in _OF_DECODE}
         tbt_s = self.decision.estimated_tbt_s
         decode["estimated_tbt_s"] = None if tbt_s is None else round(tbt_s, 6)
         return {**self.prefill.as_json(), "decode": decode}
 
     def prefilled(self, now_s: float, usage: Usage | None = None) -> Refusal | None:
-        """Record the prefill server's answer. A refusal ends the request: it may not decode."""
+        """Record the prefill's answer. A refusal ends the request."""
         if not self._prefilling or not self._open:
             return None
         self._prefilling = False
@@ -225,26 +209,26 @@ class PairAccount(RequestAccount):
             self._scheduler.prefill_lost(self._placement, now_s)
 
     def prefill_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the prefill to another server.
+        """Move the prefill.
 
         Raises:
-            NoServer: there is none; nothing has changed.
+            NoServer: nothing has changed.
         """
         assert self._prefilling and self._open
         self._take(self._scheduler.prefill_again(self._placement, now_s, among))
 
     def decode_again(self, now_s: float, among: Collection[str] | None) -> None:
-        """Move the decoding to another server before its first byte.
+        """Move the decoding before its first byte.
 
         Raises:
-            NoServer: there is none; nothing has changed.
+            NoServer: nothing has changed.
         """
         assert self._open
         self._take(self._scheduler.decode_again(self._placement, now_s, self._first, among))
         self._first = False
 
     def first_byte(self, now_s: float, cached_tokens: int | None = None) -> None:
-        """Record that it decodes: its first byte arrived, or the server computes an answer that is not streamed."""
+        """Record the first byte, or that an unstreamed answer is computed."""
         if self.waits:
             self._first = True
             self._scheduler.decoding(self._placement, now_s)
@@ -267,7 +251,7 @@ class PairAccount(RequestAccount):
 
 
 class ObservedPair(PairAccount):
-    """A pair whose steps a sidecar runs: only the answer is observed, and its first byte ends the prefill, too."""
+    """A pair whose steps a sidecar runs: the answer's first byte ends the prefill."""
 
     __slots__ = ()
 
@@ -299,8 +283,6 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Usage in the formats of chat completions, Responses and Messages."""
-
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
@@ -349,12 +331,9 @@ _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
 class UsageReader:
-    """Reader of the usage in a response's bytes while they are forwarded."""
-
     __slots__ = ("_head", "_kept", "_tail", "events", "streams")
 
     def __init__(self, content_type: bytes, content_encoding: bytes = b"") -> None:
-        """Keep only uncompressed JSON and event streams."""
         self.streams = content_type.startswith(b"text/event-stream")
         is_readable = not content_encoding and (self.streams or content_type.startswith(b"application/json"))
         self._kept: list[bytes] | None = [] if is_readable else None
@@ -364,7 +343,7 @@ class UsageReader:
 
     @property
     def between_events(self) -> bool:
-        """True at the end of an event, at which the router may insert its own event."""
+        """True if the router may insert its own event."""
         return not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
     def add(self, piece: bytes) -> None:
@@ -396,7 +375,7 @@ class UsageReader:
         return None
 
     def _first_usage(self) -> _Usage | None:
-        """Return the usage of the first event: in Messages the last event may omit the prompt's tokens."""
+        """Return the first event's usage: the last event of Messages may omit the prompt's tokens."""
         first = _FIRST_EVENT.search(self._head)
         return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
 
@@ -428,7 +407,6 @@ def _last_usage(line: bytes) -> _Usage | None:
 
 
 def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
-    """Validate a usage. ``first`` is what an earlier event reported."""
     prompt, of_prompt, output = found.prompt, found, found.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

@@ -1,4 +1,4 @@
-"""gRPC server around ``ext_proc``: streams, health checks, TLS, and a graceful stop."""
+"""gRPC server around ``ext_proc``: streams, health checks, TLS, graceful stop."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ HEALTH_STREAMS, HEALTH_BYTES = 1_000, 64 << 10
 LONG_BODY_BYTES = 1 << 20
 """Length from which bodies are read one at a time: reading takes about five times their length of memory."""
 SPARE_STREAMS = 1_000
-"""Calls per connection in addition to ``max_streams``, for 429 responses and health checks."""
+"""Calls beyond ``max_streams``, for 429 responses and health checks."""
 
 
 class PickerServer:
-    """Server of the picker. Call ``start``, then ``ready`` once endpoints are known, then ``stop``."""
+    """Server of the picker. Call ``start``, ``ready``, then ``stop``."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class PickerServer:
         """Create the server.
 
         Args:
-            listen: ``ip:port``; port 0 takes a free port, then in ``port``.
-            health_listen: address of health checks without TLS, since Kubernetes' own probes have none.
+            listen: port 0 takes a free port, then in ``port``.
+            health_listen: health checks without TLS, for Kubernetes' probes.
         """
         self._service = service
         self._listen = listen
@@ -99,7 +99,6 @@ class PickerServer:
         self._set_ready(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Report that it is not ready, then give requests in flight ``grace_s`` to end."""
         self._set_ready(False)
         self._health.close()
         for listener in self._listeners:
@@ -137,14 +136,11 @@ class PickerServer:
         return int(listener.sockets[0].getsockname()[1])
 
     def _set_ready(self, ready: bool) -> None:
-        """Set the state under the protocol's names, and the empty name of probes that send none."""
         for name in ("", READINESS, SERVICE):
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
 class _Stream(Call):
-    """An exchange as a gRPC call."""
-
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
         """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
@@ -211,8 +207,6 @@ class _Stream(Call):
 
 
 class HealthBook:
-    """State of each service name, and its watchers."""
-
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
         self._watches: set[_Watch] = set()

@@ -1,4 +1,4 @@
-"""``skymemory route --check``: tests every server's health, metrics, models and KV events; reports problems."""
+"""``skymemory route --check``: tests every server's health, metrics, models and KV events."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ EVENTS_S = 3.0
 
 @dataclass(slots=True)
 class Found:
-    """Result for a server, which is usable if ``problems`` is empty."""
-
     name: str
     url: str
     health: str = ""
@@ -161,7 +159,6 @@ async def _check_events(target: _Target, settings: Settings, backend: Backend, f
 
 
 async def _settled(feed: Feed) -> None:
-    """Wait until messages have arrived and no more follow."""
     loop = asyncio.get_running_loop()
     end_s, before = loop.time() + EVENTS_S, -1
     while loop.time() < end_s:
@@ -172,7 +169,7 @@ async def _settled(feed: Feed) -> None:
 
 
 async def _event_sources(target: _Target) -> str:
-    """Return the endpoints at which vLLM (0.32 and later) publishes, one per rank."""
+    """Return the endpoints of vLLM (0.32 and later)."""
     try:
         sources = json.loads(await target.get("/kv_event_sources"))
         endpoints: Sequence[str] = [str(source["endpoint"]) for source in sources]

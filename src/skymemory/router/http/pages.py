@@ -1,4 +1,4 @@
-"""The router's own requests to servers: pages, such as metrics and model lists, and the status of a health check."""
+"""The router's own requests to servers: pages and health checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TARGET = re.compile(r"/[!-~]*")
 
 
 class Pages:
-    """Page requests over kept connections, a pool per page, so that a slow page delays no other."""
+    """Page requests, over a pool per page: none delays another."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Page] = {}
@@ -54,7 +54,6 @@ class Pages:
         return page
 
     def keep_only(self, servers: Collection[str]) -> None:
-        """Close the connections to other servers (URLs)."""
         prefixes = tuple(f"{server}/" for server in servers)
         for url in [url for url in self._known if not url.startswith(prefixes)]:
             self._known.pop(url).pool.close()
@@ -64,7 +63,7 @@ class Pages:
 
 
 async def get_status(url: str, access: Access, timeout_s: float) -> int:
-    """Return the status of a page, over a new connection: a kept connection does not prove that the server accepts any.
+    """Return the status over a new connection: a kept connection does not prove that the server accepts any.
 
     Raises:
         TimeoutError: no status within ``timeout_s``.
@@ -87,15 +86,9 @@ class _Page(NamedTuple):
     access: Access
     pool: Pool
     head: bytes
-    """Request line and headers."""
 
 
 def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -> _Page:
-    """Build the request. ``more``: further header lines.
-
-    Raises:
-        ValueError: a malformed URL.
-    """
     parts = urlsplit(url)
     target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     if not _TARGET.fullmatch(target):
@@ -105,10 +98,10 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
 
 
 async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
-    """Send the request and wait for ``response``.
+    """Wait for the complete response.
 
     Raises:
-        TimeoutError: no complete response within ``timeout_s``.
+        TimeoutError: none within ``timeout_s``.
         UpstreamError: no connection, or no complete response.
     """
     call = page.pool.ask(response, page.head, b"")
@@ -124,12 +117,10 @@ async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
 
 
 class _Response:
-    """A response, read up to the first piece beyond ``max_bytes``."""
-
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` 0: only the head is read."""
+        """Create it. ``max_bytes`` 0: only the head is read."""
         self._max_bytes = max_bytes
         self.ended = asyncio.get_running_loop().create_future()
         self.error: UpstreamError | TimeoutError | None = None

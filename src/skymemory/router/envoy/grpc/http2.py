@@ -1,18 +1,14 @@
-"""Server side of an HTTP/2 connection (RFC 9113), as far as gRPC needs it: bytes in, callbacks and bytes out.
+"""Server side of an HTTP/2 connection (RFC 9113), as far as gRPC needs it. No I/O, no clock.
 
-No I/O and no clock:
-
-1. ``receive`` buffers input; ``handle`` processes some of its frames, and reports streams to ``Calls``. So the owner of
-   the socket decides how much of a connection is processed before others have their turn.
-2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's flow-control windows.
+1. ``receive`` buffers input; ``handle`` processes some frames and reports streams to ``Calls``, so that the owner
+   shares time among connections.
+2. ``headers``, ``data`` and ``finish`` queue answers, within the peer's windows.
 3. ``data_to_send`` returns the output.
 
-Push, priorities (checked and ignored) and the upgrade from HTTP/1.1 are not implemented, since gRPC servers do not use
-them. Headers are decoded by `hpack`.
+Push, priorities and the upgrade from HTTP/1.1 are not implemented.
 
-A stream error ends the stream (RST_STREAM); a connection error or a flood ends the connection (GOAWAY). Envoy resets
-each stream after its answers, so resets alone are not a flood. Streams given up before anything was answered, and
-frames without content, are: each kind has a `Budget`.
+A stream error ends the stream (RST_STREAM); a connection error or flood the connection (GOAWAY). Envoy resets answered
+streams, so only unanswered streams and frames without content are floods: each has a `Budget`.
 """
 
 from __future__ import annotations
@@ -28,33 +24,30 @@ from hpack.hpack import decode_integer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_FRAME_BYTES = 16 << 10
-"""Limit of a received frame: the minimum that RFC 9113 allows. Envoy sends no larger frames."""
+"""Limit of a received frame: the minimum that RFC 9113 allows."""
 WINDOW_BYTES = 1 << 20
-"""Receive window of a stream."""
 CONNECTION_WINDOW_BYTES = 16 << 20
 MAX_HEADER_BYTES = 16 << 10
-"""Limit of a request's headers, compressed or not, as in gRPC's own servers. Envoy's requests have 0.3 KB."""
+"""Limit of a request's headers, compressed or not, as in gRPC's servers."""
 MAX_CONTINUATIONS = 16
-"""Limit per request; a single frame has room for all bytes allowed."""
 MAX_SIZE_UPDATES = 2
 """Limit of table size updates before a request (RFC 7541, 4.2: the least size, and the current size)."""
 MAX_PENDING_BYTES = 1 << 20
 """Unsent data above which a stream gets no further receive window."""
 UNANSWERED_PER_S = 1_000
-"""Refill rate for streams that end unanswered. The burst is as many as may be open, since all clients may disconnect
-together. More is a flood (CVE-2023-44487, CVE-2025-8671).
+"""Refill rate for unanswered streams (CVE-2023-44487, CVE-2025-8671). All clients may disconnect together: the burst is
+as many as may be open.
 """
 IDLE_FRAMES = 5_000
-"""Burst of frames without content: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame of an
-answer earns another, since peers send WINDOW_UPDATEs for it. gRPC's clients send about ten per second unprompted.
+"""Burst of PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, CONTINUATION. Each frame sent earns another, for its
+WINDOW_UPDATE. gRPC's clients send about ten per second.
 """
 IDLE_FRAMES_PER_S = 1_000
 REMEMBERED_STREAMS = 1_024
-"""Closed streams whose end is remembered, to judge late frames."""
 REASONABLE_BLOCK = 64
-"""Free units of work to decode a request's headers: 32 fields of 64 bytes. More counts as empty frames."""
+"""Free work per request's headers: 32 fields of 64 bytes. More counts as empty frames."""
 REMEMBERED_BLOCKS, REMEMBERED_BLOCK_BYTES, REMEMBERED_FIELDS = 16, 512, 32
-"""Cache of decoded headers, valid while the header table is unchanged: Envoy repeats the same bytes."""
+"""Decoded headers while the header table is unchanged: Envoy repeats them."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM = ACK = 0x1
@@ -65,7 +58,6 @@ ENHANCE_YOUR_CALM = 11
 SET_PUSH, SET_MAX_STREAMS, SET_INITIAL_WINDOW, SET_MAX_FRAME, SET_MAX_HEADER_LIST = range(2, 7)
 LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
 FIRST_WINDOW, FIRST_FRAME_BYTES, LARGEST_FRAME_BYTES = 65_535, 16_384, (1 << 24) - 1
-"""Defaults of the peer's settings."""
 HEAD = struct.Struct(">HBBBL")
 WORD = struct.Struct(">L")
 SETTING = struct.Struct(">HL")
@@ -80,7 +72,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Fault(Exception):
-    """Connection error of the peer; ``code`` is RFC 9113's, ``reason`` a metric label."""
+    """Connection error; ``code`` is RFC 9113's, ``reason`` a metric label."""
 
     def __init__(self, code: int, message: str, reason: str = "protocol") -> None:
         super().__init__(message)
@@ -97,20 +89,14 @@ class Calls(Protocol):
         """Handle data. Call ``consumed`` when it is processed."""
         ...
 
-    def on_stream_end(self, stream: int) -> None:
-        """Handle the end of the peer's side."""
-        ...
+    def on_stream_end(self, stream: int) -> None: ...
 
     def aborted(self, stream: int) -> None: ...
 
-    def refused(self, reason: str) -> None:
-        """Count a stream refused or reset because of an error of the peer."""
-        ...
+    def refused(self, reason: str) -> None: ...
 
 
 class Budget:
-    """Token bucket of ``at_once``, refilled at ``per_s``."""
-
     __slots__ = ("_at_once", "_left", "_per_s", "since_s")
 
     def __init__(self, at_once: float, per_s: float) -> None:
@@ -122,7 +108,6 @@ class Budget:
             self._left += 1
 
     def spend(self, amount: float, now_s: float) -> bool:
-        """Take ``amount``; False if the bucket is empty. It is refilled lazily."""
         self._left -= amount
         if self._left < 0:
             self._left = min(self._at_once, self._left + (now_s - self.since_s) * self._per_s)
@@ -133,28 +118,25 @@ class Budget:
 class _Block(NamedTuple):
     headers: Headers
     bad_request: str
-    """Reason why it is not a valid request (RFC 9113, 8.1.1); empty if it is."""
+    """Reason why it is no valid request (RFC 9113, 8.1.1), or empty."""
     bad_trailers: str
     length: int | None
-    """Value of ``content-length``."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     sends: int
-    """The peer's receive window; may be negative after a change of its settings."""
+    """The peer's receive window; may be negative."""
     receives: int = WINDOW_BYTES
     owed: int = 0
-    """Processed bytes not yet returned to the peer's window."""
     length: int | None = None
     """Bytes still to come, by ``content-length``."""
     pending: deque[bytes] = field(default_factory=deque)
     pending_bytes: int = 0
     answered: bool = False
     finished: bool = False
-    """True if the answer is complete; the stream closes when it is sent."""
+    """True if the answer is complete, but not yet sent."""
     trailers: bytes | None = None
-    """Headers at its end; None: it ends with its data."""
     half_closed: bool = False
 
 
@@ -164,7 +146,6 @@ class Http2:
     def __init__(self, calls: Calls, most_streams: int) -> None:
         self.fault: Fault | None = None
         self.begun = False
-        """True if the peer's preface is complete: the magic bytes and its settings."""
         self._calls = calls
         self._most_streams = most_streams
         self._now_s = 0.0
@@ -175,24 +156,20 @@ class Http2:
         self._magic = False
         self._leaving = False
         self._last = self._highest = 0
-        """The last stream processed, and the highest received."""
         self._unfinished: tuple[int, bool, bool] | None = None
-        """Headers that await CONTINUATION: stream, END_STREAM, and True if they are invalid already."""
+        """Headers that await CONTINUATION: stream, END_STREAM, True if invalid."""
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._blocks: dict[bytes, _Block] = {}
         self._over: dict[int, int] = {}
-        """Kind of end of the last closed streams."""
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
-        """DATA frame at the end of ``_out``, to which more data is appended: stream, index of its head, bytes."""
+        """Growing DATA frame at the end of ``_out``: stream, index of its head, bytes."""
         self._open: dict[int, Stream] = {}
         self.pending_bytes = 0
-        """Unsent data of all streams."""
         self._blocked: dict[int, None] = {}
-        """Streams that wait for the connection's send window, in order."""
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
         self._first_window, self._peer_frame = FIRST_WINDOW, FIRST_FRAME_BYTES
         ours = {SET_MAX_STREAMS: most_streams, SET_INITIAL_WINDOW: WINDOW_BYTES, SET_MAX_HEADER_LIST: MAX_HEADER_BYTES}
@@ -207,7 +184,6 @@ class Http2:
         return len(self._buffer) - self._at
 
     def data_to_send(self) -> bytes:
-        """Return and clear the output."""
         data = b"".join(self._out)
         self._out.clear()
         self._tail = None
@@ -226,12 +202,12 @@ class Http2:
             self._at = 0
 
     def drop(self) -> None:
-        """Free the buffers of a closed connection before the garbage collector would: a flood has tens of megabytes."""
+        """Free the buffers before the garbage collector: a flood has tens of megabytes."""
         self._buffer, self._at, self._block = b"", 0, bytearray()
         self._out.clear()
 
     def handle(self, most: int, now_s: float) -> bool:
-        """Process input, at most ``most`` units of work (at least 1 per frame). Return True if there may be more."""
+        """Process ``most`` units of work (at least 1 per frame). Return True if there may be more."""
         if self.fault is not None:
             return False
         self._now_s = now_s
@@ -440,10 +416,10 @@ class Http2:
             self._calls.on_stream_end(stream)
 
     def _read_block(self, block: bytes) -> _Block:
-        """Decode a block of headers.
+        """Decode headers.
 
         Raises:
-            Fault: it cannot be decoded, so the header table differs from the peer's.
+            Fault: they are invalid; the header table now differs from the peer's.
         """
         if block and block[0] & 0xE0 == 0x20:
             _check_size_updates(block)
@@ -546,7 +522,7 @@ class Http2:
             raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
-        """Reset a stream because of an error of the peer (RFC 9113, 5.4.2)."""
+        """Reset a stream after the peer's error (RFC 9113, 5.4.2)."""
         state = self._open.get(stream)
         self._calls.refused(reason)
         self._close(stream, _RESET_HERE)
@@ -583,7 +559,6 @@ class Http2:
             self._idle.earn()
 
     def data(self, stream: int, data: bytes) -> None:
-        """Send data, now or when the windows allow it."""
         state = self._open.get(stream)
         if state is None or state.finished:
             return
@@ -596,7 +571,7 @@ class Http2:
         self._send_pending(stream, state)
 
     def finish(self, stream: int, trailers: bytes | None) -> None:
-        """End the answer, with ``trailers`` if not None. No further callbacks follow for the stream."""
+        """End the answer. No callbacks follow for the stream."""
         state = self._open.get(stream)
         if state is not None and not state.finished:
             state.answered = state.finished = True
@@ -696,11 +671,6 @@ class Http2:
             self._send_pending(stream, self._open[stream])
 
     def _set_first_window(self, value: int) -> None:
-        """Change the initial window of streams, open streams included.
-
-        Raises:
-            Fault: a stream's window would overflow.
-        """
         more = value - self._first_window
         self._first_window = value
         for stream, state in list(self._open.items()):
@@ -712,11 +682,6 @@ class Http2:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Remove the padding.
-
-    Raises:
-        Fault: the payload is shorter than its padding.
-    """
     if not flags & PADDED:
         return payload
     if not payload:
@@ -727,7 +692,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 def literals(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Encode headers as literals, independent of the header table."""
+    """Encode headers without the header table."""
     return b"".join(b"\x00" + _length(len(name)) + name + _length(len(value)) + value for name, value in headers)
 
 
@@ -745,7 +710,7 @@ def _length(count: int) -> bytes:
 
 
 def _check_size_updates(block: bytes) -> None:
-    """Limit table size updates at the start of a block, of which `hpack` would process a frame full, at 1.5 µs each."""
+    """Limit size updates, of which `hpack` processes a frame full, at 1.5 µs each."""
     at = count = 0
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
@@ -758,7 +723,7 @@ def _check_size_updates(block: bytes) -> None:
 
 
 def _validate(headers: Headers) -> tuple[str, str, int | None]:
-    """Return the errors as a request and as trailers (RFC 9113, 8.2 and 8.3; empty: none), and ``content-length``."""
+    """Return errors as a request and as trailers (RFC 9113, 8.2 and 8.3), and ``content-length``."""
     bad_request = bad_trailers = ""
     pseudo: set[bytes] = set()
     regular = False
