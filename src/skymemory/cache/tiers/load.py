@@ -1,8 +1,7 @@
 """Load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried in farther tiers.
 
-``TieredLoad`` asks tier after tier for leases (``TierLoad.lease``), runs the loads (a key that fails for any reason is
-tried again in farther tiers), and reports a reason for every key that was not loaded: "deadline" for a tier that hangs,
-"unreachable" for a tier that failed or was skipped, "corrupt", "absent" …
+A key that was not loaded has a reason: "deadline" for a tier that hangs, "unreachable" for a tier that failed or was
+skipped, "corrupt", "absent" …
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from skymemory.errors import InvalidInput
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
 OUTBOUND = "outbound"
-"""Tier name reported for values that were moving between tiers."""
+"""Tier name reported for values moving between tiers."""
 _NO_TIER = -1
 
 _Held = tuple[list[bytes], LoadTicket | None]
@@ -30,7 +29,7 @@ Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: of the keys before the lookup."""
+    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: from before the lookup."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -40,11 +39,11 @@ class TieredLoad:
         self._outbound = outbound
         self.versions = versions
         self.sources: dict[bytes, int] = {}
-        """Number of the tier that supplied each value; -1 if it was moving between tiers."""
+        """Number of the tier that supplied each value; -1 if it was moving."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
         self._tier_skipped = False
-        """True if a tier was not asked: keys that were not found may be there."""
+        """True if a tier was not asked: missing keys may be there."""
         remaining = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
@@ -82,7 +81,7 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Return the miss reason of keys that no tier holds. Only a load shows that some tiers do not answer."""
+        """Return the miss reason of keys that no tier holds; only a load shows that a tier does not answer."""
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -103,7 +102,7 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run ``loads`` concurrently; loads that run in this thread start last."""
+        """Run ``loads`` concurrently; those in this thread start last."""
         ordered = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
         for load in ordered:
             load.start(budget, until_s)
@@ -140,7 +139,7 @@ def _miss_reason(tier: Tier, key: bytes) -> str:
 
 
 def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
-    """Complete a load in the tier's thread; a load that fails keeps no lease."""
+    """Complete a load in the tier's thread; a failed load keeps no lease."""
     try:
         return store.complete_load(ticket)
     except BaseException:
@@ -150,7 +149,7 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """Share of a load at one tier: ``keys``, leased by ``lease``; then ``start``, ``end`` and ``release``."""
+    """Share of a load at one tier: ``lease``, ``start``, ``end``, ``release``."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
@@ -191,8 +190,8 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load as soon as ``budget`` admits the expected bytes (a local tier needs no budget). The load ends
-        by ``until_s``, or earlier by the tier's own deadline.
+        """Begin to load once ``budget`` admits the expected bytes (a local tier needs none). The load ends by
+        ``until_s``, or earlier by the tier's own deadline.
         """
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
@@ -223,14 +222,14 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Return the reserved bytes once: by the caller or the tier's thread, whichever is first."""
+        """Return the reserved bytes once: by the caller or the tier's thread."""
         with suppress(IndexError):
             size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:
                 self._budget.give_back(size_bytes)
 
     def end(self) -> Loaded:
-        """Return the values that arrived in time, verified, and a report on every key."""
+        """Return the verified values that arrived in time, and a report on every key."""
         ticket, tier = self._ticket, self.tier
         if ticket is not None and self._values is not None:
             return self._verified(self._values, ticket.report.keys if ticket.report is not None else ())
@@ -262,7 +261,7 @@ class TierLoad:
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
     def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
-        """Verify the values: regardless of the tier's report, a value counts only if it belongs to this key."""
+        """Verify the values: each counts only if it belongs to its key."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
@@ -300,7 +299,7 @@ def _size_bytes(values: list[memoryview | None]) -> int:
 
 
 class InFlightBudget:
-    """Limit of the bytes being loaded from slow tiers, over all threads. A load above ``limit_bytes`` runs alone."""
+    """Limit of the bytes being loaded from slow tiers, over all threads. A larger load runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes <= 0:
@@ -311,7 +310,7 @@ class InFlightBudget:
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Reserve bytes, waiting up to ``timeout_s``; False if there was no room. Reserved bytes must be given back."""
+        """Reserve bytes, waiting up to ``timeout_s``; False without room. ``give_back`` must follow."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
                 return False

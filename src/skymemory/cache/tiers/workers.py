@@ -1,7 +1,7 @@
-"""Worker threads of a tier, so that a tier that hangs blocks only its own threads.
+"""Worker threads of a tier: a tier that hangs blocks only its own threads.
 
-Threads are daemons, started as needed: a thread stuck in a dead tier must not keep the process alive. Time that a
-thread waits for a processor is this machine's load, not the tier's latency: it is added to the caller's timeout.
+Threads are daemons: a dead tier must not keep the process alive. Time that a thread waits for a processor is this
+machine's load, not the tier's latency: it extends the caller's timeout.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Call(Generic[Result]):
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """True if given up before a thread began it: the tier was not called."""
+        """True if given up before it began: the tier was not called."""
         self.overdue = False
         """True if given up because it did not end in time."""
         self._submitted_s = time.monotonic()
         self._thread = 0
         self._starved_before_s = 0.0
         self.started_s = 0.0
-        """Time when the caller began to wait, by the caller's clock."""
+        """Time when the caller began to wait, by its clock."""
         self.result: Result | None = None
         self.error: BaseException | None = None
 
     def run(self, schedstat: BinaryIO | None = None) -> None:
-        """Do the work, unless it was given up before. ``schedstat``: the running thread's figures, kept open, since
-        opening them takes longer than many calls.
+        """Do the work, unless given up. ``schedstat``: the running thread's figures, kept open, since opening them
+        takes longer than many calls.
         """
         self.dropped = self._on_late is not None
         result = error = None
@@ -138,13 +138,13 @@ class TierWorkers:
 
     @property
     def all_hung(self) -> bool:
-        """True if every thread is stuck in a call that was given up: a queued call may never begin."""
+        """True if every thread is stuck in a given-up call: a queued call may never begin."""
         with self._lock:
             return sum(call.given_up for call in self._running) >= self._threads
 
     @property
     def any_hung(self) -> bool:
-        """True if a call that was given up as overdue has not ended yet."""
+        """True if an overdue call has not ended yet."""
         with self._lock:
             return any(call.overdue for call in self._running)
 
@@ -163,7 +163,7 @@ class TierWorkers:
                     self._open -= 1
 
     def close(self) -> None:
-        """Let threads end after the calls already queued; does not wait for them."""
+        """End the threads after the queued calls; does not wait for them."""
         self._calls.put(None)
 
 
@@ -176,7 +176,7 @@ def _schedstat_of(thread: int) -> AbstractContextManager[BinaryIO | None]:
 
 
 def _starved_now_s(schedstat: BinaryIO) -> float:
-    """Return the seconds that the thread was runnable and did not run; 0 if that is not reported."""
+    """Return the seconds that the thread was runnable and did not run; 0 if unknown."""
     try:
         numbers = os.pread(schedstat.fileno(), 64, 0).split()
     except OSError:
