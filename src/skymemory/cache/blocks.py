@@ -49,16 +49,15 @@ from skymemory.units import format_duration, format_size
 _log = logging.getLogger(__name__)
 
 TIER_FAILURES = (SkyMemoryError, OSError, RuntimeError, ValueError, LookupError, EOFError)
-"""Exceptions that a broken tier may raise; programming errors are not caught."""
+"""Exceptions that a broken tier may raise; others are programming errors."""
 FAILING_REASONS = frozenset({"unreachable", "timeout", "out of sight"})
 """Miss reasons of a store that did not answer."""
 TOO_SHORT = "shorter than a block"
 _INVALID = ("corrupt", "foreign")
-"""Failure reasons of bytes that are wrong for any reader; the block is deleted."""
+"""Reasons of bytes that are wrong for any reader; the block is deleted."""
 
 LOAD_BATCH_BYTES = 128 << 20
 STORE_BATCH_BYTES = 64 << 20
-"""Limits of the bytes in flight."""
 
 
 class BlockSink(Protocol):
@@ -101,21 +100,20 @@ class TokenUsage:
     end: int = 0
     used_tokens: int = 0
     unused_tokens: dict[str, int] = field(default_factory=dict)
-    """Loaded tokens that were computed all the same, or that no pass needed, by reason."""
+    """Tokens that were computed all the same, or that no pass needed, by reason."""
     is_in_use: bool = False
     has_warned: bool = False
     _reached: int = 0
-    """End of the skipped tokens, which count once."""
+    """End of the skipped tokens."""
     _holders: int = 1
     """Number of caches that share this load."""
 
     @property
     def open_tokens(self) -> int:
-        """Number of loaded tokens not yet counted."""
         return self.end - self.first - self.used_tokens - sum(self.unused_tokens.values())
 
     def use(self, start: int, stop: int) -> int:
-        """Count tokens that a forward pass skipped; returns how many are newly used."""
+        """Count skipped tokens; returns how many are newly used."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         self._reached = max(self._reached, stop)
         self.used_tokens += new
@@ -123,14 +121,14 @@ class TokenUsage:
         return new
 
     def refuse(self, start: int, stop: int, reason: str) -> int:
-        """Count tokens that will not be used; returns how many are newly unused."""
+        """Count tokens as unused; returns how many are new."""
         new = min(self._loaded_in(start, stop), self.open_tokens)
         if new:
             self.unused_tokens[reason] = self.unused_tokens.get(reason, 0) + new
         return new
 
     def drop(self) -> bool:
-        """Drop a cache of this load; returns True if it was the last."""
+        """Drop a cache of this load; returns True for the last."""
         self._holders -= 1
         return self._holders <= 0
 
@@ -138,7 +136,6 @@ class TokenUsage:
         return max(0, min(stop, self.end) - max(start, self.first, self._reached))
 
     def __deepcopy__(self, memo: object) -> TokenUsage:
-        """Share the object: a copied cache holds the same load."""
         self._holders += 1
         return self
 
@@ -154,23 +151,19 @@ class LoadResult:
     """Full blocks in the prompt."""
     found_blocks: int = 0
     loaded_blocks: int = 0
-    """Leading blocks loaded and valid; of windowed layers, only those in the window of the prefix's end."""
+    """Leading valid blocks; of windowed layers, only those in the last window."""
     failed_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks found but unusable, by reason: "absent", "corrupt", "behind a failed block" …"""
+    """Blocks found but unusable, by reason."""
     not_found: str = ""
-    """Miss reason of the first block after the found blocks; ``TOO_SHORT`` for a prompt without a full block; empty if
-    all were found.
-    """
+    """Miss reason of the next block, or ``TOO_SHORT``; empty if all were found."""
     size_bytes: int = 0
     """Bytes used, as stored."""
     retransmitted: int = 0
-    """Packets that the tier requested again."""
+    """Packets requested again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phases in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
-    """Result of Cake."""
     usage: TokenUsage = field(default_factory=TokenUsage, compare=False, repr=False)
-    """Use of the tokens; changes after the load."""
 
     @property
     def cached_tokens(self) -> int:
@@ -186,7 +179,7 @@ class LoadResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens not supplied, at least 1 unless the prompt is empty. With Cake some are computed already."""
+        """Tokens not supplied; at least 1, unless the prompt is empty."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
@@ -230,9 +223,9 @@ class StoreResult:
     """Blocks already stored, or being stored."""
     stored_blocks: int = 0
     refused_blocks: int = 0
-    """Blocks not acknowledged: no room, no answer, or no source."""
+    """Blocks without room, answer or source."""
     prefilled_tokens: int = 0
-    """Tokens computed only to be stored; 0 after a generate."""
+    """Tokens computed only to be stored."""
     size_bytes: int = 0
     """Bytes with headers."""
     raw_bytes: int = 0
@@ -263,7 +256,7 @@ class LoaderResult:
     loaded_tokens: int
     loaded_bytes: int
     met_at_token: int | None
-    """First token of the chunk at which both sides met; None if one side did all, or while unfinished."""
+    """First token of the chunk at which both sides met; None if they did not."""
     wasted_bytes: int
     """Bytes of cancelled, late or failed loads."""
     wasted_tokens: int
@@ -291,8 +284,6 @@ class PhaseClock:
 
 @dataclass(frozen=True, slots=True)
 class LeasedBatch:
-    """Consecutive blocks that are fetched together."""
-
     start: int
     hashes: list[BlockHash]
     ticket: LoadTicket | None
@@ -346,12 +337,10 @@ class BlockCache:
         }
         self.clock = clock
         self.compute = ComputeRate()
-        """Engine's speed; it limits the wait for a tier."""
         self.owner = Owner("this BlockCache")
         self._logged_answering = True
         self._failures = Lock()  # loads of several threads may fail concurrently
         self.on_prompt: Callable[[Sequence[BlockHash]], object] | None = None
-        """Callback with the full blocks of every prompt looked up."""
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
         return hash_blocks(self._digest, tokens, self.layout.block_tokens)
@@ -359,8 +348,8 @@ class BlockCache:
     def load_found(
         self, hashes: list[BlockHash], sink: BlockSink, tally: LoadTally, phase: PhaseClock, computing_s: float | None
     ) -> None:
-        """Place these blocks from block 0 of ``sink`` on. Stops at a failure, or after ``computing_s`` (the time to
-        compute the whole prompt instead).
+        """Place these blocks from block 0 of ``sink`` on, until a failure or ``computing_s`` (the time to compute the
+        prompt).
         """
         batches = self._lease(hashes)
         started_s = self.clock()
@@ -407,8 +396,7 @@ class BlockCache:
         """Store the blocks ``indices`` (ascending); returns the number acknowledged, and their bytes.
 
         Stops at the first block that the codec refuses, so that the stored blocks stay a prefix. ``account=False``
-        leaves the blocks, but not their bytes, out of the counters. Raises ValueTooLarge for a block that can never fit
-        the store.
+        leaves the blocks out of the counters. Raises ValueTooLarge for a block that can never fit.
         """
         self.owner.check()
         phase = PhaseClock(self.clock, seconds if seconds is not None else {})
@@ -447,7 +435,6 @@ class BlockCache:
             return 0
 
     def miss_reason(self, block_hash: BlockHash) -> str:
-        """Return the miss reason that a load of this block reports."""
         ticket = None
         try:
             ticket = self.store.prepare_load([block_hash])
@@ -528,7 +515,6 @@ class BlockCache:
     def _placing(
         self, sink: BlockSink, batch: LeasedBatch, values: list[memoryview | None]
     ) -> Iterator[list[Future[str]]]:
-        """Place all values in ``sink.threads`` threads; yields no futures if a thread suffices."""
         threads = min(getattr(sink, "threads", 1), len(values))
         if threads < 2 or (batch.ticket is not None and batch.ticket.placed):
             yield []
@@ -557,8 +543,6 @@ class BlockCache:
         return failure
 
     def _verify_placed(self, sink: RowSink, index: int, block_hash: BlockHash, head: memoryview, value_crc: int) -> str:
-        """Verify a block that the store wrote into the sink's rows; returns the failure reason, or ""."""
-
         def check() -> str:
             size_bytes = PAYLOAD_AT + self.layout.block_bytes
             if check_placed_block(head, size_bytes, value_crc, block_hash, self.layout) != RAW.codec_id:
@@ -618,14 +602,12 @@ class BlockCache:
             self.tier_failed()
 
     def delete_invalid(self, block_hash: BlockHash, failure: str) -> None:
-        """Delete a block with wrong bytes, so that it is stored again; other failures delete nothing."""
+        """Delete a block with wrong bytes, so that it is stored again."""
         if failure in _INVALID:
             self._delete(block_hash)
 
     def delete_sealed(self, hashes: Sequence[BlockHash], reports: Sequence[KeyReport]) -> None:
-        """Delete blocks that no key opens: present blocks are not stored again, so they would always miss. Blocks of a
-        key not distributed yet stay (``UNKNOWN_KEY``).
-        """
+        """Delete blocks that no key opens, as they would always miss. Blocks of a key not distributed yet stay."""
         for block_hash, report in zip(hashes, reports, strict=False):
             if report.reason == NOT_AUTHENTIC:
                 self._delete(block_hash)
@@ -700,7 +682,7 @@ class Saved:
 
 
 class Parts:
-    """Parts of a model in one store; the part without a window, if any, is the first.
+    """Parts of a model in one store; a part without a window is the first.
 
     Blocks and tokens are counted for the first part, bytes for all.
     """
@@ -730,11 +712,10 @@ class Parts:
         seconds: dict[str, float] | None = None,
         account: bool = True,
     ) -> LoadResult:
-        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the window of
-        the prefix's end.
+        """Place the longest cached prefix of ``tokens``, each part in its sink; of a windowed part only the last
+        window.
 
-        ``limit_tokens`` limits the tokens counted as supplied (default: all but the last). ``account=False`` leaves the
-        load out of the token counters.
+        ``limit_tokens`` limits the tokens counted as supplied (default: all but the last).
         """
         first = self.first
         if first.owner.elsewhere:
@@ -786,7 +767,6 @@ class Parts:
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
     def __deepcopy__(self, memo: object) -> Parts:
-        """Share the store with the copy."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -800,7 +780,7 @@ class Parts:
         sources: Sequence[BlockSource],
         seconds: dict[str, float] | None = None,
     ) -> Saved:
-        """Store the ``wanted`` blocks of each part; the first part last, as lookups start with it."""
+        """Store the ``wanted`` blocks; the first part last, as lookups start with it."""
         saved = Saved()
         for number in reversed(range(len(self.parts))):
             blocks = self.parts[number].blocks
@@ -812,7 +792,7 @@ class Parts:
 
 
 class PrefixSearch:
-    """Lookup of a prompt's blocks; each block is looked up once."""
+    """Lookup of a prompt's blocks, each once."""
 
     def __init__(
         self, parts: Sequence[Part], hashes: Sequence[list[BlockHash]], limit_tokens: int, first: int = 0
@@ -837,7 +817,6 @@ class PrefixSearch:
         return self._longest(wanted)
 
     def _longest(self, most: int) -> int:
-        """Return the longest prefix at whose end all windowed parts have their blocks."""
         if most and all(self._stored(number, self._get_visible_blocks(number, most)).all() for number in self._windows):
             return most
         # Running counts of missing blocks: a window has all its blocks if the count is the same at both of its ends.
@@ -862,7 +841,6 @@ class PrefixSearch:
         return np.array([known[index] for index in indices], bool)
 
     def miss_reason(self, found: int) -> str:
-        """Return the reason of the first missing block."""
         for number, part in enumerate(self._parts):
             visible = (
                 self._get_visible_blocks(number, found + 1) if part.window is not None else range(found, found + 1)
@@ -888,13 +866,13 @@ class _Loading(PrefixSearch):
         self._phase = phase
         self.computing_s = computing_s
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """Tier of each block that is in place, by part."""
+        """Tier of each placed block, by part."""
         self._failed: Counter[str] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
 
     def load(self, found: int) -> int:
-        """Place what is needed of the first ``found`` blocks; returns the length of the prefix in place."""
+        """Place what the first ``found`` blocks need; returns the length of the prefix in place."""
         loaded = found
         if found and self._parts[0].window is None:
             self._place(0, range(found))
@@ -926,9 +904,7 @@ class _Loading(PrefixSearch):
         return not tally.failed
 
     def tokens_by_tier(self, loaded: int) -> dict[str, int]:
-        """Count the tokens of each tier, up to the limit. Blocks outside all windows were not loaded; they count for
-        the first loaded block's tier.
-        """
+        """Count the tokens of each tier. Blocks outside all windows count for the first loaded block's tier."""
         tiers = next((part_tiers for part_tiers in self._placed if part_tiers), {})
         nearest = next(iter(tiers.values()), "")
         tokens: Counter[str] = Counter()

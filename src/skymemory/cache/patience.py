@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_SHARE = 0.1
-"""Share of the compute time that may be lost by waiting for a store that does not answer."""
+"""Share of the compute time that may be lost to a silent store."""
 TIMES_P99 = 2.0
 MIN_PATIENCE_S = 0.02
-"""Least wait. A call passes between threads, and each time another may hold the interpreter for a switch interval (5
-ms): a shorter wait would measure the computer, not the tier.
+"""Least wait. On the way threads may each wait a switch interval (5 ms): less would measure the computer, not
+the tier.
 """
 
 _KEPT_CALLS = 128
@@ -22,7 +22,7 @@ _ALIKE = 4
 _ENOUGH_ALIKE = 8
 _MIN_PASS_TOKENS = 8
 _KEPT_SHARE = 0.75
-"""Weight of all earlier passes when a pass is added."""
+"""Weight of earlier passes when a pass is added."""
 
 # The compute time belongs to the calling thread's context and is not an argument: it applies to a call through any
 # number of wrappers and tiers.
@@ -39,14 +39,14 @@ def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float
 
 
 def patience_while_computing_s(computing_s: float, latencies: Latencies, size_bytes: int) -> float:
-    """Return how long a load may take while its prompt is computed: until then waiting costs nothing."""
+    """Return how long a load may take while its prompt is computed."""
     p99_s = latencies.p99_s(size_bytes) or 0.0
     return max((1 + PATIENCE_SHARE) * computing_s, TIMES_P99 * p99_s, MIN_PATIENCE_S)
 
 
 @contextmanager
 def recompute_cost(seconds: float | None) -> Iterator[None]:
-    """Set the context's time to compute the requested blocks instead of loading them (None: unknown)."""
+    """Set the time to compute the requested blocks instead (None: unknown)."""
     token = _RECOMPUTE_COST_S.set(seconds)
     try:
         yield
@@ -55,10 +55,7 @@ def recompute_cost(seconds: float | None) -> Iterator[None]:
 
 
 class ComputeRate:
-    """Compute time of a prompt's tokens, from measured forward passes; later passes weigh more.
-
-    Ignores that attention grows with the prompt: for long prompts the result is too low.
-    """
+    """Compute time of tokens, from measured passes. Ignores that attention grows: too low for long prompts."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -66,7 +63,7 @@ class ComputeRate:
         self._assumed_token_s: float | None = None
 
     def assume(self, token_s: float) -> None:
-        """Assume these seconds per token until a pass has been measured."""
+        """Assume seconds per token until a pass is measured."""
         self._assumed_token_s = token_s
 
     def record(self, tokens: int, seconds: float) -> None:
@@ -80,14 +77,13 @@ class ComputeRate:
         return self._tokens > 0
 
     def seconds(self, tokens: int) -> float | None:
-        """Return the expected seconds for ``tokens``; None if nothing was measured or assumed."""
         if self._tokens:
             return tokens * self._seconds / self._tokens
         return None if self._assumed_token_s is None else tokens * self._assumed_token_s
 
 
 class Latencies:
-    """Latencies of the last calls of a kind; ``record`` and ``p99_s`` may run concurrently."""
+    """Latencies of the last calls; ``record`` and ``p99_s`` may run concurrently."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=_KEPT_CALLS)
@@ -96,10 +92,7 @@ class Latencies:
         self._calls.append((size_bytes, seconds))
 
     def p99_s(self, size_bytes: int = 0) -> float | None:
-        """Return the 99th percentile for calls that move ``size_bytes``; None before the first call.
-
-        If few calls moved about as many bytes, all count, smaller calls scaled up at their rate.
-        """
+        """Return the 99th percentile of calls of similar size; if those are few, of all, smaller calls scaled up."""
         calls = list(self._calls)
         if not calls:
             return None

@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 
 
 class PrefetchScheduler:
-    """Scheduler of prefetches. Call ``record_prompt`` for every prompt, and ``tick`` more often than every ``lead_s``
-    (``running`` does so in a thread).
+    """Scheduler of prefetches. Call ``record_prompt`` (thread-safe) for every prompt, and ``tick`` more often than
+    every ``lead_s``.
 
-    Prompts expected within ``lead_s`` are prefetched, with up to three attempts. Use a separate store: a prefetch may
-    take seconds, and other reads would wait. ``record_prompt`` is thread-safe. ``clock``: Unix time.
+    A prompt expected within ``lead_s`` is prefetched, in up to three attempts. Use a separate store: a prefetch may
+    take seconds, and other reads would wait. ``clock``: Unix time.
 
-    ``habits_file`` is read at construction and written by ``tick`` a minute after a sighting, by ``running`` at its
-    end, and by ``save``. Use it in one process at a time: the last writer wins. An unusable file is renamed to
-    ``<name>.bad``; a file of a later release is left alone, and nothing is written.
+    ``habits_file`` is read at construction and written a minute after a sighting, at the end of ``running``, and by
+    ``save``. Use it in one process: the last writer wins. An unusable file is renamed to ``<name>.bad``; a file of a
+    later release is left alone, and nothing is written.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefetchScheduler:
         self._lead_s = lead_s
         self._clock = clock
         self._attempts: dict[tuple[bytes, int, float], int] = {}
-        """Attempts by first block, number of blocks and time of an expectation."""
+        """Attempts by first block, number of blocks and time."""
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -78,7 +78,7 @@ class PrefetchScheduler:
             _log.warning("%s; renamed to %s, habits are learned from scratch", error, aside)
 
     def save(self) -> None:
-        """Write the habits file, if any. A failure is counted and logged."""
+        """Write the habits file. A failure is counted and logged."""
         if self._habits_file is None:
             return
         with self._lock:
@@ -178,7 +178,7 @@ def load_habits(predictor: Predictor, path: Path) -> None:
     """Restore the file's habits into a new predictor.
 
     Raises:
-        InvalidInput: the file cannot be read, is no habits file, or has another time zone; LaterFile if a later release
+        InvalidInput: the file is unreadable, no habits file, or has another time zone; LaterFile if a later release
             wrote it.
     """
     zone, habits = read_habits(path)

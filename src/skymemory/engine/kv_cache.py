@@ -1,8 +1,8 @@
 """SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
 
-transformers' own DynamicCache concatenates: its first step would copy everything that was just loaded. Here all layers
-share one tensor (layers, 2, kv_heads, room_tokens, head_dim) with room to grow. Blocks are copied into it once, and new
-tokens are written after them. Any other operation on a layer (crop, beams, offloading) falls back to DynamicLayer.
+DynamicCache concatenates: its first step would copy everything just loaded. Here all layers share one tensor (layers,
+2, kv_heads, room_tokens, head_dim) with room to grow. Any other operation on a layer (crop, beams, offloading) falls
+back to DynamicLayer.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches: the first touch of fresh memory costs more than the copy into it.
+    """Pool of memory for caches, at most ``keep`` arrays: the first touch of fresh memory costs more than a copy into
+    it.
 
-    An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array until the last view
-    of its storage is dropped. The pool keeps at most ``keep`` arrays.
+    An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array.
     """
 
     _GRAIN_BYTES = 8 << 20
@@ -130,7 +130,7 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""Reference count of an array that only its list holds, in this Python."""
+"""Reference count of an array that only its list holds."""
 
 
 def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -142,7 +142,7 @@ def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 _KEYS_ALONE = "value_states" not in inspect.signature(DynamicLayer.lazy_initialization).parameters
-"""True for transformers 4, which initializes a layer with its keys only."""
+"""True for transformers 4."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -152,7 +152,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
         self._in_place: torch.Tensor | None = None
-        """``keys`` as set here; if ``keys`` is another tensor, the layer has left the room."""
+        """``keys`` as set here; if they differ the layer has left the room."""
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -220,14 +220,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class Presence:
-    """Record of which tokens windowed layers hold: tokens outside the window need not be loaded."""
+    """Record of the tokens that windowed layers hold."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
         self._window = window
         self._tokens = np.zeros(room_tokens, bool)
 
     def mark_present(self, start: int, stop: int) -> None:
-        """Record tokens as present. Tokens after the room's end are computed, so they always count as present."""
+        """Record tokens as present. Tokens after the room's end are computed, so they always count."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -245,7 +245,7 @@ class Presence:
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
-        """Return ``suffices`` for each number of tokens from 0 to ``most``."""
+        """Return ``suffices`` for 0 to ``most`` tokens."""
         missing = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
         missing[1 : len(known) + 1] = np.cumsum(~known)
@@ -254,10 +254,8 @@ class Presence:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window.
-
-    transformers' own layer drops tokens outside the window. This layer keeps them, since blocks are stored from it, and
-    returns the same tensors to the model: from the first token in the window of the new tokens.
+    """Layer with a sliding window that keeps tokens outside it, since blocks are stored from it; transformers' drops
+    them.
     """
 
     is_sliding = True
@@ -316,7 +314,7 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 class LayerKind:
     attention: bool = True
     window: int | None = None
-    """Sliding window in tokens; None for full attention."""
+    """Window in tokens; None for full attention."""
     states: int = 0
 
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -329,7 +327,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window, stored and loaded together."""
+    """Layers with the same window."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -353,10 +351,10 @@ def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
 
 
 class GroupRoom:
-    """A group's part of the room: the sink of its ``BlockCache``."""
+    """Part of the room of a group: the sink of its ``BlockCache``."""
 
     def __init__(self, group: LayerGroup, layout: KVLayout, rooms: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """``rooms``: keys and values of the group's layers, each (layers, kv_heads, tokens, width)."""
+        """``rooms``: keys and values, each (layers, kv_heads, tokens, width)."""
         self._layout = layout
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
@@ -364,7 +362,7 @@ class GroupRoom:
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """See ``cache.blocks.RowSink``. Returns None on a device, or if a token of the block is present."""
+        """See ``cache.blocks.RowSink``. None on a device, or if a token of the block is present."""
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
         room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
@@ -420,12 +418,10 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
     A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the model's input equals them (``guard``). So ``generate`` passes the whole prompt, and its result always
-    equals that of an empty cache. A custom loop that passes only the tokens after the loaded ones calls ``begin``
-    first.
+    as far as the input equals them (``guard``). So ``generate`` passes the whole prompt, with the result of an empty
+    cache. A loop that passes only the tokens after the loaded tokens calls ``begin`` first.
 
-    ``result`` shows where the prefix came from. ``tokens()`` are the tokens that the guard recorded, as far as they are
-    known and equal in all rows; only these are ever stored.
+    ``tokens()`` are those that the guard recorded, known and equal in all rows; only these are ever stored.
     """
 
     def __init__(
@@ -438,9 +434,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         states: States | None = None,
         stop_every: int = 0,
     ) -> None:
-        """``kinds``: one per layer; empty: full attention. ``states``: the model's recurrent states, if any.
-        ``stop_every``: tokens between two kept states.
-        """
+        """``kinds``: per layer; empty: full attention. ``stop_every``: tokens between two kept states."""
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
@@ -468,21 +462,21 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
         self.context: CacheContext | None = None
-        """Context of the contents; None if they must not be stored."""
+        """None if the contents must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
-        """Tokens whose blocks are in the room, from token 0 on, whether or not they are contents yet."""
+        """Tokens whose blocks are in the room, contents or not."""
         self.prompt: Tokens = _NO_TOKENS
         self.source: Bringing | None = None
-        """Loader of further blocks: the window of a shorter prefix may include tokens that were not loaded."""
+        """Loader of further blocks: the window of a shorter prefix may include tokens not loaded."""
         self._accounted = 0
         self.padding = 0
-        """Left padding of the caller's prompt that is cut from the model's input."""
+        """Left padding that is cut from the model's input."""
         self.taken = 0
-        """Number of tokens that ``begin`` made contents; the caller passes the tokens after them."""
+        """Number of tokens that ``begin`` made contents."""
         self.filled = 0
-        """Number of leading tokens of the contents that were not computed with gradients."""
+        """Number of leading tokens not computed with gradients."""
         self.skipping: tuple[int, int] | None = None
-        """Loaded tokens (start, stop) that became contents; None once the forward pass that skips them has ended."""
+        """Loaded tokens (start, stop) that became contents, until the pass that skips them ends."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
@@ -496,12 +490,12 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Number of tokens held before that pass."""
         self._handed_to_generate = False
         self.used_before = False
-        """True if the cache had contents when ``generate`` took it and prepared its inputs."""
+        """True if the cache had contents when ``generate`` took it."""
 
     def fill(self, tokens: Tokens) -> None:
         """Make ``tokens``, whose blocks are placed, the contents.
 
-        Raises RuntimeError if tokens in the window after them were not placed.
+        Raises RuntimeError if tokens in their window were not placed.
         """
         if not self.suffices(len(tokens)):
             raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
@@ -525,7 +519,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return self.groups[group].has_block(index)
 
     def _account(self) -> None:
-        """Record the tokens appended since the last call as present. (Layers cannot: their updates are compiled.)"""
+        """Record the tokens appended since the last call. (Layers cannot: their updates are compiled.)"""
         length = self.held_tokens
         for group in self.groups:
             if group.presence is not None:
@@ -533,7 +527,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self._accounted = length
 
     def rewind(self) -> None:
-        """Empty the cache; its known contents stay as loaded tokens for the next forward pass."""
+        """Empty the cache; its known contents stay as loaded tokens."""
         if not self.get_seq_length():
             if self.has_failed:
                 self.undo()
@@ -555,8 +549,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return next((int(layer.keys.shape[0]) for layer in self._attention if layer.is_initialized), 0)
 
     def begin(self) -> int:
-        """Make the loaded tokens contents and return their number; then pass the prompt's tokens after them to the
-        unchanged model. Returns 0 for a cache that was pickled: its model is unknown.
+        """Make the loaded tokens contents and return their number; then pass the tokens after them to the unchanged
+        model. Returns 0 for a pickled cache: its model is unknown.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -568,8 +562,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position with all tokens of
-        its window and with kept states, if the model has any.
+        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position whose window is
+        held, with kept states, if the model has any.
         """
         length = self.held_tokens
         if not all(layer.in_place for layer in self._attention):
@@ -593,7 +587,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Return the positions up to ``end``, ascending, at which passes must end so that states can be kept."""
+        """Return the positions up to ``end`` at which passes must end so that states can be kept."""
         length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -613,16 +607,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             self._latest_stop = length
 
     def advance(self, tokens: int) -> None:
-        """Make the next ``tokens`` loaded tokens contents."""
         start = self.held_tokens
         self.fill(self.loaded[: start + tokens])
         self.skipping = (start, start + tokens) if tokens else None
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets when it begins. ``generate`` passes its whole prompt, so a used cache is rewound
-        and compared from the first token.
-        """
+        """Flag that ``generate`` sets when it begins. It passes its whole prompt, so a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -633,7 +624,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Keep the contents from being overwritten meanwhile, even if another thread generates with the cache."""
+        """Protect the contents from being overwritten, even if another thread generates with the cache."""
         self._readers += 1
         try:
             yield
@@ -651,7 +642,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
 
     def undo(self) -> None:
-        """Empty the cache after a first pass that failed; the loaded tokens stay usable."""
+        """Empty the cache after a failed first pass; the loaded tokens stay usable."""
         self._empty(self.loaded)
 
     def on_pass_end(self) -> None:
@@ -659,7 +650,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_known_tokens(self) -> bool:
-        """True if the contents are known tokens at consecutive positions."""
         return not self._closed
 
     def record_input(self, input_ids: torch.Tensor | None, plain: bool) -> None:
@@ -746,12 +736,12 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """True if ``shift_rows`` can move the rows: no recurrent states and no windows, which may lack tokens."""
+        """True without recurrent states and windows, which may lack tokens."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row's contents right by so many columns; as many at the end are dropped. The caller's mask hides
-        the new left padding. Columns then hold different tokens in each row, so nothing is stored from them.
+        """Move each row right by so many columns; the caller's mask hides the padding. Columns then differ by row, so
+        nothing is stored from them.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
@@ -771,7 +761,7 @@ class CacheSource:
     """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
-        """``layers``: the layers of a block, as indices among those with attention; empty: all."""
+        """``layers``: those of a block, as indices among the layers with attention; empty: all."""
         pairs = _of_tokens(cache)
         self._layers = [
             (keys[0].detach(), values[0].detach()) for keys, values in ([pairs[at] for at in layers] or pairs)
@@ -808,9 +798,7 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
-    """Return the bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block of this many
-    tokens.
-    """
+    """Return the bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block."""
     layers, heads, tokens, width = keys.shape
     layer_items = heads * tokens * width
     if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != layer_items * keys.element_size():
@@ -822,17 +810,17 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 
 
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return views of a block's keys and values, each (layers, kv_heads, tokens, bytes of a head).
+    """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Blocks are copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a
-    thread that another program keeps from running.
+    Copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a thread that
+    another program keeps from running.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
 
 def _split_keys_values(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
-    """Split ``layers``, (…, numbers of a layer), into keys and values, each (…, kv_heads, tokens, width)."""
+    """Split ``layers`` (…, numbers of a layer) into keys and values, each (…, kv_heads, tokens, width)."""
     shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
     return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)
@@ -852,14 +840,14 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Number of threads that check blocks and copy them into pinned memory. On an H100's host one thread takes 0.2 s for a
-gigabyte, eight threads take 0.05 s, and the bus takes 0.02 s.
+"""Number of threads that check and copy blocks. On an H100's host one takes 0.2 s for a gigabyte, eight 0.05 s, the bus
+0.02 s.
 """
 
 
 class Staging:
-    """Copier of blocks into ``rooms``, keys and values on one device: each (layers, kv_heads, tokens, width), slices of
-    one tensor. ``place`` may be called from several threads.
+    """Copier of blocks into ``rooms``, keys and values on a device: each (layers, kv_heads, tokens, width), slices of
+    one tensor. ``place`` is thread-safe.
     """
 
     def __init__(self, rooms: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -873,7 +861,7 @@ class Staging:
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
         self._batch: _Batch | None = None
-        """Batch that blocks are copied into now; None: the next block begins another batch."""
+        """Batch that blocks are copied into now; None: the next block begins another."""
         self._copying = 0
         self._sent: list[tuple[torch.Tensor, Any]] = []
         """Host memory that a running copy reads, with the event of its end."""
@@ -957,7 +945,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 class Gathered:
-    """Reader of blocks from ``layers`` on one device: keys and values of a sequence, each (kv_heads, tokens, width)."""
+    """Reader of blocks from ``layers`` on a device: keys and values, each (kv_heads, tokens, width)."""
 
     def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout) -> None:
         self._layers = layers

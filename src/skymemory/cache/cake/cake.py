@@ -32,19 +32,17 @@ _WAITING = 1 << 16
 @dataclass(frozen=True, slots=True)
 class CakeSettings:
     step_tokens: int = 512
-    """Tokens of an engine step, over all requests; whole blocks."""
+    """Tokens of an engine step, over all requests."""
     chunk_tokens: int | None = None
-    """Tokens per chunk, in whole blocks; None: this prompt's share of a step. With small chunks the sides meet more
-    exactly, but each costs a request.
+    """Whole blocks; None: this prompt's share of a step. With small chunks the sides meet more exactly, but each costs
+    a request.
     """
     in_flight_bytes: int = 64 << 20
     """Limit of requested bytes; a single chunk is always allowed."""
     fetch_threads: int = 3
-    """Number of fetch threads. With three, a chunk is placed, the next is loaded, and another waits."""
+    """Number of threads. With three, a chunk is placed, the next is loaded, and another waits."""
     deadline_s: float = 10.0
-    """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed. A hanging fetch keeps its
-    thread; without a thread everything is computed.
-    """
+    """Time to load a chunk, besides its bytes at ``least_bytes_per_s``; then it is computed."""
     least_bytes_per_s: float = 1e6
     """Rate of the slowest link not considered broken."""
 
@@ -68,10 +66,7 @@ class CakeSettings:
 
 
 class Cake:
-    """Cake of one model's ``Parts``; keeps the measured speeds.
-
-    All parts of each block are loaded, as it is unknown where the sides will meet.
-    """
+    """Cake of one model's ``Parts``. All parts of each block are loaded, as it is unknown where the sides will meet."""
 
     def __init__(self, parts: Parts, settings: CakeSettings | None = None) -> None:
         self.settings = settings or CakeSettings()
@@ -105,8 +100,7 @@ class Cake:
         """Look ``tokens`` up and begin to load, each part into its sink.
 
         ``budget_tokens``: this prompt's tokens of the first step. ``limit_tokens`` limits the tokens counted as
-        supplied. The load reaches to the last stored block; missing blocks before it are computed. ``on_chunks``
-        receives the number of chunks, ``on_settled`` index and origin of each chunk in place.
+        supplied. ``on_chunks`` receives the number of chunks, ``on_settled`` index and origin of each chunk in place.
         """
         self.blocks.owner.check()
         blocks, block_tokens = self.blocks, self.blocks.layout.block_tokens
@@ -233,7 +227,7 @@ class CakeLoad:
 
     @property
     def reach_tokens(self) -> int:
-        """Number of leading tokens in place when the session is done."""
+        """Number of leading tokens in place at the end."""
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
@@ -279,15 +273,11 @@ class CakeLoad:
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
     tiers: tuple[str, ...]
-    """Tier of each block, in the first part."""
     size_bytes: int
-    """Bytes of all parts."""
     retransmitted: int
 
 
 class StoredChunks:
-    """Chunks of a prompt in the store."""
-
     def __init__(
         self,
         parts: Sequence[BlockCache],
@@ -306,7 +296,7 @@ class StoredChunks:
         self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
-        """Lease and load a chunk's blocks; None if any fails."""
+        """Lease and load a chunk; None if any block fails."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []
@@ -367,7 +357,7 @@ class StoredChunks:
         return True
 
     def give_up(self, index: int) -> None:
-        """Record a timeout; late failures of this fetch are not counted again."""
+        """Record a timeout; late failures are not counted again."""
         blocks = self._parts[0][0]
         blocks.tier_failed()
         self._fail(index, "deadline", self._chunks[index].tokens // blocks.layout.block_tokens)
@@ -414,7 +404,7 @@ class FetchedParts:
 
 
 def _release(parts: Sequence[FetchedBlocks]) -> None:
-    """Release the leases and delete invalid blocks; not while placing, since other threads wait then."""
+    """Release leases and delete invalid blocks; not while placing, since other threads wait then."""
     for part in parts:
         part.values = []
         part.blocks.release(part.ticket)

@@ -1,18 +1,17 @@
 """Cake's algorithm ("Compute or load KV cache? Why not both?", sections 4.2, A and B), as a scheduler without I/O.
 
-The caller reports events with ``now_s``, then asks ``poll`` what to do. The paper's steps:
+The caller reports events, then asks ``poll`` what to do. The paper's steps:
 
 1. Split the prompt into chunks (A.1): ``cut_prompt``.
-2. Two pointers (A.2): ``_compute_ptr``, the first missing chunk, and ``_io_ptr``, the last chunk not requested.
+2. Two pointers (A.2): ``_compute_ptr``, the first missing chunk; ``_io_ptr``, the last not requested.
 3. ``push_seq`` (B.2, 2) takes the chunks and lists the fetches, last chunk first.
-4. Load backwards from ``_io_ptr`` (A.5): ``_next_fetch``.
-5. Compute forwards from ``_compute_ptr`` (A.4): ``_next_step``. A computed token needs all tokens before it; a loaded
-   chunk may lie anywhere. After each step ``is_resident`` (B.2, 4) shows what was loaded.
+4. Load backwards (A.5): ``_next_fetch``.
+5. Compute forwards (A.4): ``_next_step``, as a token needs all tokens before it. ``is_resident`` (B.2, 4) shows what
+   was loaded.
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
-Extensions: a step fills its budget over several small chunks. A chunk that both sides could take goes to the side
-expected to have it sooner by the measured speeds (``Pace``). A late load is waited for at most as long as computing
-takes. ``computes`` or ``loads`` turns a side off; what cannot be loaded is computed in either case.
+Extensions: a step fills its budget over several small chunks; a chunk goes to the side expected to have it sooner
+(``Pace``); a late load is waited for at most as long as computing takes.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Consecutive tokens, computed or loaded together."""
+    """Tokens computed or loaded together."""
 
     first_token: int
     tokens: int
     size_bytes: int = 0
-    """Bytes to load; may be 0."""
     loadable: bool = False
     """True if the store has all its tokens."""
     resident: bool = False
-    """True if already in memory."""
 
 
 def cut_prompt(
@@ -51,11 +48,11 @@ def cut_prompt(
     stored_blocks: Sequence[int | None],
     resident_tokens: int = 0,
 ) -> tuple[PromptChunk, ...]:
-    """Return the chunks of a prompt, in order, covering every token once.
+    """Return the chunks, in order, covering every token once.
 
     ``stored_blocks``: bytes of each full block, None if not stored; may be shorter. A chunk ends after ``step_tokens``,
-    at the end of the resident prefix, and between stored and missing blocks. Tokens after the last full block are
-    computed. Raises InvalidInput for sizes that are not positive, or steps that are not whole blocks.
+    at the end of the resident prefix, and between stored and missing blocks. Raises InvalidInput for sizes that are not
+    positive, or not whole blocks.
     """
     if prompt_tokens < 1 or step_tokens < 1 or block_tokens < 1 or step_tokens % block_tokens:
         raise InvalidInput(
@@ -101,7 +98,7 @@ class ComputeStep:
     first_token: int
     tokens: int
     chunks: int = 1
-    """Number of chunks that it reaches into; it may end within the last."""
+    """Number of chunks touched."""
 
     @property
     def indices(self) -> range:
@@ -115,13 +112,12 @@ class Actions:
     compute: ComputeStep | None = None
     fetch: tuple[int, ...] = ()
     cancel: tuple[int, ...] = ()
-    """Cancelled fetches; if they still arrive they are ignored."""
     wake_s: float | None = None
     """Time of the next ``poll`` without an event."""
 
 
 class BidirectionalLoader:
-    """Scheduler of a prompt. ``max_in_flight_bytes`` limits the requested bytes; a single chunk is always allowed."""
+    """Scheduler of a prompt. ``max_in_flight_bytes`` always allows a single chunk."""
 
     def __init__(
         self,
@@ -133,8 +129,8 @@ class BidirectionalLoader:
         loads: bool = True,
         others_fill: bool | None = None,
     ) -> None:
-        """``budget_tokens``: this prompt's tokens of each step. ``others_fill``: True if other requests fill the
-        remainder of a step (None: unknown).
+        """``budget_tokens``: tokens of each step. ``others_fill``: True if other requests fill its remainder (None:
+        unknown).
         """
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
@@ -163,8 +159,7 @@ class BidirectionalLoader:
     # --- events ---
 
     def push_seq(self, chunks: Sequence[PromptChunk], now_s: float) -> tuple[tuple[int, int], ...]:
-        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching, so that buffers can be
-        allocated.
+        """Take the prompt; returns (index, bytes) of the loadable chunks in order of fetching.
 
         Raises InvalidInput for chunks that do not follow each other, or a second prompt.
         """
@@ -186,7 +181,7 @@ class BidirectionalLoader:
         return tuple((i, chunks[i].size_bytes) for i in reversed(range(len(chunks))) if self._loadable[i])
 
     def chunk_computed(self, now_s: float) -> None:
-        """Record the end of the current step. Raises InvalidInput if there is none."""
+        """Record the end of the step. Raises InvalidInput if there is none."""
         step = self._step
         if step is None:
             raise InvalidInput("no step is under way")
@@ -216,7 +211,7 @@ class BidirectionalLoader:
             self._wasted_tokens += self._computed_tokens[step.index]
 
     def chunk_loaded(self, index: int, now_s: float) -> None:
-        """Record that a chunk is placed and verified; ignored if it was cancelled or already loaded."""
+        """Record that a chunk is placed and verified; ignored if no longer requested."""
         if index not in self._link:
             return
         self._link.on_fetched(index, now_s)
@@ -233,13 +228,13 @@ class BidirectionalLoader:
         self._failed_loads += 1
 
     def budget_changed(self, budget_tokens: int) -> None:
-        """Set this prompt's tokens of each step; 0 pauses computing, not loading."""
+        """Set the tokens of each step; 0 pauses computing, not loading."""
         if budget_tokens < 0:
             raise InvalidInput(f"budget_tokens is {budget_tokens}: negative")
         self._budget_tokens = budget_tokens
 
     def abort(self, now_s: float) -> None:
-        """Cancel the request: the next ``poll`` cancels every fetch and starts nothing."""
+        """Cancel the request: the next ``poll`` cancels every fetch."""
         if self.done:
             return
         self._aborted = True
@@ -257,13 +252,12 @@ class BidirectionalLoader:
         return origin.value if origin else ""
 
     def link_takes_s(self, index: int) -> float | None:
-        """Return the seconds that a chunk occupies the link; None before a rate is known."""
         rate = self._pace.bytes_per_s
         return None if rate is None else self._chunks[index].size_bytes / rate
 
     @property
     def done(self) -> bool:
-        """True if every chunk is resident (or the request aborted) and no step is running."""
+        """True if every chunk is resident, or the request aborted, and no step is running."""
         return self._step is None and (self._aborted or self._compute_ptr == len(self._chunks))
 
     def poll(self, now_s: float) -> Actions:
@@ -299,7 +293,6 @@ class BidirectionalLoader:
         )
 
     def _next_fetch(self, now_s: float) -> int | None:
-        """Return the last loadable chunk between the pointers, unless computing it is expected to be sooner."""
         index = self._io_ptr
         while index >= self._compute_ptr and (self._origin[index] is not None or not self._loadable[index]):
             index -= 1
@@ -377,7 +370,7 @@ class BidirectionalLoader:
 
 
 class PromptWork:
-    """Prefix sums over a prompt's chunks: the cost of any run of them in constant time."""
+    """Prefix sums over chunks: the cost of any run in constant time."""
 
     def __init__(self, chunks: Sequence[PromptChunk], loads: bool) -> None:
         missing = [0 if chunk.resident else chunk.tokens for chunk in chunks]
@@ -394,9 +387,7 @@ class PromptWork:
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
     def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
-        """Return the seconds to compute chunks ``first`` (without its ``computed`` tokens) to ``last``; None before a
-        measurement.
-        """
+        """Return the seconds to compute chunks ``first`` (without ``computed`` tokens) to ``last``."""
         line = pace.line()
         if line is None:
             return None
@@ -412,7 +403,7 @@ class PromptWork:
 
 
 class FetchQueue:
-    """Requested fetches, served in order, and their expected times; ``max_bytes`` limits all but a single fetch."""
+    """Requested fetches, served in order; ``max_bytes`` always allows a single fetch."""
 
     def __init__(self, pace: Pace, max_bytes: int) -> None:
         self._pace = pace
@@ -444,19 +435,18 @@ class FetchQueue:
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
-        """Record a failure; returns the fetch's bytes. The link's time counts as spent."""
+        """Record a failure; returns the bytes. The link's time counts as spent."""
         if index == self._head():
             self._pace.load_took(0, now_s - self._head_since_s)
         return self.cancel(index, now_s)
 
     def cancel(self, index: int, now_s: float) -> int:
-        """Cancel the fetch; returns its bytes."""
         if index == self._head():
             self._head_since_s = now_s  # else the oldest stays as late as before
         return self._drop(index)
 
     def head_s(self, now_s: float) -> float:
-        """Return the seconds until the oldest fetch is expected; negative if it is late; 0 on an idle link."""
+        """Return the seconds until the oldest fetch is expected; negative if late."""
         rate = self._pace.bytes_per_s
         if rate is None or not self._sizes:
             return 0.0
@@ -464,8 +454,8 @@ class FetchQueue:
         return self._head_since_s + latency_s + self._head_bytes() / rate - now_s
 
     def idle_after_s(self, more_bytes: int, now_s: float) -> float | None:
-        """Return the seconds until all requested bytes and ``more_bytes`` are loaded; None if no rate is known. A late
-        fetch is expected to take as long again.
+        """Return the seconds until all requests and ``more_bytes`` are loaded. A late fetch is expected to take as long
+        again.
         """
         rate = self._pace.bytes_per_s
         if rate is None:
@@ -474,7 +464,6 @@ class FetchQueue:
         return max(asked_s, self._pace.latency_s) + more_bytes / rate if more_bytes else asked_s
 
     def here_after_s(self, index: int, now_s: float) -> float | None:
-        """Return the seconds until a requested fetch is loaded; None if no rate is known."""
         rate = self._pace.bytes_per_s
         if rate is None:
             return None

@@ -1,12 +1,11 @@
 """Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
-All calls to the scheduler are made under one lock. A chunk's memory is written by one side at a time: its load waits
-for the end of a step that computes it; a step waits while one of its chunks is being placed, and is dropped if that
-chunk is then in place. A fetch that times out is given up: its chunk is computed, its thread is unavailable until the
-fetch returns, and the late result is dropped.
+The scheduler is called under one lock. A chunk's memory is written by one side at a time: its load waits for the end of
+its step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. A fetch that
+times out is given up: its chunk is computed, and its thread is unavailable until it returns.
 
-A fetch in a worker (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write the
-chunk there, report it, release it.
+A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write it, report it,
+release it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class FetchedChunk(Protocol):
 
 
 class ChunkSource(Protocol):
-    """Source of a session's chunks; called from several threads."""
+    """Source of chunks; called from several threads."""
 
     def fetch(self, index: int) -> FetchedChunk | None:
         """Load a chunk; None if any of it fails. Raises nothing that a broken tier raises."""
@@ -66,8 +65,8 @@ class Fetch:
 def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
     """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
-    It starts shortly before the fetch ahead ends, or the link would be idle in between; not at once, or each would get
-    half of the link. So the first, which is needed sooner, is late by at most a twentieth of its time, or 10 ms.
+    Earlier, each would get half of the link; later, the link would be idle. The first, which is needed sooner, is late
+    by at most a twentieth of its time, or 10 ms.
     """
     if takes_s is None:
         return math.inf
@@ -75,10 +74,10 @@ def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
 
 
 class LoadingSession:
-    """Session that drives ``loader`` over ``chunks``.
+    """Session that drives ``loader``.
 
     ``on_settled`` receives index and origin of each chunk in place, in any thread; ``on_late`` bytes and seconds of a
-    fetch that computing overtook. ``patience_s`` returns a fetch's timeout by its bytes.
+    fetch that computing overtook.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class LoadingSession:
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
-        """Seconds spent in the scheduler, over all threads."""
+        """Sum over all threads."""
         self.turns = 0
         loader.push_seq(chunks, clock())
         with self._changed:
@@ -121,7 +120,7 @@ class LoadingSession:
 
     @property
     def done(self) -> bool:
-        """True if all chunks are in place and reported; False after an exception, which ``next_step`` raises."""
+        """True if all chunks are in place and reported; False after an exception."""
         with self._changed:
             return self._loader.done and not self._notifying and self._error is None
 
@@ -140,8 +139,8 @@ class LoadingSession:
     # --- engine thread ---
 
     def next_step(self, timeout_s: float | None = None) -> ComputeStep | None:
-        """Return the next step to compute; then call ``step_done``. None: all is in place, or ``timeout_s`` is over.
-        Raises what a worker raised.
+        """Return the next step; then call ``step_done``. None: all is in place, or the timeout is over. Raises what a
+        worker raised.
         """
         ends_s = None if timeout_s is None else self._clock() + timeout_s
         with self._changed:
@@ -182,7 +181,7 @@ class LoadingSession:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Abort what is not done. On return no thread writes into the engine's memory any more."""
+        """Abort what is not done. On return no thread writes into the engine's memory."""
         with self._changed:
             if self._stepping or self._ready is not None:
                 self._stepping, self._ready = range(0), None
@@ -257,7 +256,7 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, placed: bool) -> bool:
-        """Report the chunk if it is still wanted; returns True if the load placed it."""
+        """Report a chunk still wanted; returns True if the load placed it."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)
@@ -317,7 +316,7 @@ class LoadingSession:
                 self._source.give_up(fetch.index)
 
     def _fetch_next(self) -> bool:
-        """Start the next fetch, up to two at a time. False: no thread is available; all requests failed."""
+        """Start up to two fetches. False: no thread is available; all requests failed."""
         while True:
             while self._asked and self._asked[0] not in self._wanted:
                 self._asked.popleft()

@@ -1,7 +1,6 @@
-"""Load over all tiers: leased from the nearest tiers that hold the keys, loaded concurrently, retried in farther tiers.
+"""Load over all tiers: leased from the nearest that hold the keys, loaded concurrently, retried in farther tiers.
 
-A key that was not loaded has a reason: "deadline" for a tier that hangs, "unreachable" for a tier that failed or was
-skipped, "corrupt", "absent" …
+Miss reasons: "deadline" of a tier that hangs, "unreachable" of a tier that failed or was skipped, "corrupt", "absent" …
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
 
 
 class TieredLoad:
-    """Leases on ``keys`` in the nearest tiers that hold them. ``versions``: from before the lookup."""
+    """Leases on ``keys`` in the nearest tiers that hold them."""
 
     def __init__(
         self, keys: Sequence[bytes], tiers: Sequence[Tier], outbound: Outbound, versions: dict[bytes, int]
@@ -39,11 +38,10 @@ class TieredLoad:
         self._outbound = outbound
         self.versions = versions
         self.sources: dict[bytes, int] = {}
-        """Number of the tier that supplied each value; -1 if it was moving."""
+        """Tier number of each value; -1 if it was moving."""
         self._loads: list[TierLoad] = []
         self._moving: dict[bytes, Moving] = {}
         self._tier_skipped = False
-        """True if a tier was not asked: missing keys may be there."""
         remaining = list(dict.fromkeys(keys))
         for tier in tiers:
             if tier.number == 1:
@@ -81,7 +79,7 @@ class TieredLoad:
         return ordered, LoadReport(ordered_reports, seconds)
 
     def _why_absent(self) -> str:
-        """Return the miss reason of keys that no tier holds; only a load shows that a tier does not answer."""
+        """Return why no tier holds the keys; only a load shows that a tier does not answer."""
         if self._tier_skipped:
             return "unreachable"
         for tier in self._tiers if not self._loads and self._keys else ():
@@ -102,7 +100,7 @@ class TieredLoad:
         reports: dict[bytes, KeyReport],
         tried: dict[bytes, int],
     ) -> None:
-        """Run ``loads`` concurrently; those in this thread start last."""
+        """Run concurrently; loads in this thread start last."""
         ordered = sorted(loads, key=lambda load: (load.tier.settings.local, load.tier.at_once is not None))
         for load in ordered:
             load.start(budget, until_s)
@@ -139,7 +137,6 @@ def _miss_reason(tier: Tier, key: bytes) -> str:
 
 
 def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
-    """Complete a load in the tier's thread; a failed load keeps no lease."""
     try:
         return store.complete_load(ticket)
     except BaseException:
@@ -149,7 +146,7 @@ def _complete(store: Store, ticket: LoadTicket) -> list[memoryview | None]:
 
 
 class TierLoad:
-    """Share of a load at one tier: ``lease``, ``start``, ``end``, ``release``."""
+    """Share of a load at one tier."""
 
     def __init__(self, tier: Tier, keys: list[bytes], ticket: LoadTicket) -> None:
         self.tier = tier
@@ -157,7 +154,6 @@ class TierLoad:
         self._ticket: LoadTicket | None = ticket
         self._call: Call[list[memoryview | None]] | None = None
         self._values: list[memoryview | None] | None = None
-        """Values of a load that was completed at once."""
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None
         self._reserved_bytes: list[int] = []
@@ -190,8 +186,8 @@ class TierLoad:
         return int(len(self.keys) * self.tier.mean_value_bytes)
 
     def start(self, budget: InFlightBudget, until_s: float) -> None:
-        """Begin to load once ``budget`` admits the expected bytes (a local tier needs none). The load ends by
-        ``until_s``, or earlier by the tier's own deadline.
+        """Begin once ``budget`` admits the expected bytes (a local tier needs none); ends by ``until_s`` or the tier's
+        deadline.
         """
         ticket, store = self._ticket, self.tier.store
         if ticket is None or not self.tier.usable(self.keys):
@@ -222,7 +218,7 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Return the reserved bytes once: by the caller or the tier's thread."""
+        """Return the reserved bytes once, by the first of both threads."""
         with suppress(IndexError):
             size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:
@@ -261,7 +257,7 @@ class TierLoad:
         return self._verified(values, reports if len(reports) == len(self.keys) else ())
 
     def _verified(self, values: list[memoryview | None], tier_reports: Sequence[KeyReport]) -> Loaded:
-        """Verify the values: each counts only if it belongs to its key."""
+        """Count a value only if it belongs to its key."""
         tier, verify = self.tier, self.tier.settings.verify
         good: dict[bytes, memoryview] = {}
         reports: dict[bytes, KeyReport] = {}
@@ -288,7 +284,7 @@ class TierLoad:
         return good, reports
 
     def release(self) -> None:
-        """Release the lease and the values' views. May be called again."""
+        """Release the lease and the values' views; idempotent."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.tier.release(ticket)
@@ -310,7 +306,7 @@ class InFlightBudget:
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int, timeout_s: float) -> bool:
-        """Reserve bytes, waiting up to ``timeout_s``; False without room. ``give_back`` must follow."""
+        """Reserve bytes, waiting up to ``timeout_s``; False without room."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._fits(size_bytes), max(0.0, timeout_s)):
                 return False

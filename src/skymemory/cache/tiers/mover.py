@@ -49,7 +49,7 @@ class TierMover:
                 self._stopping.wait(wait_s)
 
     def move_batch(self) -> bool:
-        """Copy a batch; returns True if any of it is done."""
+        """Copy a batch; returns True if any is done."""
         batch = self._outbound.next_batch(_BATCH_BYTES)
         with self._locks.try_lock([moving.key for moving in batch]) as locked:
             mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in locked]
@@ -59,7 +59,7 @@ class TierMover:
         return bool(done)
 
     def _write_back(self, movings: list[Moving]) -> list[Moving]:
-        """Store the values in all of their tiers; returns those that a tier took or all refused."""
+        """Store values in all their tiers; returns those that a tier took or all refused."""
         if not movings:
             return []
         keys = [moving.key for moving in movings]
@@ -100,9 +100,7 @@ class TierMover:
         return movings
 
     def _store_backlog(self, tier: Tier) -> None:
-        """Store blocks that ``tier`` missed, read from the other tiers. Blocks neither taken nor refused go to the end
-        of its backlog.
-        """
+        """Store blocks that ``tier`` missed, from other tiers. Blocks neither taken nor refused stay in its backlog."""
         backlog = tier.backlog.first(max(1, int(_BATCH_BYTES / self._tiers[0].mean_value_bytes)))
         with self._locks.try_lock(backlog) as locked:
             keys = [key for key in backlog if key in locked]
@@ -119,9 +117,7 @@ class TierMover:
             tier.backlog_retry.finished(not unstored or any(done), tier.clock())
 
     def _copies(self, keys: Sequence[bytes], lacking: Tier) -> tuple[dict[bytes, bytes], set[bytes]]:
-        """Return values of ``keys`` from the outbound queue or the nearest other tier, and the keys that a tier that
-        does not answer may have.
-        """
+        """Return values from the queue or other tiers, and the keys that a silent tier may have."""
         values = {key: moving.value for key, moving in self._outbound.get(keys).items()}
         unanswered = False
         for tier in self._tiers:

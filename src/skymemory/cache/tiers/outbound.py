@@ -1,4 +1,4 @@
-"""Queue in memory of values moving between tiers, within a byte budget; readable while queued.
+"""Queue in memory of values moving between tiers, within a byte budget.
 
 ``dirty`` values (write-back) are acknowledged but not yet in their tiers: never dropped. Others are dropped for lack of
 room.
@@ -34,7 +34,6 @@ class Outbound:
         self._woken = False
         self.used_bytes = 0
         self.dropped = 0
-        """Number of values dropped for lack of room."""
 
     def add(self, moving: Moving) -> bool:
         """Queue the value; False without room. A dirty value queued under its key is newer and stays."""
@@ -64,7 +63,7 @@ class Outbound:
             return self._remove(keys)
 
     def done(self, movings: Iterable[Moving]) -> None:
-        """Remove values that were copied, or cannot be; a newer value of the same key stays."""
+        """Remove values; a newer value of the same key stays."""
         with self._changed:
             self._remove([m.key for m in movings if self._movings.get(m.key) is m])
 
@@ -99,7 +98,7 @@ class Outbound:
         return len(self._movings)
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Wait for a value, ``wake`` or the timeout; returns True if a value is queued."""
+        """Wait for a value, ``wake`` or the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._movings) or self._woken, timeout_s)
             self._woken = False
@@ -110,7 +109,6 @@ class Outbound:
             return self._changed.wait_for(lambda: not self._movings, timeout_s)
 
     def wake(self) -> None:
-        """End a ``wait_filled``."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

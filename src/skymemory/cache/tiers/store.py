@@ -1,8 +1,7 @@
 """Hierarchy of stores with the contract of a single store: the nearest tier that holds a key supplies it.
 
-A tier that hangs or fails costs only misses (``tier``). A key that a put or a delete did not reach in a tier is ignored
-there until its copy is deleted (``tier.DirtyKeys``). A background thread (``mover``) does write-back, demotion and
-repairs.
+A tier that fails costs only misses (``tier``). A key that a put or delete did not reach is ignored there until deleted
+(``tier.DirtyKeys``). ``mover`` does write-back, demotion and repairs in a thread.
 """
 
 from __future__ import annotations
@@ -50,19 +49,18 @@ PROMOTIONS = ("always", "second hit", "never")
 @dataclass(frozen=True, slots=True)
 class HierarchySettings:
     promote: str = "always"
-    """Promotion to the nearest tier of what a farther tier supplied."""
+    """Promotion of a farther tier's values to the nearest."""
     demote: bool = True
-    """True to offer a tier's evicted values to the next tier (``store.base.Evicting``)."""
+    """True to offer evicted values to the next tier (``store.base.Evicting``)."""
     write_back: bool = False
     """False: a put waits for all tiers. True: for the nearest; the others get it later, from memory."""
     load_deadline_s: float = 10.0
-    """Time after which a load is a miss."""
     close_deadline_s: float = 10.0
-    """Time that ``close`` waits for write-back; the remainder counts as lost."""
+    """Time for write-back; the remainder counts as lost."""
     outbound_bytes: int = 256 << 20
-    """Limit of the values moving between tiers. At the limit a put waits for all tiers."""
+    """Limit of moving values. At the limit a put waits for all tiers."""
     in_flight_bytes: int = 256 << 20
-    """Limit of the expected bytes being loaded from tiers not local, over all threads."""
+    """Limit of the expected bytes being loaded from remote tiers, over all threads."""
 
     def __post_init__(self) -> None:
         if self.promote not in PROMOTIONS:
@@ -72,7 +70,7 @@ class HierarchySettings:
 
 
 class TieredStore(TwoPhase):
-    """Store of ``tiers``, the nearest first; they are closed with it."""
+    """Store of ``tiers``, the nearest first; closes them."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class TieredStore(TwoPhase):
         return all(tier.store.leases and tier.settings.local for tier in self.tiers)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the prefix: first each tier's own, as that is cheap, then the next keys from all tiers together."""
+        """Return the prefix: each tier's own first, as that is cheap; then all tiers together."""
         keys = self._check(keys)
         reached = [0] * len(self.tiers)
         for tier in self.tiers:
@@ -167,7 +165,6 @@ class TieredStore(TwoPhase):
         return next((at for at in range(count, len(keys)) if keys[at] not in held_keys), len(keys))
 
     def _find_held_keys(self, keys: Sequence[bytes], tiers: Sequence[Tier] | None = None) -> set[bytes]:
-        """Return the ``keys`` that are in any of ``tiers`` (default: all), or moving."""
         held_keys = set(self._outbound.get(keys))
         for tier in self.tiers if tiers is None else tiers:
             remaining = [key for key in keys if key not in held_keys]
@@ -203,7 +200,7 @@ class TieredStore(TwoPhase):
         return views
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
-        """Copy what farther tiers supplied to the nearest, unless changed since the lease."""
+        """Copy far values to the nearest tier, unless changed since the lease."""
         top, policy = self.tiers[0], self.settings.promote
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":
@@ -273,7 +270,7 @@ class TieredStore(TwoPhase):
         return [any(by_tier) for by_tier in zip(*pinned, strict=True)]
 
     def delete(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Delete keys. None if a tier has not confirmed: its copy is not read, and deleted once the tier answers."""
+        """Delete keys. None if a tier has not confirmed: its copy is not read, and deleted later."""
         keys = self._check(keys)
         with self._locks.exclusive(keys):
             deleted = [tier.delete(keys) for tier in self.tiers]
@@ -312,9 +309,7 @@ class TieredStore(TwoPhase):
         return [yes and key not in tier.dirty_keys for key, yes in zip(keys, answers, strict=True)]
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the sum over the nearest tiers that hold the keys, an upper bound as tiers load concurrently;
-        infinite if a key is in none.
-        """
+        """Estimate the sum over tiers, an upper bound as they load concurrently; infinite if a key is in none."""
         remaining = list(dict.fromkeys(self._check(keys)))
         total_s = 0.0
         for tier in self.tiers:

@@ -3,17 +3,17 @@
 The life of a call:
 
 1. ``usable``: a tier with an open breaker, or an unanswered given-up call, is skipped.
-2. ``start`` passes the call to a thread of the tier (of a local tier: the caller's thread).
+2. ``start`` passes the call to a thread of the tier.
 3. ``result_by`` waits for ``deadline_s``: that of the settings, or less if computing is sooner (``cache.patience``).
    - In time: the result; its latency is recorded.
-   - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it. Failures of loads count as
-     consecutive despite answered lookups between them; those of stores do not: what cannot be written may be read.
-   - Too late: None; the call is given up. The tier is skipped until its answer, so a tier that hangs is waited for
-     once. The late answer is released; its latency is recorded, so that a slow tier is waited for longer from then on.
-     Without an answer by the deadline of the settings the breaker opens.
-4. While the breaker is open a background probe checks if the tier answers again.
+   - A failure (``TIER_FAILURES``) or an invalid answer: None; the breaker counts it. Failures of loads are consecutive
+     despite answered lookups; those of stores are not: what cannot be written may be read.
+   - Too late: None; the call is given up, and the tier skipped until the answer, so it is waited for once. A late
+     answer's latency is recorded: a slow tier is then waited for longer. Without an answer by the deadline of the
+     settings the breaker opens.
+4. A background probe checks a tier with an open breaker.
 
-Programming errors (TypeError, …) are raised to the caller.
+Programming errors (TypeError, …) are raised.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 30.0
 _DIRTY_KEYS_LIMIT = 1 << 18
 """Limit of about 30 MB."""
 _BACKLOG_LIMIT = 1 << 16
-"""Limit of about 15 MB of keys: 190 GB of 3 MB blocks stored while a tier was down."""
+"""Limit of about 15 MB of keys, or 190 GB of 3 MB blocks."""
 
 Result = TypeVar("Result")
 Kind = Literal["ask", "load", "store"]
@@ -49,7 +49,7 @@ Kind = Literal["ask", "load", "store"]
 
 @dataclass(slots=True)
 class RetryTimer:
-    """Exponential back-off of background work at a tier."""
+    """Exponential back-off of background work."""
 
     _wait_s: float = 0.0
     _at_s: float = -math.inf
@@ -64,25 +64,25 @@ class RetryTimer:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Settings of calls to a tier. Deadlines are upper bounds: a prompt computed sooner waits less."""
+    """Settings of calls to a tier; deadlines are upper bounds."""
 
     local: bool = False
-    """True to call it in the caller's thread, without a deadline: for a tier in this process's memory."""
+    """True to call it in the caller's thread, without a deadline."""
     ask_deadline_s: float = 0.5
     """Deadline of lookups, leases, pins and deletions."""
     load_deadline_s: float = 5.0
     store_deadline_s: float = 10.0
     threads: int = 2
-    """Concurrent calls. A given-up call occupies its thread until it ends."""
+    """Number of threads. A given-up call occupies its thread until it ends."""
     verify: Callable[[bytes, memoryview], bool] | None = None
-    """Check that bytes are a value of a key (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted and
-    loaded from the next tier; unchecked it might be promoted before it is decoded.
+    """Check of a value (for blocks: ``kv.value.is_sound_block``). An invalid value is deleted; unchecked it might be
+    promoted.
     """
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
 class Tier:
-    """Wrapper of ``store`` as tier ``number`` (0 is the nearest); the hierarchy owns ``locks`` and ``counters``."""
+    """Wrapper of ``store`` as tier ``number`` (0 is the nearest)."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class Tier:
         self._probe_key: bytes | None = None
         self._delete_retry = RetryTimer()
         self._overdue: dict[Call[object], float] = {}
-        """Unanswered given-up calls, with the time at which the tier counts as hanging."""
+        """Given-up calls, with the time at which each counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
 
     # --- calls ---
 
     def usable(self, keys: Sequence[bytes]) -> bool:
-        """Return True if it may be called (about ``keys``); otherwise it is probed in the background."""
+        """Return True if it may be called; otherwise it is probed in the background."""
         if keys and self._probe_key is None:
             self._probe_key = keys[0]
         if self._overdue:
@@ -136,7 +136,6 @@ class Tier:
         return self.breaker.closed and not self._overdue
 
     def deadline_s(self, kind: Kind, size_bytes: int = 0) -> float:
-        """Return how long the calling thread waits for a call that moves ``size_bytes``."""
         return min(self._longest_s(kind), patience_s(self._latencies[kind], size_bytes))
 
     def _longest_s(self, kind: Kind) -> float:
@@ -145,9 +144,7 @@ class Tier:
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
     def start(self, work: Callable[[], Result]) -> Call[Result] | None:
-        """Pass ``work`` to a thread of the tier, or run it if local. None: too many calls wait, which counts as a
-        failure.
-        """
+        """Pass ``work`` to a thread, or run it if local. None: too many calls wait, which counts as a failure."""
         call = Call(work)
         call.started_s = self.clock()
         if self.settings.local:
@@ -173,10 +170,10 @@ class Tier:
     ) -> Result | None:
         """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late``: receives the result of a given-up call, to release what it holds. ``sound``: checks that a result
-        is an answer at all. ``changes``: keys that the call writes or deletes, even late. ``overwrites``: the subset
-        that is dirty once the call is given up, until it ends late with a result that ``stored`` them. ``moved``: bytes
-        of a result. ``held``: keys that the tier reported to have.
+        ``on_late`` receives a late result, to release what it holds. ``sound`` checks that a result is an answer at
+        all. ``changes``: keys that the call writes or deletes, even late. ``overwrites``: the subset that is dirty from
+        the deadline on, until a late result has ``stored`` them. ``moved``: bytes of a result. ``held``: keys that the
+        tier reported to have.
         """
         if call is None:
             return None
@@ -237,14 +234,14 @@ class Tier:
         *,
         changes: Sequence[bytes] = (),
     ) -> Result | None:
-        """Call ``start`` and ``result_by``, within the deadline of the kind "ask"."""
+        """Call ``start`` and ``result_by``, within the deadline of "ask"."""
         until_s = self.clock() + self.deadline_s("ask")
         return self.result_by(self.start(work), until_s, on_late, changes=changes)
 
     def ask_index(
         self, work: Callable[[], Result], on_late: Callable[[Result | None], object] = lambda result: None
     ) -> Result | None:
-        """Call ``ask`` for work on the store's index: in this thread, if the store can (``base.AtOnce``)."""
+        """Call ``ask``, or ``work`` in this thread if the store can (``base.AtOnce``)."""
         if self.at_once is not None:
             with self.at_once.at_once() as free:
                 if free:
@@ -330,7 +327,7 @@ class Tier:
     # --- contents ---
 
     def lookup(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Return the store's answer; dirty keys are missing, and all keys while it does not answer."""
+        """Return the store's answer; dirty keys are missing."""
         missing = [Presence.MISS] * len(keys)
         if not keys or not self.usable(keys):
             return missing
@@ -369,8 +366,8 @@ class Tier:
         return [None if key in unknown else is_deleted for key, is_deleted in zip(keys, deleted, strict=True)]
 
     def delete_dirty(self) -> bool:
-        """Delete copies of dirty keys, with back-off; returns True if more can be deleted at once. Values of a later
-        release stay, unless a caller's deletion of them is pending.
+        """Delete copies of dirty keys, with back-off; returns True if more are due. Values of a later release stay,
+        unless a caller deleted them.
         """
         if not self._delete_retry.is_due(self.clock()):
             return False
@@ -414,11 +411,11 @@ class DirtyKeys:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """Value of ``_count`` when each key was last added."""
+        """Value of ``_count`` when each key was added."""
         self._count = 0
         self._delete_pending: set[bytes] = set()
         self._in_flight: dict[bytes, int] = {}
-        """Number of given-up calls about each key, dirty or not, that have not ended."""
+        """Number of given-up calls about each key."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -436,7 +433,7 @@ class DirtyKeys:
         return key in self._keys or key in self._in_flight
 
     def add(self, keys: Iterable[bytes], deleted: bool = False) -> int:
-        """Mark keys as dirty; ``deleted``: a caller's deletion is pending. Returns a mark for ``clear_since``."""
+        """Mark keys as dirty; returns a mark for ``clear_since``. ``deleted``: a caller's deletion is pending."""
         with self._lock:
             self._count += 1
             for key in keys:
@@ -474,7 +471,6 @@ class DirtyKeys:
             return chosen
 
     def delete_pending(self, key: bytes) -> bool:
-        """Return True if a caller's deletion is pending."""
         return key in self._delete_pending
 
     def clear(self, keys: Iterable[bytes]) -> None:
@@ -489,9 +485,8 @@ class DirtyKeys:
 
 
 class Backlog:
-    """Blocks stored while a tier did not answer, to be copied to it later: the latest ``limit``, oldest first.
-
-    Keys and places only. Thread-safe; takes no other lock.
+    """Blocks stored while a tier did not answer, to be copied later: the latest ``limit``, oldest first. Thread-safe;
+    takes no other lock.
     """
 
     def __init__(self, limit: int) -> None:

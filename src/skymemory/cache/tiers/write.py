@@ -1,7 +1,7 @@
-"""Store operation over all tiers: write-through to all concurrently, or write-back to the nearest now and others later.
+"""Store operation over all tiers: write-through to all, or write-back to the nearest now and others later.
 
 The outcome of a given-up call is unknown. A block is named by its content, so any copy is good. A value without a place
-may replace an older value, so its key is dirty in that tier until the late call has stored it.
+may replace an older value: its key is dirty in that tier until the late call has stored it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TieredWrite:
         return any(key in self._stored[number] for number in self._lower)
 
     def _run(self, writes: Iterable[TierWrite]) -> None:
-        """Run writes concurrently; local writes, in this thread, start last."""
+        """Run concurrently; local writes, in this thread, start last."""
         ordered = sorted(writes, key=lambda write: write.tier.settings.local)
         for write in ordered:
             write.start()
@@ -130,8 +130,8 @@ class TierWrite:
     """Share of a write at one tier: ``prepare`` and ``prepare_rest`` reserve room, then ``start`` and ``end``.
 
     A thread may read items after its call was given up: a tier with threads must be given immutable ``bytes``.
-    ``copies``: the items are stored elsewhere, so a tier that refuses them holds nothing outdated. ``too_large``:
-    positions of items that can never fit.
+    ``copies``: items stored elsewhere, so a tier that refuses them holds nothing outdated. ``too_large``: positions of
+    items that never fit.
     """
 
     def __init__(self, tier: Tier, items: Items, places: Places, copies: bool = False) -> None:
@@ -145,14 +145,14 @@ class TierWrite:
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
-        """Positions not requested yet, because the largest item was too large."""
+        """Positions not requested yet, as the largest was too large."""
         self._call: Call[list[list[bool]]] | None = None
         self.given_up = False
 
     @classmethod
     def prepare(cls, tier: Tier, items: Items, places: Places = (), copies: bool = False) -> TierWrite:
-        """Reserve room for the ``items`` whose keys are not dirty. If the largest is too large nothing is reserved or
-        evicted until ``prepare_rest``.
+        """Reserve room for items with clean keys. If the largest is too large nothing is reserved until
+        ``prepare_rest``.
         """
         self = cls(tier, items, places, copies)
         keys = [key for key, _ in items]
@@ -170,7 +170,6 @@ class TierWrite:
         return self
 
     def prepare_rest(self) -> None:
-        """Reserve room for the other items if the largest was too large."""
         positions, self._left = self._left, []
         if positions and (
             prepared := self.tier.ask(lambda: _prepare_rest(self.tier, self.items, self._places, positions))
@@ -185,7 +184,7 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
-        """Return for each item if the tier stored and acknowledged it in time."""
+        """Return for each item if it was stored in time."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -231,7 +230,7 @@ class TierWrite:
 
     @property
     def reason(self) -> str:
-        """Reason that the tier gave for not storing all; may be empty."""
+        """Reason for not storing all; may be empty."""
         return next((f"{self.tier.name}: {ticket.reason}" for ticket, _ in self._tickets if ticket.reason), "")
 
     @property
@@ -274,7 +273,7 @@ def _largest(items: Items, wanted: list[int]) -> int:
 
 
 def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -> tuple[list[bool], TierWrite]:
-    """Run all phases of a ``TierWrite``; returns for each item if it was stored, and the write."""
+    """Run all phases; returns for each item if it was stored, and the write."""
     tier_write = TierWrite.prepare(tier, items, places, copies)
     tier_write.prepare_rest()
     tier_write.start()
@@ -284,8 +283,8 @@ def write(tier: Tier, items: Items, places: Places = (), copies: bool = False) -
 def note_missed(
     tier: Tier, missed: set[bytes], places: Mapping[bytes, Place | None], pending: set[bytes], refused: set[bytes]
 ) -> None:
-    """Record that ``missed`` are stored elsewhere but, as far as known, not in ``tier``. A value that may change is
-    dirty there, unless its put is ``pending``; a block goes to the backlog, unless ``refused``.
+    """Record that ``missed`` are stored elsewhere, not in ``tier``. A value that may change is dirty there, unless
+    ``pending``; a block goes to the backlog, unless ``refused``.
     """
     tier.dirty_keys.add(key for key in missed if places[key] is None and key not in pending)
     blocks = {key: place for key in missed - refused if (place := places[key]) is not None}
