@@ -53,7 +53,7 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 
 
 class Guard:
-    """Guard of ``model``, while the manager or a cache lives: checks every call with one of its caches.
+    """Guard of ``model``: checks every call with one of its caches.
 
     A cache of another prompt, or a used cache, costs computing and never changes a result; no block is stored under a
     wrong hash.
@@ -62,7 +62,7 @@ class Guard:
     def __init__(
         self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: checks with the given care if the model still matches a context."""
+        """``same``: checks if the model still matches a context."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._argument = cache_argument(model)
@@ -71,7 +71,6 @@ class Guard:
         self._same = same
         self._ignored_types = {name for name in _TYPES if name in self._parameters and _zeros_are_ignored(model, name)}
         self._keeps_positions = any("rope_deltas" in vars(part) for part in model.modules())
-        """True if the model keeps position offsets of its last image."""
         for hook in (
             model.register_forward_pre_hook(GuardHook(self), with_kwargs=True),
             model.register_forward_hook(GuardHook(self), with_kwargs=True),
@@ -140,7 +139,7 @@ class Guard:
         return given
 
     def _check_model(self, cache: SkyCache) -> None:
-        """Raise CacheMisuse for contents of another model, unless either model is a part of the other."""
+        """Raise CacheMisuse for contents of another model; either may be a part of the other."""
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
@@ -149,9 +148,7 @@ class Guard:
             )
 
     def check_unchanged(self, cache: SkyCache, care: Care = Care.USE) -> bool:
-        """Check that the model is unchanged since the cache was made; if not, drop the loaded tokens and store
-        nothing.
-        """
+        """Check that the model is unchanged; if not, drop the loaded tokens and store nothing."""
         if cache.context is not None and self._same(cache.context, care):
             return True
         if (more := len(cache.loaded) - cache.get_seq_length()) > 0:
@@ -175,7 +172,6 @@ class Guard:
         self._count("unused_tokens_total", usage.refuse(usage.first, usage.end, reason), reason)
 
     def settle_unseen(self, cache: SkyCache) -> None:
-        """Count and warn if a pass that bypassed the guard computed loaded tokens."""
         usage = cache.result.usage
         if not cache.passed_unseen or cache.skipping is not None:
             return
@@ -202,7 +198,6 @@ class Guard:
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Reduce to None: a cache from another process has no guarded model."""
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +242,7 @@ class Guard:
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
         """Run the model up to the last position of kept states (a pass must end there), as far as all rows are equal;
-        returns the number of tokens computed. The call's first ``begun`` tokens are contents.
+        returns the number of tokens computed.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
@@ -266,7 +261,7 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
-        """Recompute a cropped cache whose windows include tokens that were never loaded."""
+        """Recompute a cropped cache whose windows include tokens never loaded."""
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -291,7 +286,7 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
-        """Limit the next ``loaded`` tokens to the first ``usable``; count and log the others."""
+        """Limit the next ``loaded`` tokens to ``usable``."""
         start = int(cache.get_seq_length())
         unused = cache.result.usage.refuse(start + usable, start + loaded, why)
         self._count("unused_tokens_total", unused, why)
@@ -303,7 +298,7 @@ class Guard:
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
     def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
-        """Return the input, if it is tokens at consecutive positions from ``start`` on; else a description."""
+        """Return the input, if it is tokens at consecutive positions; else a description."""
         ids = given.get("input_ids")
         if ids is None or ids.dim() != 2:
             return "embeddings instead of tokens"
@@ -343,7 +338,6 @@ class Guard:
         return (getattr(self._model.config, name, None) if value is None else value) not in (None, False)
 
     def _is_plain(self, start: int, ids: torch.Tensor | None, options: dict[str, Any]) -> bool:
-        """Return True if rows are equal tokens at consecutive positions, without mask and other inputs."""
         if ids is None or options.get("inputs_embeds") is not None or ids.dim() != 2:
             return False
         rows, width = ids.shape
@@ -390,7 +384,6 @@ class GuardHook:
         return None if guard is None else guard(module, args, kwargs)
 
     def __reduce__(self) -> tuple[type[GuardHook], tuple[()]]:
-        """Reduce to an empty hook: a copied model has no guard."""
         return GuardHook, ()
 
 
@@ -418,7 +411,7 @@ class _Call:
     kept: int
     """Number of last tokens to compute for their logits."""
     shifts: tuple[int, ...] = ()
-    """Further left padding of each row; empty if all are equally long."""
+    """Further left padding by row; empty if all are equally long."""
 
     @property
     def rows(self) -> int:
@@ -433,7 +426,6 @@ class _Call:
         return int(differing[0]) if len(differing) else self.tokens
 
     def shared(self, loaded: Tokens) -> int:
-        """Count the leading tokens equal to ``loaded`` in all rows."""
         length = min(len(loaded), self.tokens)
         differ = self.ids[:, :length].cpu().numpy() != loaded[:length]
         for row, shift in enumerate(self.shifts):
@@ -471,7 +463,6 @@ def _has_tensors(value: object) -> bool:
 
 
 def _rest_of(given: dict[str, Any], tokens: int, padding: int) -> dict[str, Any]:
-    """Cut ``tokens`` tokens, of which ``padding`` are padding, from the input."""
     remaining = dict(given)
     for name in (*_ALONG_THE_PROMPT, *_TYPES):
         if (value := remaining.get(name)) is not None:
@@ -489,7 +480,7 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the caller treats loaded tokens as contents without ``begin``."""
+    """Raise CacheMisuse if loaded tokens are treated as contents without ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -563,8 +554,7 @@ _RUNS = 3
 
 
 def estimated_token_s(model: torch.nn.Module) -> float | None:
-    """Estimate the seconds per prompt token: time the model's largest matrix with ``_ROWS`` tokens, scaled by all
-    matrices. None without matrices.
+    """Estimate the seconds per prompt token from the model's largest matrix, scaled by all matrices; None without any.
 
     A lower bound without attention and per-layer overhead. Excluded: the embedding, a lookup; the head, computed for
     the last token only.
@@ -605,7 +595,6 @@ class ComputeClock:
     """
 
     _model: weakref.ref[torch.nn.Module] | None = None
-    """None for a copied or pickled model, which is not timed."""
 
     def __init__(self, model: torch.nn.Module, rate: ComputeRate) -> None:
         self._rate = rate

@@ -1,8 +1,8 @@
 """SkyCache: the transformers cache that is handed to ``generate``; prefilled in place, growing in place.
 
-DynamicCache concatenates: its first step would copy everything just loaded. Here all layers share one tensor (layers,
-2, kv_heads, room_tokens, head_dim) with room to grow. Any other operation on a layer (crop, beams, offloading) falls
-back to DynamicLayer.
+DynamicCache's first step would copy everything just loaded. Here all layers share one tensor (layers, 2, kv_heads,
+room_tokens, head_dim) with room to grow. Other operations on a layer (crop, beams, offloading) fall back to
+DynamicLayer.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches, at most ``keep`` arrays: the first touch of fresh memory costs more than a copy into
-    it.
+    """Pool of memory for caches: the first touch of fresh memory costs more than a copy into it.
 
     An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array.
     """
@@ -130,7 +129,7 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""Reference count of an array that only its list holds."""
+"""Reference count of an array in one list only."""
 
 
 def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -152,7 +151,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
         self._in_place: torch.Tensor | None = None
-        """``keys`` as set here; if they differ the layer has left the room."""
+        """``keys`` as set here; others mean that the layer has left the room."""
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -214,7 +213,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._room = self._in_place = None
 
     def reset(self) -> None:
-        """Empty the layer; the room and its bytes stay."""
         self.keys = self.values = self._in_place = None
         self.is_initialized = False
 
@@ -227,7 +225,7 @@ class Presence:
         self._tokens = np.zeros(room_tokens, bool)
 
     def mark_present(self, start: int, stop: int) -> None:
-        """Record tokens as present. Tokens after the room's end are computed, so they always count."""
+        """Record tokens; those after the room's end always count as present."""
         self._tokens[start:stop] = True
 
     def has(self, start: int, stop: int) -> bool:
@@ -237,11 +235,10 @@ class Presence:
         return bool(self._tokens[start:stop].any())
 
     def suffices(self, tokens: int) -> bool:
-        """Return True if all tokens in the window after the first ``tokens`` are present."""
+        """Return True if the window after the first ``tokens`` is complete."""
         return self.has(self.first_seen(tokens), tokens)
 
     def first_seen(self, tokens: int) -> int:
-        """Return the first token in the window of token number ``tokens``."""
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
@@ -254,9 +251,7 @@ class Presence:
 
 
 class SlidingLayer(GrowingLayer):
-    """Layer with a sliding window that keeps tokens outside it, since blocks are stored from it; transformers' drops
-    them.
-    """
+    """Layer with a sliding window; keeps tokens outside it, since blocks are stored from it."""
 
     is_sliding = True
 
@@ -271,13 +266,11 @@ class SlidingLayer(GrowingLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append, and return the keys and values in the window of the new tokens."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         visible = self.sliding_window - 1 + key_states.shape[-2]
         return keys[..., -visible:, :], values[..., -visible:, :]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Return length and offset of the keys that ``update`` returns."""
         length = self.get_seq_length()
         new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return min(length, self.sliding_window - 1) + new, max(length - self.sliding_window + 1, 0)
@@ -314,7 +307,6 @@ class StatefulLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):  # type
 class LayerKind:
     attention: bool = True
     window: int | None = None
-    """Window in tokens; None for full attention."""
     states: int = 0
 
     def layer(self, rooms: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -327,8 +319,6 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window."""
-
     window: int | None
     layers: tuple[int, ...]
     """Indices among the layers with attention."""
@@ -362,7 +352,7 @@ class GroupRoom:
         self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
-        """See ``cache.blocks.RowSink``. None on a device, or if a token of the block is present."""
+        """See ``cache.blocks.RowSink``. None on a device, or if a token is present."""
         layout = self._layout
         start, stop = index * layout.block_tokens, (index + 1) * layout.block_tokens
         room = _laid_out_like_blocks(*self._rooms) if self._staging is None else None
@@ -418,10 +408,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
     A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the input equals them (``guard``). So ``generate`` passes the whole prompt, with the result of an empty
-    cache. A loop that passes only the tokens after the loaded tokens calls ``begin`` first.
-
-    ``tokens()`` are those that the guard recorded, known and equal in all rows; only these are ever stored.
+    as far as the input equals them (``guard``). So ``generate`` passes the whole prompt. A loop that passes only the
+    tokens after the loaded tokens calls ``begin`` first.
     """
 
     def __init__(
@@ -434,7 +422,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         states: States | None = None,
         stop_every: int = 0,
     ) -> None:
-        """``kinds``: per layer; empty: full attention. ``stop_every``: tokens between two kept states."""
+        """``kinds``: per layer; empty: full attention. ``stop_every``: tokens between kept states."""
         dtype, size_bytes = TORCH_DTYPES[layout.dtype], layout.token_bytes * room_tokens
         with torch.inference_mode(False):  # writable in any mode
             if device.type == "cpu":
@@ -457,26 +445,26 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         self.states = states
         self.stop_every = stop_every
         self.stops: dict[int, bytes] = {}
-        """Recurrent states, by the number of tokens before them."""
+        """Recurrent states, by the number of tokens before."""
         self._latest_stop = 0
         self.result = LoadResult(prompt_tokens=0)
         self.guard: Guarding | None = None
         self.context: CacheContext | None = None
         """None if the contents must not be stored."""
         self.loaded: Tokens = _NO_TOKENS
-        """Tokens whose blocks are in the room, contents or not."""
+        """Tokens whose blocks are in the room."""
         self.prompt: Tokens = _NO_TOKENS
         self.source: Bringing | None = None
-        """Loader of further blocks: the window of a shorter prefix may include tokens not loaded."""
+        """Loader of further blocks, as the window of a shorter prefix may need."""
         self._accounted = 0
         self.padding = 0
-        """Left padding that is cut from the model's input."""
+        """Left padding cut from the model's input."""
         self.taken = 0
         """Number of tokens that ``begin`` made contents."""
         self.filled = 0
         """Number of leading tokens not computed with gradients."""
         self.skipping: tuple[int, int] | None = None
-        """Loaded tokens (start, stop) that became contents, until the pass that skips them ends."""
+        """Loaded tokens (start, stop) that became contents, until the pass ends."""
         self._layout = layout
         self._seen: list[npt.NDArray[np.integer[Any]] | torch.Tensor] = []
         self._seen_tokens = 0
@@ -487,16 +475,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Sequence lock for readers in other threads: odd during a reset."""
         self._in_a_pass = False
         self.pass_start = 0
-        """Number of tokens held before that pass."""
         self._handed_to_generate = False
         self.used_before = False
-        """True if the cache had contents when ``generate`` took it."""
 
     def fill(self, tokens: Tokens) -> None:
-        """Make ``tokens``, whose blocks are placed, the contents.
-
-        Raises RuntimeError if tokens in their window were not placed.
-        """
+        """Make ``tokens``, whose blocks are placed, the contents. Raises RuntimeError if their window is incomplete."""
         if not self.suffices(len(tokens)):
             raise RuntimeError(f"behind {len(tokens)} tokens some in sight are not in the cache")
         for group in self.groups:
@@ -519,7 +502,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return self.groups[group].has_block(index)
 
     def _account(self) -> None:
-        """Record the tokens appended since the last call. (Layers cannot: their updates are compiled.)"""
+        """Record the appended tokens. (Layers cannot: their updates are compiled.)"""
         length = self.held_tokens
         for group in self.groups:
             if group.presence is not None:
@@ -550,7 +533,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     def begin(self) -> int:
         """Make the loaded tokens contents and return their number; then pass the tokens after them to the unchanged
-        model. Returns 0 for a pickled cache: its model is unknown.
+        model. Returns 0 for a pickled cache.
         """
         if not self.get_seq_length():
             if self.guard is None:
@@ -562,9 +545,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(self.get_seq_length())
 
     def usable(self, tokens: int) -> int:
-        """Return how many of the next ``tokens`` loaded tokens can become contents: up to a position whose window is
-        held, with kept states, if the model has any.
-        """
+        """Return how many loaded tokens can become contents: up to a complete window, with kept states, if any."""
         length = self.held_tokens
         if not all(layer.in_place for layer in self._attention):
             return 0
@@ -587,7 +568,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Return the positions up to ``end`` at which passes must end so that states can be kept."""
+        """Return the positions at which passes must end so that states can be kept."""
         length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -595,7 +576,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return sorted(stop for stop in wanted if stop > length)
 
     def stop(self, decoding: bool = False) -> None:
-        """Keep the current states if a block ends here; while decoding, only the latest between regular stops."""
+        """Keep the states if a block ends here; while decoding, only the latest between regular stops."""
         if not self.states or self._closed:
             return
         length = int(self.get_seq_length())
@@ -613,7 +594,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _is_user_defined(self) -> bool:
-        """Flag that ``generate`` sets when it begins. It passes its whole prompt, so a used cache is rewound."""
+        """Flag that ``generate`` sets first. It passes its whole prompt, so a used cache is rewound."""
         return self._handed_to_generate
 
     @_is_user_defined.setter
@@ -624,7 +605,7 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Protect the contents from being overwritten, even if another thread generates with the cache."""
+        """Protect the contents while another thread generates."""
         self._readers += 1
         try:
             yield
@@ -636,13 +617,13 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def has_failed(self) -> bool:
-        """True if the last pass failed and changed the contents (assumed for recurrent states)."""
+        """True if the last pass failed and changed the contents (assumed of recurrent states)."""
         if not self._in_a_pass:
             return False
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
 
     def undo(self) -> None:
-        """Empty the cache after a failed first pass; the loaded tokens stay usable."""
+        """Empty the cache after a failed first pass; loaded tokens stay usable."""
         self._empty(self.loaded)
 
     def on_pass_end(self) -> None:
@@ -674,11 +655,11 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             guard.settle(self)
 
     def has_recorded(self, held: int) -> bool:
-        """Return True if the guard recorded all passes that appended the first ``held`` tokens."""
+        """Return True if the guard recorded the first ``held`` tokens."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
-        """Return the leading token ids, as far as they are known and equal in all rows."""
+        """Return the leading token ids, as far as known and equal in all rows; only these are ever stored."""
         recorded = _joined(self._seen)
         lengths = {layer.get_seq_length() for layer in self._attention}
         known = len(lengths) == 1 and (len(recorded) in lengths or (self._closed and len(recorded) < min(lengths)))
@@ -736,12 +717,12 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """True without recurrent states and windows, which may lack tokens."""
+        """True without recurrent states and windows."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
-        """Move each row right by so many columns; the caller's mask hides the padding. Columns then differ by row, so
-        nothing is stored from them.
+        """Move each row right, behind padding that the caller's mask hides. Columns then differ by row, so nothing is
+        stored.
         """
         for layer in self._attention:
             for name in ("keys", "values"):
@@ -761,7 +742,7 @@ class CacheSource:
     """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
-        """``layers``: those of a block, as indices among the layers with attention; empty: all."""
+        """``layers``: indices among the layers with attention; empty: all."""
         pairs = _of_tokens(cache)
         self._layers = [
             (keys[0].detach(), values[0].detach()) for keys, values in ([pairs[at] for at in layers] or pairs)
@@ -812,15 +793,13 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Copied as bytes by numpy: 20 GB/s on one thread. torch's copy uses several threads and waits 15 ms for a thread that
-    another program keeps from running.
+    Bytes are copied by numpy: 20 GB/s on one thread. torch's threads may wait 15 ms for another program.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
 
 
 def _split_keys_values(layers: Any, layout: KVLayout, of_keys: int, of_values: int) -> tuple[Any, Any]:
-    """Split ``layers`` (…, numbers of a layer) into keys and values, each (…, kv_heads, tokens, width)."""
     shape = (*layers.shape[:-1], layout.kv_heads, layout.block_tokens)
     keys = layout.kv_heads * layout.block_tokens * of_keys
     return layers[..., :keys].reshape(*shape, of_keys), layers[..., keys:].reshape(*shape, of_values)
@@ -861,12 +840,12 @@ class Staging:
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
         self._batch: _Batch | None = None
-        """Batch that blocks are copied into now; None: the next block begins another."""
+        """Batch being filled."""
         self._copying = 0
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """Host memory that a running copy reads, with the event of its end."""
+        """Host memory that a running copy reads, and its end event."""
         self._ends: list[Any] = []
-        """End events of copies that no stream waits for yet."""
+        """End events that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
         with self._changed:
@@ -891,7 +870,7 @@ class Staging:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Copy the staged blocks; the caller's current stream waits for all copies."""
+        """Copy the staged blocks; the current stream waits for all copies."""
         with self._changed:
             while self._copying:
                 self._changed.wait()
@@ -932,7 +911,7 @@ class Staging:
 @dataclass(slots=True, eq=False)
 class _Batch:
     host: torch.Tensor
-    """Pinned memory, (blocks, bytes of a block)."""
+    """Pinned memory, (blocks, bytes)."""
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)
@@ -940,7 +919,7 @@ class _Batch:
 
 @functools.cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """Return the only stream of copies to a device: each copy reuses the memory of the last."""
+    """Return the only stream of copies: each reuses the memory of the last."""
     return torch.cuda.Stream(device)
 
 
@@ -954,7 +933,7 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Copy out block ``index``, and fetch the blocks after it for the next calls."""
+        """Copy out block ``index``, and fetch the next."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data

@@ -1,7 +1,7 @@
 """Loads of values that another engine is still computing: times and threads of their questions to the store.
 
-A waiting load holds no thread between its questions. The questions of all waiting loads take turns on threads that
-ordinary loads do not use. So neither a store that hangs nor many waiting loads block ordinary loads.
+A waiting load holds no thread between its questions, which take turns on their own threads: neither a store that hangs
+nor many waiting loads block ordinary loads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from skymemory.cache.tiers.workers import Call, TierWorkers
 
 NOT_YET = frozenset({"absent", "uncertain", "missing"})
-"""Miss reasons that pass while another engine stores the value: it is absent, or incomplete."""
+"""Miss reasons that pass while another engine stores the value."""
 NOT_STORED = "not stored in time"
 ABORTED = "aborted"
 
