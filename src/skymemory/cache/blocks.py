@@ -104,9 +104,7 @@ class TokenUsage:
     is_in_use: bool = False
     has_warned: bool = False
     _reached: int = 0
-    """End of the skipped tokens."""
     _holders: int = 1
-    """Number of caches that share this load."""
 
     @property
     def open_tokens(self) -> int:
@@ -128,7 +126,6 @@ class TokenUsage:
         return new
 
     def drop(self) -> bool:
-        """Drop a cache of this load; returns True for the last."""
         self._holders -= 1
         return self._holders <= 0
 
@@ -146,9 +143,8 @@ class LoadResult:
 
     prompt_tokens: int
     hit_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens supplied, by tier; a full hit still leaves the last token to compute."""
+    """Tokens supplied, by tier."""
     blocks: int = 0
-    """Full blocks in the prompt."""
     found_blocks: int = 0
     loaded_blocks: int = 0
     """Leading valid blocks; of windowed layers, only those in the last window."""
@@ -157,9 +153,7 @@ class LoadResult:
     not_found: str = ""
     """Miss reason of the next block, or ``TOO_SHORT``; empty if all were found."""
     size_bytes: int = 0
-    """Bytes used, as stored."""
     retransmitted: int = 0
-    """Packets requested again."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phases in order: tokenize, hash, lookup, then fetch and decode, or cake."""
     loader: LoaderResult | None = None
@@ -223,11 +217,9 @@ class StoreResult:
     """Blocks already stored, or being stored."""
     stored_blocks: int = 0
     refused_blocks: int = 0
-    """Blocks without room, answer or source."""
     prefilled_tokens: int = 0
     """Tokens computed only to be stored."""
     size_bytes: int = 0
-    """Bytes with headers."""
     raw_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phases in order: tokenize, hash, lookup, prefill, encode, store."""
@@ -287,7 +279,6 @@ class LeasedBatch:
     start: int
     hashes: list[BlockHash]
     ticket: LoadTicket | None
-    """None if leasing failed."""
 
 
 @dataclass(slots=True)
@@ -675,7 +666,6 @@ class Saved:
     blocks: int = 0
     size_bytes: int = 0
     raw_bytes: int = 0
-    """Bytes before the codec."""
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(self.blocks + other.blocks, self.size_bytes + other.size_bytes, self.raw_bytes + other.raw_bytes)
@@ -753,7 +743,7 @@ class Parts:
         return result
 
     def load_blocks(self, tokens: Tokens, sinks: Sequence[BlockSink], wanted: Sequence[Sequence[int]]) -> None:
-        """Place the ``wanted`` blocks (ascending) of each part, as far as they load; none in a forked child."""
+        """Place the ``wanted`` blocks (ascending) of each part; none in a forked child."""
         if self.first.owner.elsewhere:
             return
         computing_s = self.first.compute.seconds(len(tokens))
@@ -770,7 +760,6 @@ class Parts:
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Reduce to None: a cache from another process has no store."""
         return type(None), ()
 
     def save(
@@ -866,13 +855,11 @@ class _Loading(PrefixSearch):
         self._phase = phase
         self.computing_s = computing_s
         self._placed: list[dict[int, str]] = [{} for _ in parts]
-        """Tier of each placed block, by part."""
         self._failed: Counter[str] = Counter()
         self.size_bytes = 0
         self.retransmitted = 0
 
     def load(self, found: int) -> int:
-        """Place what the first ``found`` blocks need; returns the length of the prefix in place."""
         loaded = found
         if found and self._parts[0].window is None:
             self._place(0, range(found))

@@ -63,7 +63,6 @@ class ComputeRate:
         self._assumed_token_s: float | None = None
 
     def assume(self, token_s: float) -> None:
-        """Assume seconds per token until a pass is measured."""
         self._assumed_token_s = token_s
 
     def record(self, tokens: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Prediction of recurring prompts from the times of their sightings; has no clock.
 
-A *habit* is a prompt (the blocks that its sightings share) with a local time of day and the days of its sightings.
-Sightings on a single day predict nothing. Habits with the same first block are separate if they share less than half of
-their blocks: a common system prompt merges no documents. Prompts seen on one day only are evicted first, so memory must
-hold a day's prompts (for weekly habits, a week's).
+A *habit* is a prompt (the blocks that its sightings share) with a local time of day and days. Sightings on a single day
+predict nothing. Habits that share less than half of their blocks are separate: a common system prompt merges no
+documents. Prompts seen on one day only are evicted first, so memory must hold a day's prompts (for weekly habits, a
+week's).
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Predictor:
         return self._once_blocks + self._recurring_blocks
 
     def record_prompt(self, keys: Sequence[bytes], at_s: float) -> None:
-        """Record a request of the prompt with these blocks."""
         chain = tuple(keys[: self._capacity_blocks])
         if not chain:
             return

@@ -29,11 +29,11 @@ class PrefetchScheduler:
     every ``lead_s``.
 
     A prompt expected within ``lead_s`` is prefetched, in up to three attempts. Use a separate store: a prefetch may
-    take seconds, and other reads would wait. ``clock``: Unix time.
+    take seconds. ``clock``: Unix time.
 
-    ``habits_file`` is read at construction and written a minute after a sighting, at the end of ``running``, and by
-    ``save``. Use it in one process: the last writer wins. An unusable file is renamed to ``<name>.bad``; a file of a
-    later release is left alone, and nothing is written.
+    ``habits_file`` is read at construction, and written a minute after a sighting, at the end of ``running``, and by
+    ``save``. Use it in one process. An unusable file is renamed to ``<name>.bad``; a file of a later release is left
+    alone, and nothing is written.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class PrefetchScheduler:
         self._lead_s = lead_s
         self._clock = clock
         self._attempts: dict[tuple[bytes, int, float], int] = {}
-        """Attempts by first block, number of blocks and time."""
         self._lock = threading.Lock()
         self._habits_file = habits_file
         self._unsaved_since_s: float | None = None
@@ -151,7 +150,6 @@ class PrefetchScheduler:
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 64 << 20
-"""Size limit: four times that of 100,000 blocks."""
 _MOST_KEY_DIGITS = 128
 
 

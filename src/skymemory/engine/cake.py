@@ -43,7 +43,6 @@ class CakePrefill:
         self.on_chunks: Callable[[int], object] | None = None
         self.on_settled: Callable[[int, str], object] | None = None
         self.scheduling_s = 0.0
-        """Sum over all threads, for the last prompt."""
         self._model = model
         self._options = options
 

@@ -1,8 +1,8 @@
 """Hooks on a user's model: the guard, which checks every call with a SkyCache, and the clock that times passes.
 
-A call (``Guard.__call__``): find the cache, check that the model is unchanged, compare the input with the loaded
-tokens, turn the common prefix into contents and cut it from the input, and record the tokens that the model appends. At
-the end (``on_pass_end``) the skipped tokens count as used; the remainder counts as unused, by reason (``settle``).
+A call (``Guard.__call__``): find the cache, check that the model is unchanged, turn the prefix that input and loaded
+tokens share into contents, cut it from the input, and record the tokens that the model appends. Skipped tokens count as
+used (``on_pass_end``), the others as unused, by reason (``settle``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 UNSEEN = "a forward pass that the guard did not see"
 DROPPED = "the cache was dropped before use"
 BEYOND = "the input ended before them"
-"""Reasons of unused tokens."""
 _OTHER_TOKENS = "other tokens than it was made for"
 _ADVICE = {
     _OTHER_TOKENS: "get one for the prompt that is passed, past_key_values=kvc.get_cache(prompt)",
@@ -62,7 +61,6 @@ class Guard:
     def __init__(
         self, model: PreTrainedModel, counters: Counters, same: Callable[[CacheContext | None, Care], bool]
     ) -> None:
-        """``same``: checks if the model still matches a context."""
         self._model = model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._argument = cache_argument(model)
@@ -139,7 +137,6 @@ class Guard:
         return given
 
     def _check_model(self, cache: SkyCache) -> None:
-        """Raise CacheMisuse for contents of another model; either may be a part of the other."""
         other = cache.guard._model if isinstance(cache.guard, Guard) and cache.held_tokens else self._model
         if other not in self._model.modules() and self._model not in other.modules():
             raise CacheMisuse(
@@ -201,7 +198,6 @@ class Guard:
         return type(None), ()
 
     def _advance(self, cache: SkyCache, start: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Turn loaded tokens into contents as far as the input matches; returns the remaining input."""
         loaded = cache.loaded[start:]
         if not start:
             _check_begins(cache, given)
@@ -241,8 +237,8 @@ class Guard:
         return _rest_of(given, call.padding + usable, call.padding)
 
     def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
-        """Run the model up to the last position of kept states (a pass must end there), as far as all rows are equal;
-        returns the number of tokens computed.
+        """Run the model to the last position of kept states, where a pass must end; returns the number of tokens
+        computed.
         """
         start = cache.get_seq_length() - begun
         end = min(call.tokens - call.kept, call.same_in_all_rows())
@@ -261,7 +257,6 @@ class Guard:
         return computed
 
     def _compute_again(self, cache: SkyCache, start: int) -> None:
-        """Recompute a cropped cache whose windows include tokens never loaded."""
         known, padding, rows = cache.tokens(), cache.padding, cache.rows
         if len(known) != start:
             raise CacheMisuse(
@@ -286,7 +281,6 @@ class Guard:
         cache.padding = padding
 
     def _refuse(self, cache: SkyCache, why: str, loaded: int, usable: int) -> None:
-        """Limit the next ``loaded`` tokens to ``usable``."""
         start = int(cache.get_seq_length())
         unused = cache.result.usage.refuse(start + usable, start + loaded, why)
         self._count("unused_tokens_total", unused, why)
@@ -365,8 +359,6 @@ class Guard:
 
 
 class GuardHook:
-    """Hook on the model; holds the guard weakly."""
-
     def __init__(self, guard: Guard | None = None) -> None:
         self._guard = None if guard is None else weakref.ref(guard)
 
@@ -388,7 +380,6 @@ class GuardHook:
 
 
 def _refuse_gradients(output: object, tokens: int) -> None:
-    """Make ``backward`` raise CacheMisuse: no gradient reaches the supplied tokens."""
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
             output.register_hook(partial(_no_gradient, tokens))
@@ -480,7 +471,6 @@ def _without_padding(given: dict[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _check_begins(cache: SkyCache, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if loaded tokens are treated as contents without ``begin``."""
     ids, mask, loaded = given.get("input_ids"), given.get("attention_mask"), len(cache.loaded)
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not loaded:
         return
@@ -508,7 +498,6 @@ def _check_whole(cache: SkyCache) -> None:
 
 
 def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if no row continues the prompt after the tokens of ``begin``."""
     ids, prompt = given.get("input_ids"), cache.prompt[start:]
     if start < cache.taken or not len(prompt) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return
@@ -524,7 +513,6 @@ def _check_follows(cache: SkyCache, start: int, given: dict[str, Any]) -> None:
 
 
 def _check_sees(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the mask hides tokens of ``begin``, which loaded tokens attended to."""
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() in (2, 4):
         loaded = mask[..., :start]
@@ -536,7 +524,6 @@ def _check_sees(start: int, given: dict[str, Any]) -> None:
 
 
 def _check_goes_on(start: int, given: dict[str, Any]) -> None:
-    """Raise CacheMisuse if the mask counts more or fewer earlier tokens than the cache holds."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         before = mask.shape[1] - ids.shape[1]
@@ -556,8 +543,7 @@ _RUNS = 3
 def estimated_token_s(model: torch.nn.Module) -> float | None:
     """Estimate the seconds per prompt token from the model's largest matrix, scaled by all matrices; None without any.
 
-    A lower bound without attention and per-layer overhead. Excluded: the embedding, a lookup; the head, computed for
-    the last token only.
+    A lower bound: attention, overhead, the embedding (a lookup) and the head (for the last token only) are left out.
     """
     excluded = {
         weight
@@ -591,7 +577,7 @@ def _part(model: torch.nn.Module, name: str) -> object:
 class ComputeClock:
     """Hooks on ``model`` that report the duration of all its passes to ``rate``.
 
-    Only on CPU: on other devices a pass returns before its work is done, and waiting would stall the device.
+    Only on CPU: elsewhere a pass returns before its work is done, and waiting would stall the device.
     """
 
     _model: weakref.ref[torch.nn.Module] | None = None

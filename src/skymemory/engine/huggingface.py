@@ -1,6 +1,6 @@
 """KVCManager for Hugging Face transformers: the interface of the disclosure.
 
-inputs = tokenizer(prompt, return_tensors="pt") out = model.generate(**inputs, past_key_values=kvc.get_cache(prompt))
+out = model.generate(**tokenizer(prompt, return_tensors="pt"), past_key_values=kvc.get_cache(prompt))
 kvc.add_blocks(prompt)
 """
 
@@ -68,28 +68,24 @@ _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Taken:
     sources: list[CacheSource]
-    """Source by part; empty if no block is covered."""
     ready: list[list[int]]
-    """Blocks to store, by part."""
     stops: dict[int, bytes]
     covered: int
-    """Leading blocks of the prompt in the cache."""
 
 
 class KVCManager:
     """KV cache of one model in one store. Methods may be called from any thread, but not concurrently.
 
     Parameters:
-        model: a decoder-only transformers model that continues from a cache as if it had computed it; else
-            UnsupportedModel is raised.
+        model: a decoder-only transformers model; UnsupportedModel is raised if it cannot continue from a cache.
         tokenizer: for prompts as text; a processor serves as well.
-        store: any tier (``skymemory.open_store``); by default 1 GiB of memory. A given store is not closed.
+        store: any tier (``skymemory.open_store``), not closed; by default 1 GiB of memory.
         codec: "raw" (lossless), "quanto8" or "hqq8" (half the bytes, small loss; needs ``skymemory[hf]``).
-        block_tokens: tokens per block; part of the context.
+        block_tokens: tokens per block.
         weights: a revision that names the weights; by default their SHA-256 (about 1 s for 2.2 GB).
         adapter: name and revision of a LoRA adapter; tenant_salt: separates tenants.
         loading: "prefix" loads, then the model computes the rest; "cake" does both concurrently; "compute" and "load"
-            are one side of Cake, for comparison.
+            are one side of Cake.
         cake: Cake's settings; ``kvc.cake.beside`` shares its steps with other requests.
     """
 
@@ -164,7 +160,6 @@ class KVCManager:
 
     @property
     def context(self) -> CacheContext:
-        """Context as of the last call."""
         return self._identity.context
 
     @property
@@ -178,7 +173,6 @@ class KVCManager:
 
     @property
     def states_kept(self) -> bool:
-        """True if the model has recurrent states, which end a prefix."""
         return self._states is not None
 
     @property
@@ -194,11 +188,9 @@ class KVCManager:
     def get_cache(self, prompt: Prompt, **template: Any) -> SkyCache:
         """Return a cache with the longest stored prefix of ``prompt``, for ``generate(…, past_key_values=…)``.
 
-        ``prompt``: text, token ids, a tokenizer's output, or messages with keyword arguments for
-        ``apply_chat_template``.
+        ``prompt``: text, token ids, a tokenizer's output, or messages with arguments for ``apply_chat_template``.
 
-        The result is empty on a miss; at least one token is left to compute. ``.result`` shows the tokens by tier.
-        ``generate`` returns the same tokens as without a cache (``guard``).
+        Empty on a miss; at least one token is left to compute. ``generate`` returns the same tokens as without a cache.
         """
         seconds: dict[str, float] = {}
         return self._get(self._tokenize(prompt, template, seconds), seconds)
@@ -218,8 +210,8 @@ class KVCManager:
     def add_blocks_ids(self, ids: TokenIds, past_key_values: Cache | None = None) -> StoreResult:
         """Store blocks as ``add_blocks`` does, for token ids.
 
-        ``past_key_values``: a cache of these tokens, of a single sequence. Of a foreign cache, shapes and length are
-        checked, and its first block is recomputed and compared.
+        ``past_key_values``: a cache of these tokens, of a single sequence. The first block of a foreign cache is
+        recomputed and compared.
         """
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
@@ -388,7 +380,6 @@ class KVCManager:
             return self.last_stored
 
     def _with_answer(self, ids: Tokens) -> Tokens:
-        """Return ``ids`` with the answer generated into a cache, without its last, uncomputed token."""
         known = [cache.tokens() for cache in self._handed if cache.context == self.context]
         least = max(1, len(ids) - 1)
         fitting = [tokens for tokens in known if shared_prefix(tokens, ids) == min(len(tokens), len(ids)) >= least]
@@ -402,9 +393,6 @@ class KVCManager:
         ]
 
     def _to_compute(self, missing: list[list[int]], covered: int, blocks: int) -> int:
-        """Return how many leading blocks must be computed to store the missing blocks; of windowed parts only the last
-        window.
-        """
         first, *windowed = zip(self.parts.parts, missing, strict=True)
         wanted = [index for index in first[1] if index >= covered]
         for part, part_missing in windowed:
@@ -413,7 +401,6 @@ class KVCManager:
         return 1 + max(wanted, default=-1)
 
     def _take(self, cache: Cache | None, ids: Tokens, missing: list[list[int]], covered: int) -> _Taken:
-        """Return what ``cache`` offers; nothing if another thread resets it meanwhile."""
         nothing = _Taken([], [[] for _ in missing], {}, 0)
         if not isinstance(cache, SkyCache):
             ready = self._ready(missing, cache, covered)

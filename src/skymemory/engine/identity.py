@@ -63,10 +63,7 @@ class Care(IntEnum):
 
 
 class Identity:
-    """Current context of ``model``; recomputed when the model has changed.
-
-    ``weights``: a revision that names the current weights; after a change their digest is used.
-    """
+    """Current context of ``model``. ``weights``: a revision that names them; after a change their digest is used."""
 
     def __init__(
         self,
@@ -233,8 +230,6 @@ class _Digested:
 
 
 class _OneOf(frozenset[str]):
-    """Set that equals each of its elements."""
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str) and other in self
 
@@ -246,8 +241,6 @@ _SAME_EXPERTS = _OneOf(("grouped_mm", "batched_mm"))
 
 
 class _Rows:
-    """Values in many containers, compared fast: a decoding step waits."""
-
     def __init__(self, rows: Iterable[tuple[Any, Any, object]]) -> None:
         rows = list(rows)
         self._places = [(holder, key) for holder, key, _ in rows]
@@ -284,7 +277,6 @@ class _Snapshot:
         self._tensors = _Rows(tensors)
         is_counted = [_is_counted(tensor) for *_, tensor in tensors]
         self._counted = is_counted if not all(is_counted) else []
-        """Flags of tensors whose writes torch counts; empty if all."""
         self._looks = self._get_addresses_and_versions(tensor for *_, tensor in tensors)
         settings = [
             (module.__dict__, name, value)
@@ -342,8 +334,8 @@ class _Snapshot:
 class Fingerprint:
     """Digest of ``model`` and detection of later changes.
 
-    Covers every byte of parameters, buffers and other state with names, shapes and dtypes, and the class and settings
-    of every module; not hooks and replaced code (``foreign_code``).
+    Covers every byte of parameters, buffers and other state, and the class and settings of every module; not hooks and
+    replaced code (``foreign_code``).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -478,7 +470,6 @@ def _bytes_of(views: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _loose(module: torch.nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
-    """Yield tensors in plain attributes: name, container, key, tensor."""
     if isinstance(module, PreTrainedModel):  # state between calls
         return
     for name, value in module.__dict__.items():
@@ -529,7 +520,6 @@ def _has_only_settings(value: Any) -> bool:
 
 
 def _text(settings: Mapping[str, object]) -> str:
-    """Return a text that is the same in every process; the state covers packed weights."""
     fields = {
         name: sorted(map(repr, value)) if isinstance(value, set) else value
         for name, value in settings.items()

@@ -129,7 +129,6 @@ def _references(arrays: list[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 _FREE = _references([np.empty(1, np.uint8)])[0]
-"""Reference count of an array in one list only."""
 
 
 def _map_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -235,14 +234,12 @@ class Presence:
         return bool(self._tokens[start:stop].any())
 
     def suffices(self, tokens: int) -> bool:
-        """Return True if the window after the first ``tokens`` is complete."""
         return self.has(self.first_seen(tokens), tokens)
 
     def first_seen(self, tokens: int) -> int:
         return max(0, tokens - self._window + 1)
 
     def sufficient(self, most: int) -> npt.NDArray[np.bool_]:
-        """Return ``suffices`` for 0 to ``most`` tokens."""
         missing = np.zeros(most + 1, np.int64)
         known = self._tokens[:most]
         missing[1 : len(known) + 1] = np.cumsum(~known)
@@ -321,7 +318,6 @@ class LayerKind:
 class LayerGroup:
     window: int | None
     layers: tuple[int, ...]
-    """Indices among the layers with attention."""
 
     def layout(self, whole: KVLayout) -> KVLayout:
         return dataclasses.replace(whole, layers=len(self.layers))
@@ -408,8 +404,8 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that knows which tokens it holds and where they came from.
 
     A new SkyCache is empty: the ``loaded`` tokens are in its room, and the first forward pass turns them into contents
-    as far as the input equals them (``guard``). So ``generate`` passes the whole prompt. A loop that passes only the
-    tokens after the loaded tokens calls ``begin`` first.
+    as far as the input equals them (``guard``). ``generate`` passes the whole prompt; a loop that passes only later
+    tokens calls ``begin`` first.
     """
 
     def __init__(
@@ -455,7 +451,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         """Tokens whose blocks are in the room."""
         self.prompt: Tokens = _NO_TOKENS
         self.source: Bringing | None = None
-        """Loader of further blocks, as the window of a shorter prefix may need."""
         self._accounted = 0
         self.padding = 0
         """Left padding cut from the model's input."""
@@ -568,7 +563,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def stops_before(self, end: int) -> list[int]:
-        """Return the positions at which passes must end so that states can be kept."""
         length, block = self.get_seq_length(), self._layout.block_tokens
         if not self.states:
             return []
@@ -655,7 +649,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
             guard.settle(self)
 
     def has_recorded(self, held: int) -> bool:
-        """Return True if the guard recorded the first ``held`` tokens."""
         return self._seen_tokens >= held
 
     def tokens(self) -> Tokens:
@@ -717,7 +710,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def can_shift(self) -> bool:
-        """True without recurrent states and windows."""
         return not self.states and all(group.presence is None for group in self.groups)
 
     def shift_rows(self, shifts: Sequence[int]) -> None:
@@ -742,7 +734,6 @@ class CacheSource:
     """Blocks of any transformers cache with a single sequence, for ``BlockCache.save``."""
 
     def __init__(self, cache: Cache, layout: KVLayout, layers: Sequence[int] = ()) -> None:
-        """``layers``: indices among the layers with attention; empty: all."""
         pairs = _of_tokens(cache)
         self._layers = [
             (keys[0].detach(), values[0].detach()) for keys, values in ([pairs[at] for at in layers] or pairs)
@@ -779,7 +770,6 @@ def _rooms(room: torch.Tensor, layout: KVLayout, tokens: int) -> tuple[torch.Ten
 
 
 def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryview | None:
-    """Return the bytes of both, each (layers, kv_heads, tokens, width), if they lie as in a block."""
     layers, heads, tokens, width = keys.shape
     layer_items = heads * tokens * width
     if keys.shape != values.shape or values.data_ptr() - keys.data_ptr() != layer_items * keys.element_size():
@@ -793,7 +783,7 @@ def _laid_out_like_blocks(keys: torch.Tensor, values: torch.Tensor) -> memoryvie
 def _parts(block: npt.NDArray[np.uint8], layout: KVLayout) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Return views of keys and values, each (layers, kv_heads, tokens, bytes of a head).
 
-    Bytes are copied by numpy: 20 GB/s on one thread. torch's threads may wait 15 ms for another program.
+    numpy copies bytes at 20 GB/s on one thread; torch's threads may wait 15 ms for another program.
     """
     of_keys, of_values = (width * layout.item_bytes for width in layout.widths)
     return _split_keys_values(block.reshape(layout.layers, -1), layout, of_keys, of_values)
@@ -819,9 +809,7 @@ def _joined(parts: list[npt.NDArray[np.integer[Any]] | torch.Tensor]) -> Tokens:
 
 _AT_ONCE_BYTES = 64 << 20
 _DEVICE_THREADS = 8
-"""Number of threads that check and copy blocks. On an H100's host one takes 0.2 s for a gigabyte, eight 0.05 s, the bus
-0.02 s.
-"""
+"""Number of threads. On an H100's host one copies a gigabyte in 0.2 s, eight in 0.05 s; the bus takes 0.02 s."""
 
 
 class Staging:
@@ -840,12 +828,9 @@ class Staging:
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
         self._batch: _Batch | None = None
-        """Batch being filled."""
         self._copying = 0
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        """Host memory that a running copy reads, and its end event."""
         self._ends: list[Any] = []
-        """End events that no stream waits for yet."""
 
     def place(self, index: int, block: memoryview) -> None:
         with self._changed:
@@ -933,7 +918,6 @@ class Gathered:
         self._host: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros((0, layout.block_bytes), np.uint8)
 
     def read(self, index: int, out: memoryview) -> None:
-        """Copy out block ``index``, and fetch the next."""
         if not self._first <= index < self._first + len(self._host):
             self._gather(index)
         out[:] = self._host[index - self._first].data

@@ -35,8 +35,6 @@ _log = init_logger(__name__)
 
 
 class _Tasks(Generic[Result]):
-    """Tasks of a single kind."""
-
     def __init__(self, threads: int, name: str, counters: SharedCounters) -> None:
         self._counters = counters
         self._pool = ThreadPoolExecutor(threads, f"lmcache l2 {name}")

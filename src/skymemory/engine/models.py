@@ -134,9 +134,7 @@ _LOOK_S = 0.5
 
 @contextmanager
 def _loading_reported(folder: Path, report: Report) -> Iterator[None]:
-    """Report the growth of this process's memory as a share of the weights' files: transformers reports no progress.
-    Anonymous memory or mapped files count, whichever is larger.
-    """
+    """Report the growth of this process's memory as a share of the weights' files: transformers reports no progress."""
     total = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     before, finished = _resident_bytes(), threading.Event()
 

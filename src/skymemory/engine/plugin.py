@@ -1,8 +1,8 @@
 """Values of other engines' plug-ins in a store: any bytes under the engine's own names, checked, and limited in time.
 
 A plug-in (``lmcache``, ``sglang``, ``vllm.tier``) adds its engine's interface. A value is a header (``kv.value``) and
-the payload; its key the hash of the engine's name for it and of a context. Once the store is open nothing raises: an
-absent, damaged, foreign or late value is a miss, and a refused value is counted.
+the payload; its key the hash of the engine's name for it and of a context. Once the store is open nothing raises: a bad
+or late value is a miss, a refused value is counted.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ class PluginSettings:
         return settings
 
     def type_of(self, dtype: object, where: str) -> str:
-        """Return the context's description of a data type.
-
-        Raises:
-            InvalidInput: plain bytes without a ``kv_dtype``: two kinds of 8-bit floats must not mix.
+        """Return the context's description of a data type. Raises InvalidInput for plain bytes without a
+        ``kv_dtype``.
         """
         if str(dtype).rpartition(".")[2] == "uint8" and not self.kv_dtype:
             raise InvalidInput(
@@ -103,7 +101,6 @@ class PluginStore:
         store: Store | None = None,
         log: logging.Logger = _log,
     ) -> None:
-        """``log``: a logger that the engine shows at INFO."""
         deadlines = TierSettings(
             ask_deadline_s=settings.ask_deadline_s,
             load_deadline_s=settings.load_deadline_s,
@@ -112,7 +109,6 @@ class PluginStore:
         )
         opened = open_store(settings.store) if store is None else store
         self._said = ""
-        """Last logged reason, as each is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
         self._digest = context.digest()
         self.value_bytes = max(1, value_bytes)
@@ -133,7 +129,6 @@ class PluginStore:
         return key_hash(self._digest, name)
 
     def present(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name if the store has it now."""
         try:
             return [state is Presence.HIT for state in self._store.lookup([self.key(name) for name in names])]
         except Exception as error:
@@ -286,7 +281,6 @@ GONE = ("absent", *_WRONG)
 
 
 def warn_untested(engine: str, version: str, tested: str) -> None:
-    """Warn about an untested release, whose interface may differ."""
     if version.split(".")[:2] != tested.split(".")[:2]:
         _log.warning("%s %s was not tested with this plug-in, %s was", engine, version, tested)
 

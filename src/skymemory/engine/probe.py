@@ -130,7 +130,6 @@ _TOLERANCE = {"float32": 0.02}
 """Share of the logits' spread, of the order of 16-bit rounding; a wrong position differs far more."""
 _TOLERANCE_16_BIT = 0.5
 _OTHER = 100.0
-"""Number added to a state that must change later logits."""
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that models raise for unsupported inputs."""
 
@@ -138,8 +137,8 @@ FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, As
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
     """Run the model over a few tokens at once, and in two parts with a SkyCache between them.
 
-    Raises UnsupportedModel if the logits differ by more than rounding, if the second part fails or does not depend on
-    the recurrent states (whose effect is often below 16-bit rounding), or if tokens outside a window matter.
+    Raises UnsupportedModel if the logits differ by more than rounding, do not depend on the recurrent states (whose
+    effect is often below 16-bit rounding), or depend on tokens outside a window.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -223,11 +222,9 @@ class _Probe:
         self.kinds_of_states = states.kinds if states is not None else []
 
     def run_whole(self) -> torch.Tensor:
-        """Run as ``generate`` does."""
         return self._at_once(at_positions(self._model, 0, _TOKENS))
 
     def without_positions(self) -> torch.Tensor:
-        """Run as a custom loop may."""
         return self._at_once({})
 
     def _at_once(self, options: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -235,7 +232,6 @@ class _Probe:
             return self._model(input_ids=self._ids, use_cache=True, **options).logits[0, self._front :].float()
 
     def in_two_parts(self) -> list[torch.Tensor]:
-        """Return logits with true states, and with changed states of each kind."""
         with torch.inference_mode():
             first = self._cache()
             positions = at_positions(self._model, 0, self._front)

@@ -40,8 +40,6 @@ def one_thread() -> Iterator[None]:
 
 
 class Quanto8:
-    """Codec by optimum-quanto's ``qint8`` tensors."""
-
     name = "quanto8"
     codec_id = 8
     lossless = False
@@ -65,8 +63,6 @@ class Quanto8:
 
 
 class Hqq8:
-    """Codec by HQQ, with a scale and a zero point per row."""
-
     name = "hqq8"
     codec_id = 9
     lossless = False

@@ -31,8 +31,6 @@ _BY_RANK = ("mamba", "draft", "draft_swa")
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Pool such as windows or states."""
-
     host: Any
     values: PluginStore
 

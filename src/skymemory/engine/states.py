@@ -24,7 +24,6 @@ _ITEM_BYTES = 4
 class _State:
     layer: int
     kind: str
-    """``conv`` or ``recurrent``."""
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -93,7 +92,6 @@ class States:
 
 
 def repeat(layer: Any, repeats: int) -> None:
-    """Repeat the rows of all states."""
     for kind in ("conv", "recurrent"):
         states = getattr(layer, f"{kind}_states", {})
         for number, state in states.items():

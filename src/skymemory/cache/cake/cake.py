@@ -75,7 +75,6 @@ class Cake:
         self.pace = Pace()
         self._stored_block_bytes = float(parts.value_bytes)
         self._last_late: tuple[int, float] | None = None
-        """Bytes and seconds of a load that computing overtook."""
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
         self._lookups = TierWorkers("cake lookup", 1)
         self._lookup_latencies, self._fetch_latencies = Latencies(), Latencies()
@@ -227,7 +226,6 @@ class CakeLoad:
 
     @property
     def reach_tokens(self) -> int:
-        """Number of leading tokens in place at the end."""
         return self.chunks[-1].first_token + self.chunks[-1].tokens if self.chunks else 0
 
     def finish(self) -> LoadResult:
@@ -296,7 +294,6 @@ class StoredChunks:
         self._failed: Counter[str] = Counter()
 
     def fetch(self, index: int) -> FetchedParts | None:
-        """Lease and load a chunk; None if any block fails."""
         chunk, tokens = self._chunks[index], self._parts[0][0].layout.block_tokens
         first = chunk.first_token // tokens
         fetched: list[FetchedBlocks] = []

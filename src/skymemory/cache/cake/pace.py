@@ -146,7 +146,6 @@ class Pace:
         return max(self._first_s - self._first_bytes / rate, 0.0) / self._first_loads
 
     def prompt_s(self, tokens: int, step_tokens: int) -> float | None:
-        """Return the seconds to compute ``tokens`` in full steps."""
         line = self._measured_line()
         if line is None:
             return None

@@ -36,7 +36,6 @@ class PromptChunk:
     tokens: int
     size_bytes: int = 0
     loadable: bool = False
-    """True if the store has all its tokens."""
     resident: bool = False
 
 
@@ -98,7 +97,6 @@ class ComputeStep:
     first_token: int
     tokens: int
     chunks: int = 1
-    """Number of chunks touched."""
 
     @property
     def indices(self) -> range:
@@ -387,7 +385,6 @@ class PromptWork:
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
     def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
-        """Return the seconds to compute chunks ``first`` (without ``computed`` tokens) to ``last``."""
         line = pace.line()
         if line is None:
             return None
@@ -435,7 +432,6 @@ class FetchQueue:
         self._head_since_s = now_s
 
     def failed(self, index: int, now_s: float) -> int:
-        """Record a failure; returns the bytes. The link's time counts as spent."""
         if index == self._head():
             self._pace.load_took(0, now_s - self._head_since_s)
         return self.cancel(index, now_s)

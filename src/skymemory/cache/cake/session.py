@@ -1,11 +1,10 @@
 """Threads of Cake's scheduler: the engine's thread takes steps, worker threads fetch and place chunks.
 
 The scheduler is called under one lock. A chunk's memory is written by one side at a time: its load waits for the end of
-its step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. A fetch that
-times out is given up: its chunk is computed, and its thread is unavailable until it returns.
+its step; a step waits while one of its chunks is placed, and is dropped if that chunk is then in place. The chunk of a
+fetch that times out is computed.
 
-A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write it, report it,
-release it.
+A fetch (``_work``): wait for its turn, fetch, start the next fetch, claim the chunk's place, write, report, release.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from skymemory.cache.tiers.workers import Call, TierWorkers
 
 
 class FetchedChunk(Protocol):
-    """Loaded chunk that is not in place yet."""
-
     def place(self) -> bool:
         """Verify, decode and place the chunk; False if invalid. Must not call the tier: other threads wait."""
 
@@ -112,7 +109,6 @@ class LoadingSession:
         self._wake_s: float | None = None
         self._error: BaseException | None = None
         self.scheduling_s = 0.0
-        """Sum over all threads."""
         self.turns = 0
         loader.push_seq(chunks, clock())
         with self._changed:
@@ -256,7 +252,6 @@ class LoadingSession:
                 self._changed.notify_all()
 
     def _settle(self, index: int, placed: bool) -> bool:
-        """Report a chunk still wanted; returns True if the load placed it."""
         if index not in self._wanted:
             return False
         self._wanted.discard(index)

@@ -24,7 +24,6 @@ _NO_TIER = -1
 
 _Held = tuple[list[bytes], LoadTicket | None]
 Loaded = tuple[dict[bytes, memoryview], dict[bytes, KeyReport]]
-"""Loaded values, and a report on every requested key."""
 
 
 class TieredLoad:
@@ -218,7 +217,6 @@ class TierLoad:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Return the reserved bytes once, by the first of both threads."""
         with suppress(IndexError):
             size_bytes = self._reserved_bytes.pop()
             if self._budget is not None:

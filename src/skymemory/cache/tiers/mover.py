@@ -27,7 +27,6 @@ class TierMover:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the current turn, waiting up to ``timeout_s``."""
         self._stopping.set()
         self._outbound.wake()
         self._thread.join(timeout_s)
@@ -49,7 +48,6 @@ class TierMover:
                 self._stopping.wait(wait_s)
 
     def move_batch(self) -> bool:
-        """Copy a batch; returns True if any is done."""
         batch = self._outbound.next_batch(_BATCH_BYTES)
         with self._locks.try_lock([moving.key for moving in batch]) as locked:
             mine = [moving for moving in self._outbound.still_queued(batch) if moving.key in locked]

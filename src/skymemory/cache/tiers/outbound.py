@@ -98,7 +98,6 @@ class Outbound:
         return len(self._movings)
 
     def wait_filled(self, timeout_s: float) -> bool:
-        """Wait for a value, ``wake`` or the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._movings) or self._woken, timeout_s)
             self._woken = False

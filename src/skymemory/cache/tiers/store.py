@@ -200,7 +200,6 @@ class TieredStore(TwoPhase):
         return views
 
     def _promote(self, load: TieredLoad, values: dict[bytes, memoryview]) -> None:
-        """Copy far values to the nearest tier, unless changed since the lease."""
         top, policy = self.tiers[0], self.settings.promote
         far = [key for key in values if load.sources[key] != 0] if policy != "never" else []
         if policy == "second hit":

@@ -49,8 +49,6 @@ Kind = Literal["ask", "load", "store"]
 
 @dataclass(slots=True)
 class RetryTimer:
-    """Exponential back-off of background work."""
-
     _wait_s: float = 0.0
     _at_s: float = -math.inf
 
@@ -170,10 +168,10 @@ class Tier:
     ) -> Result | None:
         """Return the result of ``call``, if it arrives by ``until_s`` and without failure; else None.
 
-        ``on_late`` receives a late result, to release what it holds. ``sound`` checks that a result is an answer at
-        all. ``changes``: keys that the call writes or deletes, even late. ``overwrites``: the subset that is dirty from
-        the deadline on, until a late result has ``stored`` them. ``moved``: bytes of a result. ``held``: keys that the
-        tier reported to have.
+        ``on_late`` releases what a late result holds. ``sound`` checks that a result is an answer at all. ``changes``:
+        keys that the call writes or deletes, even late. ``overwrites``: those that are dirty from the deadline on,
+        until a late result has ``stored`` them. ``moved``: bytes of a result. ``held``: keys that the tier reported to
+        have.
         """
         if call is None:
             return None
@@ -411,11 +409,9 @@ class DirtyKeys:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._keys: dict[bytes, int] = {}
-        """Value of ``_count`` when each key was added."""
         self._count = 0
         self._delete_pending: set[bytes] = set()
         self._in_flight: dict[bytes, int] = {}
-        """Number of given-up calls about each key."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

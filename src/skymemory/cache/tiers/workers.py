@@ -34,7 +34,6 @@ class Call(Generic[Result]):
         self._on_late: Callable[[Result | None], object] | None = None
         self.begun = False
         self.dropped = False
-        """True if given up before it began."""
         self.overdue = False
         """True if it did not end in time."""
         self._submitted_s = time.monotonic()
@@ -107,7 +106,6 @@ class TierWorkers:
         self._lock = threading.Lock()
 
     def submit(self, call: Call[object]) -> bool:
-        """Queue the call; False if the queue is full."""
         with self._lock:
             if self._calls.qsize() >= self._waiting:
                 return False

@@ -44,7 +44,6 @@ class TieredWrite:
         self._stored: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._pending: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
         self._refused: dict[int, set[bytes]] = {tier.number: set() for tier in tiers}
-        """Keys that each tier answered for and did not store."""
         self.reason = ""
         self._writes: list[TierWrite] = []
         if any(tier.dirty_keys.full for tier in tiers):
@@ -72,7 +71,6 @@ class TieredWrite:
         return TierWrite.prepare(tier, items, [self._places[key] for key, _ in items])
 
     def _refuse_what_fits_nowhere(self) -> None:
-        """Raise if an item fits no tier, before room is reserved."""
         answered = [write for write in self._writes if write.answered]
         for write in answered:
             for place, error in write.too_large.items():
@@ -145,7 +143,6 @@ class TierWrite:
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
-        """Positions not requested yet, as the largest was too large."""
         self._call: Call[list[list[bool]]] | None = None
         self.given_up = False
 
@@ -184,7 +181,6 @@ class TierWrite:
             self._call = self.tier.start(lambda: [store.complete_store(ticket) for ticket, _ in tickets])
 
     def end(self) -> list[bool]:
-        """Return for each item if it was stored in time."""
         done = [False] * len(self.items)
         if self._call is None:
             self.certain = self.answered and len(self.too_large) == len(self.items)
@@ -230,7 +226,6 @@ class TierWrite:
 
     @property
     def reason(self) -> str:
-        """Reason for not storing all; may be empty."""
         return next((f"{self.tier.name}: {ticket.reason}" for ticket, _ in self._tickets if ticket.reason), "")
 
     @property

@@ -1,7 +1,7 @@
 """Store events: which of vLLM's blocks the store has, for routers that follow vLLM's KV events (``take_events``).
 
-An event names a block by vLLM's hash, without its tokens, which vLLM announced before. A block is announced when all
-ranks have stored it or when it was loaded, and withdrawn when a lookup misses it: the shared store evicts on its own.
+An event names a block by vLLM's hash. It is announced when all ranks have stored it or when it was loaded, and
+withdrawn when a lookup misses it: the shared store evicts on its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Announcements:
             self._saving.popitem(last=False)
 
     def saved(self, keys: Sequence[bytes]) -> None:
-        """Count a rank; announce the values that all ranks have."""
         for key in keys:
             names, ranks = self._saving.get(key, ((), 0))
             if names and ranks + 1 < self._ranks:
@@ -56,7 +55,6 @@ class Announcements:
         self.stored(key, names)
 
     def stored(self, key: bytes, names: Sequence[bytes]) -> None:
-        """Announce a value unless it is announced."""
         if key not in self._stored:
             self._say(True, names)
         self._stored[key] = names

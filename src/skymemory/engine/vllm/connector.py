@@ -325,7 +325,7 @@ def _check_untested() -> None:
 
 def cakes(config: Any) -> bool:
     """Return True if Cake is possible: no step runs when the number of computed tokens is raised, and the model runner
-    takes that number from the scheduler (version 1 with each step, version 2 when a request is resumed).
+    takes it from the scheduler (version 1 with each step, version 2 at a resume).
     """
     scheduler = config.scheduler_config
     return not scheduler.async_scheduling and (

@@ -1,11 +1,11 @@
 """Copies of blocks out of vLLM's KV cache tensors and into them.
 
-A value is ``(layers, blocks, bytes of a block of a layer)``, packed; the bytes are opaque, in vLLM's memory order.
+A value is ``(layers, blocks, bytes of a block of a layer)``, packed, in vLLM's memory order.
 
-On an accelerator a call only queues its work, on three streams: the model's own (``compute``), ``out`` and ``in``. A
-read gathers blocks on ``compute``, between two forward passes, and copies them on ``out``. A write copies on ``in``,
-after all work that ``compute`` had when the load began: until then the blocks may belong to another request. No layer
-hooks are used: replayed CUDA graphs skip them.
+On an accelerator calls only queue their work, on three streams. A read gathers blocks on ``compute`` (the model's own),
+between two forward passes, and copies them on ``out``. A write copies on ``in``, after the work that ``compute`` had
+when the load began: until then the blocks may belong to another request. No layer hooks are used: replayed CUDA graphs
+skip them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import numpy.typing as npt
 from skymemory.errors import InvalidInput
 
 STAGING_BYTES = 256 << 20
-"""Device memory of a copier for reads."""
 _PINNED_BYTES = 64 << 20
 _PINNED_VALUES = 256
 """Host memory pinned at once, since each allocation takes milliseconds."""
@@ -40,8 +39,7 @@ class Mark(Protocol):
 
     def wait(self) -> None: ...
 
-    def seconds_after(self, earlier: Any) -> float:
-        """Return the seconds between two marks, both done."""
+    def seconds_after(self, earlier: Any) -> float: ...
 
 
 class BlockCopier(Protocol):
@@ -120,8 +118,7 @@ class Device(Protocol):
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
         """Queue ``work`` on a stream, after marks of other streams."""
 
-    def memory(self, size_bytes: int) -> Any:
-        """Allocate bytes of the device."""
+    def memory(self, size_bytes: int) -> Any: ...
 
     def host_memory(self, size_bytes: int) -> Any:
         """Allocate host memory that the device can copy by itself."""
@@ -210,7 +207,6 @@ class Cuda:
 class _Slot:
     device: Any
     free: Mark
-    """Mark after which the slot is free."""
     host: npt.NDArray[np.uint8] | None = None
 
 
@@ -415,8 +411,8 @@ def _divisible(view: Any, size_bytes: int) -> bool:
 
 
 def _stacked(layers: Sequence[Any]) -> list[Any]:
-    """Return a single view ``(layers, blocks, ...)`` if the layers lie at equal distances in one allocation, so that a
-    single kernel copies all; else a view of each.
+    """Return a single view ``(layers, blocks, ...)`` if the layers lie at equal distances, so that a single kernel
+    copies all; else a view of each.
     """
     first = layers[0]
     places = [layer.storage_offset() for layer in layers]

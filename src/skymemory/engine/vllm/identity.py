@@ -76,7 +76,6 @@ def _find_field(fields: object, name: str) -> Any:
 def layout_of(
     config: Any, kv_cache_config: Any, part: PartOfModel, blocks_per_value: int, version: str
 ) -> OpaqueLayout:
-    """Return the layout of a worker's share of a part's values, layer by layer."""
     groups = [kv_cache_config.kv_cache_groups[number] for number in part.groups]
     spec = groups[0].kv_cache_spec
     layers = " + ".join(f"{len(group.layer_names)} layers" for group in groups)
@@ -148,8 +147,8 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def folder_digest(folder: Path, *, code: bool = False) -> str:
-    """Return the SHA-256 over a folder's weight and settings files, with ``code`` also of Python files. Bytes are read
-    once; later calls compare path, inode, size and times.
+    """Return the SHA-256 over a folder's weight and settings files, with ``code`` also of Python files; unchanged files
+    are read once.
     """
     if not folder.is_dir():
         raise InvalidInput(f"{folder} is no folder: its files name the weights")
@@ -167,14 +166,13 @@ def _files(folder: Path, code: bool = False) -> Iterable[Path]:
 
 
 def _looks_of(folder: Path) -> str:
-    """Describe the folder's files without reading them."""
     stats = ((path.name, path.stat()) for path in sorted(_files(folder)))
     return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in stats])
 
 
 class _Digests:
-    """Digests of files by path, inode, size and times, kept in the user's cache folder. An inode's change time cannot
-    be set back.
+    """Digests of files by path, inode, size and times, in the user's cache folder. An inode's change time cannot be set
+    back.
     """
 
     def __init__(self) -> None:
@@ -221,11 +219,9 @@ class EngineReport:
     value_tokens: int
     value_bytes: int
     longest_tokens: int
-    """``max_model_len``."""
     context: dict[str, str | int | bool]
     """``CacheContext.describe``, without adapter and salt."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Digests of adapters, by name."""
 
     def log(self) -> None:
         without_secret = replace(self, store=without_password(self.store))
@@ -275,16 +271,14 @@ def _json_behind(mark: str, line: str) -> Any:
 class Seeds:
     """Digests of requests' contexts: the engine's context with adapter and salt.
 
-    After weights are changed in place, the model's files no longer name them. vLLM then resets its caches, and a new
-    *generation* begins: a random number in the context, so that nothing is shared with earlier blocks or other engines.
-    The first generation is the empty string.
+    After weights are changed in place, the model's files no longer name them: vLLM resets its caches, and a new
+    *generation* begins, a random number in the context, which shares nothing. The first is the empty string.
     """
 
     def __init__(self, context: CacheContext) -> None:
         self._context = context
         self._known: dict[tuple[str, str, str], bytes] = {}
         self._adapters: dict[tuple[int, str, str], tuple[str, str]] = {}
-        """Digest of each adapter, and its files' state at that time."""
         self._changed: set[tuple[int, str, str]] = set()
         self._reloaded: set[tuple[int, str, str]] = set()
         """Adapters reloaded from other files: vLLM's cache has older blocks under their names."""
@@ -301,8 +295,7 @@ class Seeds:
         return replace(self._context, weights=f"{self._context.weights}, generation {generation}")
 
     def of(self, request: Any, generation: str = "") -> bytes | None:
-        """Return the digest of a request's context; None if its tokens do not determine what is computed (embeddings,
-        or a prompt still being sent).
+        """Return the digest of a request's context; None if its tokens do not determine what is computed.
 
         ``generation``: of the prefilling engine; empty: of this engine.
         """
@@ -328,8 +321,8 @@ class Seeds:
         return lora is not None and (lora.lora_int_id, lora.lora_name, lora.lora_path) in self._reloaded
 
     def _adapter(self, lora: Any) -> str:
-        """Return name and digest of an adapter's files as of the first request. Empty if they are unreadable or have
-        changed: vLLM may or may not have read them again.
+        """Return name and digest of an adapter's files as of the first request; empty if they are unreadable or have
+        changed.
         """
         known, folder = (lora.lora_int_id, lora.lora_name, lora.lora_path), Path(lora.lora_path)
         try:

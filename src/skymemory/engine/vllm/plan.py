@@ -50,7 +50,6 @@ class Load:
 
     request: str
     pieces: tuple[Piece, ...]
-    """Pieces by part, in order of reading."""
     tokens: int
     """Tokens that vLLM counts as computed then."""
     backward: bool = False
@@ -78,7 +77,6 @@ class Save:
     part: int
     key: bytes
     depth: int
-    """Number of values before it."""
     parent: bytes | None
     blocks: tuple[tuple[int, ...], ...]
 
@@ -105,7 +103,6 @@ class Loaded:
     lost: int
     """Number of the value that was not loaded; values after it (before it, in a backward load) were not placed."""
     reason: str
-    """Reason of the failure, or empty."""
     size_bytes: int
     seconds: float
     missing_tokens: int = 0

@@ -5,15 +5,13 @@ reserved: the load is planned), ``plan`` (with each step: loads, and saves of co
 the workers), ``finished``.
 
 With Cake (a lone request of several steps) ``matched`` announces nothing: the request computes from its front,
-``allocated`` reserves all blocks and plans a backward load, and ``plan`` sends how far computing has come (the fence).
-When both meet, ``update`` lets the request continue after the loaded blocks.
+``allocated`` plans a backward load, and ``plan`` sends how far computing has come (the fence). When both meet,
+``update`` lets the request continue after the loaded blocks.
 
 For a request that another engine prefills (``transfer_params``), ``matched`` announces all that will be stored, and the
-workers load each value as soon as it is stored (``waiting``). The prefilling engine saves again what the store has
-lost.
+workers load each value as soon as it is stored. The prefilling engine saves again what the store has lost.
 
-A lookup runs in a thread: a store that hangs must not block the scheduler. A request is asked about again, and computed
-if the answer takes too long.
+A lookup runs in a thread: a store that hangs must not block the scheduler.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ class Backward:
     end_tokens: int
     running: bool = False
     lowest_tokens: int | None = None
-    """Token from which on all blocks are in place."""
 
 
 @dataclass(slots=True)
@@ -144,7 +141,6 @@ class Known:
     """Number of leading values that need no saving."""
     lookup: Lookup | None = None
     computed_tokens: int = 0
-    """Token at which a load would begin."""
     backward: Backward | None = None
     ahead_bytes: int = 0
     """Bytes of the loads running when its last was planned."""
@@ -154,10 +150,8 @@ class Known:
     """
     params: TransferParams = _NO_PARAMS
     waits_s: float = 0.0
-    """Wait of its first load for each next value."""
     waited: bool = False
     gave_up: bool = False
-    """True if a rank gave up the waiting load."""
     missing_tokens: int = 0
     """Missing tokens of its last load, on the worst rank: ranks end in different steps."""
     loading: range | None = None
@@ -165,11 +159,9 @@ class Known:
     checked: bool = False
     """True if the values that the store lacks are known, for a handover."""
     unsaved: int | None = None
-    """First value that could not be saved."""
     is_apart: bool = False
     """True if its blocks belong to other weights than its keys say: it loads and saves nothing."""
     is_own: bool = True
-    """True if its values belong to this engine's generation."""
 
 
 class SchedulerSide:
@@ -200,43 +192,35 @@ class SchedulerSide:
         self._shape = shape
         self._seeds = seeds
         self._named: dict[str, None] = {}
-        """Generations of prefilling engines named since the last reset."""
         self._is_stale = False
         """True if vLLM's cache has blocks from before the last reset."""
         self._past: dict[str, None] = {}
-        """Generations named before the last reset; no longer loaded."""
         self._block_ids = block_ids
         self._cake = cake
         self._announcements = announcements
         self._ending: list[str] = []
-        """Backward loads that the next plan ends."""
         self._is_writing = False
-        """True if these may write until then."""
         self._step_s = 0.0
         self._ranks = ranks
         self._loads, self._saves = loads, saves
         self._wait_s = 0.0 if has_states else wait_s  # no state is stored after the last block of such a prompt
         self._has_states = has_states
         self._waiting_since_s: dict[str, float] = {}
-        """Start times of waiting loads, by request."""
         self._clock = clock
         self._has_warned = False
         self._known: dict[str, Known] = {}
         self._planned: list[Load] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
-        """Keys given to the workers, without those lost or not saved."""
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
         self._loading = LoadRate()
         self._gave_up_s = math.inf
-        """Time when the first load since the last success was given up."""
         self._under_way: dict[str, int] = {}
         """Bytes of running loads, by request: later loads share the link."""
         self._counts: Counter[str] = Counter()
         self._saving, self._saved_s = 0, clock()
         """Number of values that the workers hold, and time of its last change."""
         self.store_kind = ""
-        """Kind of the store; empty until known."""
         self._lookups.submit(Call(lambda: self._greet(kind_of_store)))
 
     def _greet(self, kind_of_store: Callable[[], str]) -> None:
@@ -250,12 +234,11 @@ class SchedulerSide:
 
     @property
     def saving(self) -> bool:
-        """True if steps are needed although nothing is to be computed."""
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously.
-        They always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
+        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously:
+        always, since of a load that a step waits for vLLM 0.32 leaves failed blocks in the prefix cache.
         """
         known = self._of(request)
         if known is None or known.is_apart:
@@ -306,9 +289,7 @@ class SchedulerSide:
         return tokens, True
 
     def _check(self, known: Known) -> bool:
-        """Return True if it is known what the store lacks of a prompt to be handed over. Lost values are saved again,
-        since the other engine waits for them.
-        """
+        """Return True if it is known what the store lacks of a prompt to be handed over, which is saved again."""
         if not known.checked and known.keys:
             wanted = len(known.keys)
             found_values = self._find_prefix(known, 0, wanted, wanted * self._shape.value_tokens)
@@ -321,7 +302,6 @@ class SchedulerSide:
         return True
 
     def _forget(self, keys: Sequence[bytes]) -> None:
-        """Let these values be saved again when computed again."""
         for key in keys:
             for number in range(len(self._parts.parts)):
                 self._sent.pop(part_key(key, number), None)
@@ -415,8 +395,8 @@ class SchedulerSide:
         return plan
 
     def _begins(self, load: Load, output: Any) -> bool:
-        """Return True if a backward load's request is computed from the expected token: another connector may have
-        loaded into its blocks.
+        """Return True if the request is computed from the expected token: another connector may have loaded into its
+        blocks.
         """
         known = self._known.get(load.request)
         if known is None or known.backward is None:
@@ -496,7 +476,7 @@ class SchedulerSide:
 
     def _stood_still(self, loaded: Loaded) -> bool:
         """Return True if a load was given up because the store stopped answering, so that it measures no speed: the
-        first after a success, and loads concurrent with it. The next means a slow store.
+        first after a success, and loads concurrent with it.
         """
         if loaded.reason != GIVEN_UP:
             self._gave_up_s = math.inf if not loaded.reason else self._gave_up_s
@@ -511,7 +491,6 @@ class SchedulerSide:
         return False
 
     def _note_unsaved(self, keys: Sequence[bytes]) -> None:
-        """Let values be saved again; prompts to be handed over end before them."""
         unsaved = frozenset(keys)
         for key in unsaved:
             self._sent.pop(key, None)
@@ -546,7 +525,6 @@ class SchedulerSide:
             self._end_backward(known, _MEANWHILE, backward.end_tokens - computed)
 
     def _end_backward(self, known: Known, reason: str, used: int = 0) -> None:
-        """End the load. ``used``: loaded tokens that saved computing; ``reason`` of the others."""
         backward, known.backward = known.backward, None
         if backward is None or not backward.running:
             return
@@ -556,7 +534,6 @@ class SchedulerSide:
             self._count_loaded(backward.end_tokens - backward.lowest_tokens, used, reason)
 
     def _settle(self, known: Known, computed_tokens: int, reason: str = _ALL_THE_SAME) -> None:
-        """Count the ended load. Loaded tokens after the first ``computed_tokens`` save no computing."""
         loading, known.loading = known.loading, None
         if loading is None:
             return
@@ -580,7 +557,6 @@ class SchedulerSide:
                 self._announcements.loaded(known.keys[depth], self._names(known.request, depth))
 
     def _names(self, request: Any, depth: int) -> Sequence[bytes]:
-        """Return vLLM's names of a value's blocks; none if vLLM names shorter blocks."""
         if len(request.block_hashes) > request.num_tokens // self._shape.block_tokens:
             return ()
         size = self._shape.blocks_per_value
@@ -613,9 +589,8 @@ class SchedulerSide:
         return answer_of(values * self._shape.value_tokens, self._seeds.generation)
 
     def reset(self, is_empty: bool = True) -> bool:
-        """Reset when the weights may have changed: nothing stored or loaded before is used. Requests that hold older
-        blocks, or find some in vLLM's cache if it is not ``is_empty``, load and save nothing. Returns False if an older
-        block is still being written.
+        """Reset when the weights may have changed. Requests that hold older blocks, or find some in vLLM's cache if it
+        is not ``is_empty``, load and save nothing. Returns False if an older block is still being written.
         """
         self._seeds.reset()
         self._is_stale = not is_empty
@@ -670,7 +645,6 @@ class SchedulerSide:
         return self._seeds.of(request, self._named_by(params))
 
     def _named_by(self, params: TransferParams) -> str:
-        """Return the generation of the prefilling engine; empty: this engine's."""
         generation = params.generation
         if not (params.takes_over and generation) or generation in self._past:
             return ""
@@ -690,8 +664,8 @@ class SchedulerSide:
             known.keys += hash_blocks(before, tokens, size, content)
 
     def _find_prefix(self, known: Known, first: int, wanted: int, limit_tokens: int) -> int | None:
-        """Return how many of the first ``wanted`` values it can have, given the first ``first``: the longest prefix of
-        at most ``limit_tokens`` after which it can continue. None: not answered yet.
+        """Return how many of the first ``wanted`` values a request can have, given the first ``first``; None: not
+        answered yet.
         """
         now_s = self._clock()
         lookup = known.lookup
@@ -724,7 +698,6 @@ class SchedulerSide:
         return min(lookup.found, wanted) if lookup.found is not None else None
 
     def _prefix(self, keys: list[bytes], first: int, limit_tokens: int) -> int:
-        """Return the number of leading values of which every rank has stored what is needed."""
         parts, chains = [], []
         for number, part in enumerate(self._parts.parts):
             for rank in range(self._ranks):

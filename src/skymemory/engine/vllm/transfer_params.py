@@ -1,9 +1,8 @@
 """``kv_transfer_params`` of a request: a router uses them to prefill a prompt on one engine and decode on another.
 
-As in vLLM's own proxy, the first step goes to the prefilling engine with ``max_tokens`` 1 and ``{"do_remote_decode":
-true}``; the second to the decoding engine with the answer's parameters, such as ``{"sky_tokens": 512}``. If both are
-sent at once, the second has ``{"do_remote_prefill": true}``. NIXL reacts to that, too, so a ``MultiConnector`` may
-contain only one such connector.
+The first step, with ``max_tokens`` 1, has ``{"do_remote_decode": true}``; the second the answer's parameters, such as
+``{"sky_tokens": 512}``, or, if both are sent at once, ``{"do_remote_prefill": true}``. NIXL reacts to that, too: a
+``MultiConnector`` may contain only one such connector.
 """
 
 from __future__ import annotations

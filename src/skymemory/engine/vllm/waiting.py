@@ -22,9 +22,7 @@ ABORTED = "aborted"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _MOST_VALUES = 16
 _QUICK_S = 0.25
-"""Limit for a question: after a slower question the next asks for fewer values, since progress counts only when all of
-them have arrived.
-"""
+"""Limit for a question: after a slower question the next asks for fewer values."""
 
 
 class Pace:

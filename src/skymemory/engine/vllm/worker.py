@@ -3,11 +3,11 @@
 Each step: ``begin`` (its loads start), the forward pass, ``end`` (completed values are copied out; a thread stores
 them), ``finished``, ``invalid_blocks`` and ``outcome`` (reports).
 
-A load that takes longer than computing its tokens is given up. Its thread may hang in the store, but writes no block
-any more, as vLLM then gives the blocks to another request.
+A load that takes longer than computing is given up. Its thread may hang in the store, but writes no block any more, as
+vLLM then gives the blocks to another request.
 
-On an accelerator all of this runs ahead of the device (``copier``), with the same guarantees: a load has ended when its
-blocks are written, a value is stored after it is read, and a step's time is the device's.
+On an accelerator this runs ahead of the device (``copier``): a load has ended when its blocks are written, a value is
+stored after it is read, and a step's time is the device's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class _Job:
         self._lock = threading.Lock()
         self._closed = False
         self.placed = 0
-        """Number of leading values in place."""
         self.end: Loaded | None = None
 
     def place(self, index: int, block: memoryview) -> None:
@@ -122,8 +121,6 @@ class _Job:
 
 
 class _WaitingJob(_Job):
-    """Load of values that another engine stores meanwhile, by successive questions."""
-
     def __init__(
         self, load: Load, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
     ) -> None:
@@ -161,7 +158,6 @@ class _BackwardJob(_Job):
         self._done: set[int] = set()
         self.threads = 0
         self.ended_s = began_s
-        """Time when its last thread ended, possibly long before the step."""
         self.size_bytes = 0
         self.reason = ""
         self._lost = 0
@@ -211,13 +207,10 @@ class _BackwardJob(_Job):
 
     @property
     def lowest(self) -> int:
-        """First block from which on all are in place."""
         return self.first_block(self.load.values - self.placed)
 
 
 class _From:
-    """Sink for a load's values from ``first`` on."""
-
     def __init__(self, job: _Job, first: int) -> None:
         self._job = job
         self._first = first
@@ -260,7 +253,6 @@ class WorkerSide:
         self._plan = Plan()
         self._began: Mark = Now()
         self._timed: deque[tuple[int, Mark, Mark]] = deque()
-        """Steps not known to be finished: tokens, begin and end."""
         self._outcome = Outcome()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
@@ -327,7 +319,6 @@ class WorkerSide:
         return invalid
 
     def outcome(self) -> Outcome | None:
-        """Return the report since the last step; None if empty."""
         outcome, self._outcome = self._outcome, Outcome()
         self._saver.report(outcome)
         with self._ended:
@@ -339,7 +330,6 @@ class WorkerSide:
         return outcome if has_report or self._backward else None
 
     def close(self, drain_s: float) -> None:
-        """Store waiting values for up to ``drain_s``; loads end as given up."""
         for job in (*self._jobs, *self._backward.values()):
             job.close()
         self._loaders.close()
@@ -406,7 +396,6 @@ class WorkerSide:
         self._waiters.call(lambda: self._ask(job))
 
     def _ask(self, job: _WaitingJob) -> None:
-        """Ask once, in a thread, for the next values of a waiting load."""
         if job.closed:
             return
         first, started_s = job.placed, self._clock()
@@ -606,8 +595,8 @@ class Saver:
     def close(self, drain_s: float) -> None:
         """Store waiting values for up to ``drain_s``.
 
-        `vllm serve` kills its workers at SIGTERM without calling this, unless it has a ``--shutdown-timeout``; then it
-        steps until all is saved, and calls this with nothing left to do. vLLM's ``LLM`` gives 5 s at its end.
+        `vllm serve` kills its workers without calling this, unless it has a ``--shutdown-timeout``; then it steps until
+        all is saved. vLLM's ``LLM`` gives 5 s at its end.
         """
         with self._changed:
             self._stopping = True
@@ -650,8 +639,8 @@ class Saver:
                 self._changed.notify_all()
 
     def _store(self, batch: list[_Waiting]) -> tuple[Counter[str], list[bytes], list[bytes]]:
-        """Store what the store lacks; returns counts, the keys that it has now, and the keys that it did not take. A
-        value that another engine is storing is in neither list: that may fail.
+        """Store what the store lacks; returns counts, the keys that it has now, and the keys that it did not take.
+        Values that another engine is storing are in neither list.
         """
         started_s = time.perf_counter()
         blocks = self._parts.first
