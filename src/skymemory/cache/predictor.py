@@ -203,7 +203,7 @@ KEPT_DAYS = _JUDGED_DAYS + _WEEKS * WEEK_DAYS
 
 @dataclass(slots=True, eq=False)
 class Habit:
-    """Recurring prompt. Days are numbers; ``time_s`` is local."""
+    """Recurring prompt. Days are day numbers; ``time_s`` is local."""
 
     keys: tuple[bytes, ...]
     time_s: float

@@ -54,8 +54,7 @@ _WAYS = "what is served, and what is computed whole, is in the table 'Ways to ge
 class Guard:
     """Guard of ``model``: checks every call with one of its caches.
 
-    A cache of another prompt, or a used cache, costs computing and never changes a result; no block is stored under a
-    wrong hash.
+    A cache of another prompt, or a used cache, costs computing only; no block is stored under a wrong hash.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class Guard:
             self._count("used_tokens_total", cache.result.usage.use(start, stop))
 
     def settle(self, cache: SkyCache) -> None:
-        """Count the unused loaded tokens of a finished ``cache``."""
         usage = cache.result.usage
         self.settle_unseen(cache)
         reason = BEYOND if usage.is_in_use else DROPPED

@@ -1,7 +1,9 @@
 """KVCManager for Hugging Face transformers: the interface of the disclosure.
 
-out = model.generate(**tokenizer(prompt, return_tensors="pt"), past_key_values=kvc.get_cache(prompt))
-kvc.add_blocks(prompt)
+Use::
+
+    out = model.generate(**tokenizer(prompt, return_tensors="pt"), past_key_values=kvc.get_cache(prompt))
+    kvc.add_blocks(prompt)
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ KEEP_CACHES = 2
 """Handed-out caches kept until ``add_blocks``, as ``generate`` keeps none."""
 
 _FOREIGN_TOLERANCE = 0.1
-"""Share of the mean magnitude of keys and values: ten times 16-bit rounding; other tokens differ fully."""
+"""Tolerance, as a share of the mean magnitude of keys and values; 16-bit rounding is a tenth of it."""
 
 Loading = Literal["prefix", "cake", "compute", "load"]
 _SIDES: dict[str, Sides] = {"cake": "both", "compute": "compute", "load": "load"}
@@ -199,10 +201,8 @@ class KVCManager:
         return self._get(self._before_media(flat_ids(ids)), {})
 
     def add_blocks(self, prompt: Prompt, **template: Any) -> StoreResult:
-        """Store the missing full blocks of ``prompt``, and of the answer generated after it.
-
-        After a ``generate`` with ``get_cache(prompt)`` they are taken from its cache; otherwise the model computes
-        them. ``prompt`` may be what ``generate`` returned.
+        """Store the missing full blocks of ``prompt`` and of its answer: from the cache of ``get_cache(prompt)``, else
+        computed. ``prompt`` may be what ``generate`` returned.
         """
         seconds: dict[str, float] = {}
         return self._add(self._tokenize(prompt, template, seconds), None, seconds)
@@ -216,7 +216,7 @@ class KVCManager:
         return self._add(self._before_media(flat_ids(ids)), past_key_values, {})
 
     def warm(self, tokens: int) -> None:
-        """Touch the memory of a prompt now rather than in ``get_cache``."""
+        """Touch the memory of a prompt in advance."""
         self._pool.warm(self._room_tokens(tokens) * self.layout.token_bytes)
 
     def close(self) -> None:

@@ -153,7 +153,6 @@ def conditions() -> str:
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Return ``type:digest`` of the configuration without names, paths and versions."""
     fields = {
         key: value
         for key, value in model.config.to_dict().items()
@@ -211,7 +210,7 @@ _OF_TORCH = frozenset(torch.nn.Module().__dict__) | {
 """Attributes that do not affect what a module computes."""
 
 _HARMLESS = {"transformers.utils.output_capturing", "skymemory.engine.layer_reports"}
-"""Modules whose hooks change nothing; hooks of transformers stay after hidden states were requested."""
+"""Modules whose hooks change nothing; those of transformers stay after hidden states were requested."""
 
 _TRUSTED_CODE = {"torch", "transformers", "accelerate", "peft", "kernels"}
 """Packages whose replaced code gives the same results, or is determined by tensors and settings."""
@@ -348,7 +347,6 @@ class Fingerprint:
         return self._snapshot is None or not self._snapshot.same(care)
 
     def watch(self, name: str) -> str:
-        """Name the current state without hashing it."""
         self._snapshot = _Snapshot(self._model)
         self.name = name
         return name
@@ -430,7 +428,7 @@ def _where(code: Any) -> str:
 
 
 def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return ``model.modules()``, several times as fast; shared modules repeat."""
+    """Return ``model.modules()``, several times as fast."""
     modules, at = [model], 0
     while at < len(modules):
         if children := modules[at]._modules:

@@ -12,13 +12,12 @@ from skymemory.files import read_text
 from skymemory.installation import find_checkout, small_model_command
 
 MODEL_NAMES = ("small", "small-random", "tinyllama-random", "tinyllama-6-random")
-"""Names that ``models.ready_model`` accepts."""
 SHIPPED_DOCUMENT = "operators-handbook.txt"
 _DOCUMENT_LIMIT_BYTES = 256 << 20
 
 
 def shipped_document() -> str:
-    """Return the handbook of an imaginary constellation, about 33 KB of English."""
+    """Return the handbook of an imaginary constellation, about 33 KB."""
     text = resources.files("skymemory").joinpath("engine", "texts", SHIPPED_DOCUMENT)
     return text.read_text(encoding="utf-8")
 

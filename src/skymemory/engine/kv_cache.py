@@ -92,9 +92,9 @@ _NO_TOKENS: Tokens = np.zeros(0, np.int64)
 
 
 class RoomPool:
-    """Pool of memory for caches: the first touch of fresh memory costs more than a copy into it.
+    """Pool of memory for caches: the first touch of memory costs more than a copy into it.
 
-    An array is free if only the pool refers to it: a tensor made by ``from_numpy`` holds its array.
+    An array is free if only the pool refers to it; a tensor made by ``from_numpy`` holds its array.
     """
 
     _GRAIN_BYTES = 8 << 20
@@ -150,7 +150,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self._room: tuple[torch.Tensor, torch.Tensor] | None = room
         self._in_place: torch.Tensor | None = None
-        """``keys`` as set here; others mean that the layer has left the room."""
         self.dtype, self.device = room[0].dtype, room[0].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -328,7 +327,7 @@ class LayerGroup:
 
 
 def groups_of(kinds: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
-    """Group layers by window; the group without a window is first."""
+    """Group layers by window; full attention is first."""
     windows = [kind.window for kind in kinds if kind.attention]
     return tuple(
         LayerGroup(window, tuple(at for at, layer_window in enumerate(windows) if layer_window == window))
@@ -599,7 +598,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Protect the contents while another thread generates."""
         self._readers += 1
         try:
             yield
@@ -617,7 +615,6 @@ class SkyCache(DynamicCache):  # type: ignore[misc]
         return bool(self.states) or any(layer.get_seq_length() != self.pass_start for layer in self._attention)
 
     def undo(self) -> None:
-        """Empty the cache after a failed first pass; loaded tokens stay usable."""
         self._empty(self.loaded)
 
     def on_pass_end(self) -> None:
@@ -896,7 +893,6 @@ class Staging:
 @dataclass(slots=True, eq=False)
 class _Batch:
     host: torch.Tensor
-    """Pinned memory, (blocks, bytes)."""
     indices: list[int] = field(default_factory=list)
     copying: int = 0
     failed: set[int] = field(default_factory=set)

@@ -46,7 +46,6 @@ SMALL_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
-"""Shape with grouped heads and several layers, for tests."""
 
 TWO_SECOND_SHAPE: dict[str, Any] = {
     "hidden_size": 512,

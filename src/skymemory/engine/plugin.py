@@ -33,7 +33,7 @@ from skymemory.testbed.open_store import kinds_of, open_store
 _log = logging.getLogger(__name__)
 
 _THREADS = 8
-"""Number of threads, more than a plug-in's: a lookup must not wait for a slow load."""
+"""Number of threads: a lookup must not wait for a slow load."""
 _LOG_EVERY_S = 60.0
 
 
@@ -51,10 +51,8 @@ class PluginSettings:
 
     @classmethod
     def read(cls, table: object, where: str, processes: int) -> PluginSettings:
-        """Read and check the table, called ``where`` in errors; ``processes`` share the store.
-
-        Raises:
-            InvalidInput: an unknown key, a wrong value, or a store that the processes cannot share.
+        """Read and check the table, called ``where`` in errors. Raises InvalidInput for an unknown key, a wrong value,
+        or a store that ``processes`` cannot share.
         """
         if not isinstance(table, Mapping):
             raise InvalidInput(f'{where} is {table!r}: expected a table, such as {{"store": …, "weights": …}}')

@@ -137,8 +137,8 @@ FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, As
 def check_goes_on(model: PreTrainedModel, layout: KVLayout, kinds: Sequence[LayerKind], states: States) -> None:
     """Run the model over a few tokens at once, and in two parts with a SkyCache between them.
 
-    Raises UnsupportedModel if the logits differ by more than rounding, do not depend on the recurrent states (whose
-    effect is often below 16-bit rounding), or depend on tokens outside a window.
+    Raises UnsupportedModel if a run fails, or the logits differ by more than rounding, do not depend on the recurrent
+    states (whose effect is often below 16-bit rounding), or depend on tokens outside a window.
     """
     name = type(model).__name__
     probe = _Probe(model, dataclasses.replace(layout, block_tokens=_BLOCK_TOKENS), kinds, states)
@@ -292,7 +292,6 @@ class _Probe:
             self._model(input_ids=self._ids, use_cache=True, **cache_option(self._model, cache), **options)
 
     def generate_one(self, cache: SkyCache) -> None:
-        """Generate with the argument name that works in every release."""
         greedy = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

@@ -61,7 +61,6 @@ class States:
         return KVLayout(1, 1, width, block_tokens, "float32")
 
     def describe(self) -> str:
-        """Describe the states for ``CacheContext.layout``."""
         digest = hashlib.sha256(repr(self._states).encode()).hexdigest()[:32]
         return f"states1[{self.size_bytes} bytes, {digest}]"
 
@@ -118,7 +117,7 @@ class StoredStates:
         self._blocks = blocks
 
     def find(self, ids: Tokens, blocks: int) -> list[int]:
-        """Return the indices of blocks with stored states, in descending order."""
+        """Return the blocks with stored states, in descending order."""
         hashes = self._blocks.hashes(ids)[:blocks]
         missing = set(self._blocks.missing(hashes)) if hashes else set()
         return [index for index in reversed(range(len(hashes))) if index not in missing]

@@ -62,8 +62,8 @@ class Fetch:
 def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
     """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
-    Earlier, each would get half of the link; later, the link would be idle. The first, which is needed sooner, is late
-    by at most a twentieth of its time, or 10 ms.
+    Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle. The first,
+    which is needed sooner, is late by at most a twentieth of its time, or 10 ms.
     """
     if takes_s is None:
         return math.inf

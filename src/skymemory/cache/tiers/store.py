@@ -70,7 +70,7 @@ class HierarchySettings:
 
 
 class TieredStore(TwoPhase):
-    """Store of ``tiers``, the nearest first; closes them."""
+    """Store of ``tiers``, the nearest first, which it closes."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class TieredStore(TwoPhase):
         return [yes and key not in tier.dirty_keys for key, yes in zip(keys, answers, strict=True)]
 
     def estimate_load_s(self, keys: Sequence[bytes], now_s: float) -> float:
-        """Estimate the sum over tiers, an upper bound as they load concurrently; infinite if a key is in none."""
+        """Estimate the sum over tiers (they load concurrently: an upper bound); infinite if a key is in none."""
         remaining = list(dict.fromkeys(self._check(keys)))
         total_s = 0.0
         for tier in self.tiers:

@@ -26,7 +26,6 @@ class Announcements:
     def __init__(self, ranks: int, kept: int = _KEPT) -> None:
         self._ranks, self._kept = ranks, kept
         self._saving: OrderedDict[bytes, tuple[Sequence[bytes], int]] = OrderedDict()
-        """Names of a value's blocks, and number of ranks that have saved it."""
         self._stored: OrderedDict[bytes, Sequence[bytes]] = OrderedDict()
         self._events: list[Announced] = []
 

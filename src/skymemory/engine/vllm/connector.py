@@ -345,7 +345,6 @@ class CakeScheduler(Scheduler):  # type: ignore[misc]
                 connector.go_on_by(self)
 
     def resume(self, request: Any) -> None:
-        """Preempt the request for a resume, before its number of computed tokens is raised."""
         self.running.remove(request)
         self._inflight_prefills.discard(request)
         request.status = RequestStatus.PREEMPTED

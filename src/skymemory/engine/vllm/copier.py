@@ -128,8 +128,6 @@ class Device(Protocol):
 
 
 class Host:
-    """CPU: work is done at once."""
-
     def give(self, stream: Stream, work: Callable[[], None], *after: Mark) -> Mark:
         work()
         return Now()

@@ -207,7 +207,7 @@ class _Digests:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Log entry of an engine at its start: its context, and other facts that decide its hits."""
+    """Log entry of an engine at its start, with the facts that decide its hits."""
 
     vllm: str
     skymemory: str

@@ -108,8 +108,6 @@ class CakeDoor(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """Question: how many leading values the store has, given those before ``first``."""
-
     first: int
     asked_s: float
     call: Call[object]
@@ -123,7 +121,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Backward:
-    """Cake: a request that computes from the front while values are loaded from the back."""
+    """Cake: values loaded from the back of a request that computes from its front."""
 
     end_tokens: int
     running: bool = False
@@ -143,7 +141,6 @@ class Known:
     computed_tokens: int = 0
     backward: Backward | None = None
     ahead_bytes: int = 0
-    """Bytes of the loads running when its last was planned."""
     failed: bool = False
     """True after a failed load: the request is computed, or a store that loses values would be asked again and
     again.
@@ -237,8 +234,8 @@ class SchedulerSide:
         return self._saving > 0 and self._clock() < self._saved_s + _STALLED_S
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously:
-        always, since of a load that a step waits for vLLM 0.32 leaves failed blocks in the prefix cache.
+        """Return the number of tokens loadable after ``computed_tokens`` (None: ask again), and True if asynchronously.
+        They always are: if a load that a step waits for fails, vLLM 0.32 leaves its blocks in the prefix cache.
         """
         known = self._of(request)
         if known is None or known.is_apart:
@@ -322,15 +319,12 @@ class SchedulerSide:
         )
 
     def _is_for_cake(self, tokens: int, load_s: float | None) -> bool:
-        """Return True if no other request could use the processor meanwhile, and neither side finishes within a step or
-        two.
-        """
+        """Return True if no other request could compute meanwhile, and neither side ends within a step or two."""
         if self._cake is None or len(self._known) > 1 or tokens < 2 * self._cake.step_tokens:
             return False
         return load_s is None or load_s > self._step_s
 
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Plan the load of ``external_tokens``, now that blocks are reserved."""
         known = self._known.get(request.request_id)
         if known is None:
             return
@@ -624,7 +618,6 @@ class SchedulerSide:
         self._of(request)
 
     def _of(self, request: Any) -> Known | None:
-        """Return a request's state with the keys of all tokens; None if it is not cached."""
         known = self._known.get(request.request_id)
         if known is None:
             params = _params_of(request)
@@ -707,7 +700,7 @@ class SchedulerSide:
 
 
 def _content_of(request: Any) -> dict[int, bytes]:
-    """Return media digests by the position of the first placeholder, which a film and its sound may share."""
+    """Return media digests by position, which a film and its sound may share."""
     content: dict[int, bytes] = {}
     for feature in request.mm_features:
         digest, before = hashlib.sha256(feature.identifier.encode()).digest(), content.get(feature.mm_position.offset)
@@ -724,14 +717,13 @@ def _params_of(request: Any) -> TransferParams:
 
 
 class LoadRate:
-    """Estimate of load times: a fixed part and a part by bytes; later loads weigh more."""
+    """Estimate of load times, a fixed part and a part by bytes; later loads weigh more."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._passed_over = 0
 
     def record(self, size_bytes: int, seconds: float) -> None:
-        """Add a load; without bytes it does not affect the rate."""
         self._passed_over = 0
         if size_bytes and seconds > 0:
             self._weight = self._weight * _KEPT_LOADS + 1

@@ -38,11 +38,7 @@ class TransferParams:
 
     @classmethod
     def read(cls, params: object) -> TransferParams:
-        """Read and check the parameters.
-
-        Raises:
-            InvalidInput: a value of the wrong type or below 0.
-        """
+        """Read and check the parameters. Raises InvalidInput for a wrong type, or a value below 0."""
         if params is None:
             return cls()
         if not isinstance(params, Mapping):

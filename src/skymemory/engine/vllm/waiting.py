@@ -26,8 +26,6 @@ _QUICK_S = 0.25
 
 
 class Pace:
-    """Number of values per question and pause between questions of one load."""
-
     __slots__ = ("_pause_s", "values")
 
     def __init__(self) -> None:
@@ -75,7 +73,7 @@ class DelayedCalls:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop the calls that have not started; does not wait for the others."""
+        """Drop the calls that have not started."""
         with self._changed:
             self._closed = True
             self._later.clear()

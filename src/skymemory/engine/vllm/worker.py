@@ -101,7 +101,6 @@ class _Job:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until all placed values are in their blocks."""
         with self._lock:
             writing = list(self._writing.values())
         for mark in writing:
@@ -115,7 +114,6 @@ class _Job:
         return piece.first_value + at
 
     def missing(self) -> tuple[int, ...]:
-        """Return the blocks not written, for a single group of layers."""
         (piece,) = self.load.pieces
         return piece.blocks[0][max(0, self.placed * self._size - piece.skipped_blocks) :]
 
