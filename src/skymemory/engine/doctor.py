@@ -1,7 +1,7 @@
-"""Checks of a user's own set-up: why the hit rate is 0 (``examine``; for vLLM, ``examine_vllm``), and if the cache
-changes what the model says (``measure_logit_distance``: equal logits in float32, within rounding in 16 bits).
+"""Checks of a user's own set-up: why the hit rate is 0 (``examine``, ``examine_vllm``), and if the cache changes what
+the model says (``measure_logit_distance``).
 
-torch is imported only in functions that use a model: vLLM's logs can be read on any computer.
+torch is imported only if a model is used: vLLM's logs can be read on any computer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Finding:
 class Examination:
     findings: tuple[Finding, ...]
     context: dict[str, str | int | bool]
-    """``CacheContext.describe``: what two computers must agree on to share blocks. Empty if there is none."""
+    """``CacheContext.describe``: what two computers must agree on to share blocks."""
 
     @property
     def well(self) -> bool:
@@ -62,9 +62,9 @@ def examine(
     other: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Examination:
-    """Serve the first blocks of ``text`` twice, first computed, then from ``store``, and generate with them.
+    """Serve the first blocks of ``text`` twice, computed and then from ``store``, and generate with them.
 
-    ``other``: the context of an examination on another computer. ``options``: of ``KVCManager``.
+    ``other``: the context of an examination elsewhere. ``options``: of ``KVCManager``.
     """
     from skymemory.engine.huggingface import KVCManager
 
@@ -189,9 +189,6 @@ def _compared(
 
 
 def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
-    """Return the differing parts of two layout descriptions, such as ``opaque1[tokens=128,bytes=65536]vllm 0.32, tp
-    1``.
-    """
     own_parts, other_parts = (re.split(r", ?|\[|\]", str(text)) for text in (ours, theirs))
     if len(own_parts) == 1 or len(own_parts) != len(other_parts):
         return ours, theirs
@@ -203,8 +200,8 @@ def _differing_parts(ours: object, theirs: object) -> tuple[object, object]:
 
 
 def examine_vllm(engines: Mapping[str, EngineReport], address: str | None = None) -> Examination:
-    """Check that these engines, by the names of their logs, find each other's values. If so, store a value, load it and
-    delete it. ``address``: of the store as this computer reaches it, if that differs.
+    """Check that these engines, by log name, find each other's values; store, load and delete a value. ``address``: of
+    the store as this computer reaches it, if that differs.
     """
     findings = [Finding(f"engine {name}", *_engine(report)) for name, report in engines.items()]
     (first, ours), *other_engines = engines.items()
@@ -314,15 +311,15 @@ def _load(probe: PluginStore, name: str, value: bytes, where: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogitDistance:
-    """Distance of next-token logits with the cache from logits without it, in the units of the logits."""
+    """Distance of next-token logits with and without the cache, in their units."""
 
     max_abs: float
     rms: float
     spread: float
-    """Standard deviation of the logits, for comparison with ``rms``."""
+    """Standard deviation of the logits."""
     same_choice: bool
     choice_margin: float
-    """Lead of the best token over the second without the cache."""
+    """Lead of the best token over the second."""
 
     def describe(self) -> str:
         choice = "same" if self.same_choice else "another"
@@ -346,7 +343,7 @@ def logit_distance(without: torch.Tensor, with_cache: torch.Tensor) -> LogitDist
 
 
 def next_token_logits(model: PreTrainedModel, ids: TokenIds, kvc: KVCManager | None = None) -> torch.Tensor:
-    """Return the logits of the token after ``ids``; with ``kvc``, its prefix is loaded and the rest computed."""
+    """Return the logits of the token after ``ids``; with ``kvc`` from a loaded prefix."""
     import torch
 
     from skymemory.engine.forward import cache_option

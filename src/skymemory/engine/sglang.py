@@ -1,8 +1,7 @@
 """SGLang's HiCache: its pages in any store, by the backend "dynamic" (docs/guide/sglang.md).
 
-It has all interfaces: pages copied out by SGLang (``batch_get``, ``batch_set``), pages by pointer (``batch_get_v1``,
-``batch_set_v1``; ``"interface_v1": 1``), and pages of further pools of hybrid models (``batch_get_v2``,
-``batch_set_v2``). SGLang calls them in its own threads.
+It has all interfaces: copied pages (``batch_get``, ``batch_set``), pages by pointer (``_v1``; ``"interface_v1": 1``),
+and pools of hybrid models (``_v2``), called in SGLang's threads.
 """
 
 from __future__ import annotations
@@ -27,15 +26,11 @@ from skymemory.kv.context import CacheContext
 _log = logging.getLogger(__name__)
 _KV = "kv"
 _BY_RANK = ("mamba", "draft", "draft_swa")
-"""Pools that are cut by rank although the model's keys and values are not: states, and pools of a draft model, which a
-single rank stores.
-"""
+"""Pools that are cut by rank although keys and values are not: states, and a draft model's, which one rank stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Pool other than keys and values, such as windows or states."""
-
     host: Any
     values: PluginStore
 
@@ -60,7 +55,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         self._metrics = StorageMetrics()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the store: the pages are known now, and all that they depend on."""
+        """Open the store: all that pages depend on is known now."""
         super().register_mem_pool_host(mem_pool_host)
         if not hasattr(mem_pool_host, "get_size_per_token"):
             raise InvalidInput(
@@ -96,7 +91,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return self.values.prefix([self._name(key) for key in keys])
 
     def _name(self, key: str) -> str:
-        """Return the name of a page: pages by pointer may be cut in another order than copied pages."""
+        """Return a page's name: pages by pointer may be cut in another order."""
         by_pointer = bool((self._config.extra_config or {}).get("interface_v1", 0))
         return _by_pointer(key) if by_pointer else _copied(key)
 
@@ -161,7 +156,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the longest prefix of pages at whose end every pool has what its hit policy requires."""
+        """Return the longest prefix at whose end every pool has what its hit policy requires."""
         pages = self.batch_exists(keys)
         hits = {_KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
@@ -248,7 +243,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
     # --- clearing, closing ---
 
     def clear(self) -> bool:
-        """Clear nothing: other engines use the store as well, and unused pages are evicted."""
+        """Clear nothing: other engines use the store, too."""
         _log.warning("pages in a store of SkyMemory are not cleared: unused ones are evicted")
         return False
 
@@ -278,9 +273,7 @@ def _memory(address: int, size_bytes: int) -> memoryview:
 
 
 def _context(weights: str, dtype: str, config: Any, pool: Any, name: str) -> CacheContext:
-    """Return the context: all that SGLang's page hashes leave out. (They name tokens, adapter and the request's
-    salt.)
-    """
+    """Return the context: all that SGLang's hashes leave out. (They name tokens, adapter and salt.)"""
     # If every rank of tensor parallelism has the same pages, a single rank writes for all.
     ranks = None if config.is_mla_model and name not in _BY_RANK else (config.tp_rank, config.tp_size)
     what = ("layer_num", "head_num", "head_dim", "v_head_dim")

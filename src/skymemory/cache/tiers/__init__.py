@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``TieredStore``, which was documented in this package; it stays so for one release."""
+    """Return ``TieredStore``, which was documented in this package, for another release."""
     if name == "TieredStore":
         from skymemory.cache.tiers.store import TieredStore
 
