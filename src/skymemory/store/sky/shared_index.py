@@ -266,7 +266,10 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Compare and swap: replace a key's entry if it is still ``expected``; return True if so."""
+        """Compare and swap: replace a key's entry if it is still ``expected``; return True if so.
+
+        It is not tried without the lock: what its holder writes would be compared with nothing, and undone.
+        """
         done = False
 
         def change() -> bytes:
@@ -278,7 +281,7 @@ class SharedIndex:
             done = True
             return record
 
-        return self._write(change, patient=True) and done
+        return self._write(change, patient=True, beside=False) and done
 
     def remove(self, keys: Sequence[bytes], *, patient: bool = True) -> None:
         self._write(lambda: self._drop(keys), patient)
@@ -305,10 +308,10 @@ class SharedIndex:
         self._state.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
+    def _write(self, change: Callable[[], bytes], patient: bool = False, *, beside: bool = True) -> bool:
         """Apply a change and append its records while no other process writes; to the side file if the lock is not
         free. ``patient``: first wait ``LOCK_WAIT_S``. False: the disk is full, and the journal is incomplete from now
-        on.
+        on; or, without ``beside``, the lock is not free and nothing changed.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -320,7 +323,7 @@ class SharedIndex:
                 if written is None and (self.locked_out or time.monotonic() >= give_up_s):
                     if patient:
                         self._note_lock(held=True)
-                    return self._write_beside(change)
+                    return beside and self._write_beside(change)
             if written is not None:
                 others_wait, is_complete = written
                 if others_wait:
