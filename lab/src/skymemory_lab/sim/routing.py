@@ -35,6 +35,7 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
 from skymemory_lab.sim.clock import Clock, Event
 from skymemory_lab.sim.cluster.pool import PrefixCache
+from skymemory_lab.sim.cluster.schedulers import LEAST_FACTOR
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
 
 _SEED = seed(model="", adapter="", salt="")
@@ -312,7 +313,6 @@ def worst_share(
     return worst
 
 
-LEAST_FACTOR = 0.1
 _ODD = 0x9E3779B97F4A7C15
 
 

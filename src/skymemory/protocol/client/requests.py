@@ -126,7 +126,7 @@ class InFlight:
         gateway: Gateway | None,
         give_up_s: float,
         ground: int,
-        credit_bytes: int,
+        window_bytes: int,
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
@@ -137,7 +137,7 @@ class InFlight:
         self._gateway = gateway
         self._give_up_s = give_up_s
         self._ground = ground
-        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self._credit = min(window_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._alarm_s = math.inf
         """Lower bound of all deadlines: most are postponed."""

@@ -247,7 +247,10 @@ class SharedIndex:
     def replace(
         self, key: bytes, expected: Callable[[BlockInfo], bool], changed: Callable[[BlockInfo], BlockInfo]
     ) -> bool:
-        """Replace a key's entry if it is still ``expected``; True if so."""
+        """Compare and swap: replace a key's entry if it is still ``expected``; True if so.
+
+        Not tried without the lock: what its holder writes would be compared with nothing, and undone.
+        """
         done = False
 
         def change() -> bytes:
@@ -259,7 +262,7 @@ class SharedIndex:
             done = True
             return record
 
-        return self._write(change, patient=True) and done
+        return self._write(change, patient=True, beside=False) and done
 
     def remove(self, keys: Sequence[bytes], *, patient: bool = True) -> None:
         self._write(lambda: self._drop(keys), patient)
@@ -285,9 +288,10 @@ class SharedIndex:
         self._state.apply(record)
         return encode_record(record.op, probed=record.probed)
 
-    def _write(self, change: Callable[[], bytes], patient: bool = False) -> bool:
+    def _write(self, change: Callable[[], bytes], patient: bool = False, *, beside: bool = True) -> bool:
         """Apply a change and append its records; to the side file if the lock is not free (``patient``: after
-        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete.
+        ``LOCK_WAIT_S``). False: the disk is full, and the journal incomplete; or, without ``beside``, the lock is not
+        free and nothing changed.
         """
         give_up_s, pause_s = time.monotonic() + (LOCK_WAIT_S if patient else 0.0), _LEAST_PAUSE_S
         while True:
@@ -299,7 +303,7 @@ class SharedIndex:
                 if written is None and (self.locked_out or time.monotonic() >= give_up_s):
                     if patient:
                         self._note_lock(held=True)
-                    return self._write_beside(change)
+                    return beside and self._write_beside(change)
             if written is not None:
                 others_wait, is_complete = written
                 if others_wait:
