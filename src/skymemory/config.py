@@ -122,21 +122,21 @@ class NoSettings: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[Build]):
+class RegistryEntry(Generic[Build]):
     description: str
     settings: type[Any]
     """Dataclass of its options, with defaults."""
     build: Build
 
 
-class Registry(Mapping[str, Entry[Build]]):
+class Registry(Mapping[str, RegistryEntry[Build]]):
     """Registry of implementations by name; ``kind`` is the word for an entry in errors."""
 
-    def __init__(self, kind: str, entries: Mapping[str, Entry[Build]]) -> None:
+    def __init__(self, kind: str, entries: Mapping[str, RegistryEntry[Build]]) -> None:
         self.kind = kind
         self._entries = dict(entries)
 
-    def __getitem__(self, name: str) -> Entry[Build]:
+    def __getitem__(self, name: str) -> RegistryEntry[Build]:
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -145,7 +145,7 @@ class Registry(Mapping[str, Entry[Build]]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def entry(self, name: str) -> Entry[Build]:
+    def entry(self, name: str) -> RegistryEntry[Build]:
         """Return an entry; raise InvalidInput for an unknown name."""
         entry = self._entries.get(name)
         if entry is None:

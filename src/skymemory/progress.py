@@ -68,7 +68,7 @@ class Progress:
         self.began_s = time.monotonic() if began_s is None else began_s
         self._line_every_s = line_every_s
         self._lock = threading.RLock()
-        self._bar: _Bar | None = None
+        self._bar: _ProgressBar | None = None
         self._printed_s = self.began_s
 
     @property
@@ -103,7 +103,7 @@ class Progress:
             while not ended.wait(_LOOK_S):
                 with self._lock:
                     if live and wait.seconds > BAR_AFTER_S:
-                        self._bar = self._bar or _Bar(self.stream)
+                        self._bar = self._bar or _ProgressBar(self.stream)
                         self._bar.show(wait)
                     elif not live and time.monotonic() - self._printed_s >= self._line_every_s:
                         self.say(wait.line())
@@ -114,7 +114,7 @@ class Progress:
                 self._bar = None
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
 

@@ -21,7 +21,7 @@ from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory.router.settings import read_cost
 from skymemory_lab.fitting import Measurement, cut, decode_cells, prefill_cells, step_s
 from skymemory_lab.replay.client import Client
-from skymemory_lab.replay.report import Outcome, Status
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
 
 SHAPE = ModelShape("small", layers=6, width=256, kv_heads=2, head_dim=64, value_bytes=4, attention_flops=300.0)
 TRUTH = CostModel(
@@ -45,7 +45,7 @@ class KnownEngine:
         self.under_way = 0
         self.at_once = 0
 
-    async def probe(self, prompt: list[int], output_tokens: int, clock: object) -> Outcome:
+    async def probe(self, prompt: list[int], output_tokens: int, clock: object) -> ReplayOutcome:
         self.under_way += 1
         self.at_once = max(self.at_once, self.under_way)
         await asyncio.sleep(0)
@@ -57,9 +57,9 @@ class KnownEngine:
         await asyncio.sleep(0)
         self.under_way -= 1
         step_s = TRUTH.decode_step_s(batch, batch * (len(prompt) + output_tokens / 2))
-        return Outcome(
+        return ReplayOutcome(
             0,
-            Status.COMPLETED,
+            ResponseStatus.COMPLETED,
             0.0,
             0.0,
             len(prompt),
@@ -108,7 +108,7 @@ def test_an_engine_that_reports_no_hits_is_asked_nothing_twice() -> None:
 
 
 def test_only_the_time_while_all_answer_counts() -> None:
-    one = Outcome(0, Status.COMPLETED, 0, 0, 1, 4, first_s=1.0, gaps_s=(1.0, 1.0, 1.0))  # at 1 2 3 4
+    one = ReplayOutcome(0, ResponseStatus.COMPLETED, 0, 0, 1, 4, first_s=1.0, gaps_s=(1.0, 1.0, 1.0))  # at 1 2 3 4
     other = replace(one, first_s=1.5, gaps_s=(1.5, 0.5, 2.0))  # at 1.5 3 3.5 5.5
     assert step_s([one, other]) == pytest.approx((2.0 + 2.0) / 4)  # from 2 to 4, and from 1.5 to 3.5
     assert math.isnan(step_s([one, replace(one, first_s=9.0)]))

@@ -18,7 +18,7 @@ from skymemory.conductor.cost_fit import DecodePoint, PrefillPoint
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory_lab.replay.client import Client, Clock
 from skymemory_lab.replay.prompts import Prompt
-from skymemory_lab.replay.report import Outcome, Status
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
 
 STEPS = 24
 _LEAST_GAPS = 4
@@ -184,11 +184,11 @@ class Measurement:
         ]
         return sorted(points, key=lambda pair: (pair[0].batch, pair[0].kv_tokens)), list(never)
 
-    async def _alone(self, prompt: Prompt, output_tokens: int) -> Outcome:
+    async def _alone(self, prompt: Prompt, output_tokens: int) -> ReplayOutcome:
         return _good(await self._client.probe(prompt, output_tokens, self._clock))
 
 
-def step_s(outcomes: Sequence[Outcome]) -> float:
+def step_s(outcomes: Sequence[ReplayOutcome]) -> float:
     """Return the mean seconds per step while all were being answered; nan without enough overlap."""
     times = [list(accumulate((outcome.first_s, *outcome.gaps_s))) for outcome in outcomes]
     # Only the time in which all were decoding counts: before and after it the batch was smaller.
@@ -206,8 +206,8 @@ def step_s(outcomes: Sequence[Outcome]) -> float:
     return spent_s / gaps * (chunks / tokens if tokens > 0 else 1.0)
 
 
-def _good(outcome: Outcome) -> Outcome:
-    if outcome.status is not Status.COMPLETED:
+def _good(outcome: ReplayOutcome) -> ReplayOutcome:
+    if outcome.status is not ResponseStatus.COMPLETED:
         raise SkyMemoryError(f"a request failed during the measurement: {outcome.error}")
     return outcome
 

@@ -752,7 +752,7 @@ class Parts:
                 tally = LoadTally()
                 with recompute_cost(computing_s):
                     part.blocks.load_found(
-                        span, _From(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
+                        span, _OffsetSink(sink, indices[0]), tally, PhaseClock(self.first.clock, {}), computing_s
                     )
                 self.first.count_load(LoadResult(0, failed_blocks=tally.failed, size_bytes=tally.size_bytes), False)
 
@@ -780,7 +780,7 @@ class Parts:
         return saved
 
 
-class PrefixSearch:
+class BlockLookup:
     """Lookup of a prompt's blocks, each once."""
 
     def __init__(
@@ -840,7 +840,7 @@ class PrefixSearch:
         return ""
 
 
-class _Loading(PrefixSearch):
+class _Loading(BlockLookup):
     def __init__(
         self,
         parts: Sequence[Part],
@@ -880,7 +880,7 @@ class _Loading(PrefixSearch):
             return True
         start, stop = remaining[0], remaining[-1] + 1
         tally = LoadTally()
-        sink = _From(self._sinks[number], start)
+        sink = _OffsetSink(self._sinks[number], start)
         blocks.load_found(self._hashes[number][start:stop], sink, tally, self._phase, self.computing_s)
         tiers.update(enumerate(tally.tiers, start))
         self.size_bytes += tally.size_bytes
@@ -906,7 +906,7 @@ class _Loading(PrefixSearch):
         return {reason: 1, "behind a failed block": blocks - 1} if blocks > 1 else {reason: 1}
 
 
-class _From:
+class _OffsetSink:
     """Sink whose block 0 is block ``first`` of ``sink``."""
 
     def __init__(self, sink: BlockSink, first: int) -> None:

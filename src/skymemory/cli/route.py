@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
     from skymemory.keys import KeyRing
     from skymemory.router.envoy.server import EndpointPicker
-    from skymemory.router.http.check import Found
+    from skymemory.router.http.check import ServerCheck
     from skymemory.router.settings import Settings
 
 
@@ -234,7 +234,7 @@ def run_check(settings: Settings, read_keys: Callable[[Path], KeyRing], as_json:
     return int(problems > 0)
 
 
-def _lines(found: Found) -> list[str]:
+def _lines(found: ServerCheck) -> list[str]:
     lines = [f"{found.name}  {found.url}" if found.name not in found.url else found.url, f"  health   {found.health}"]
     if found.metrics:
         lines.append(f"  metrics  {found.metrics}")

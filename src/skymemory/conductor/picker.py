@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skymemory.conductor.request import Decision, Explanation, Names, Plan, Request
+from skymemory.conductor.request import Decision, Explanation, Names, PromptPlan, Request
 from skymemory.errors import InvalidInput, SkyMemoryError
 
 ADAPTER_STALE_S = 30.0
@@ -36,7 +36,7 @@ class PrefillTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class ReportedLoad:
     """Metrics of an engine; None: not reported."""
 
     at_s: float
@@ -71,7 +71,7 @@ class Server:
     def __init__(self, name: str, slot: int, fleet: Fleet | None = None) -> None:
         self.name = name
         self.slot = slot
-        self.reported: LoadReport | None = None
+        self.reported: ReportedLoad | None = None
         self.in_flight = 0
         self.prefilling = 0
         self.prefill_tokens = 0.0
@@ -123,7 +123,7 @@ class Server:
         """Our tokens per token of the engine; 1 before its first report."""
         return self._read_tokens / self._engine_tokens if self._engine_tokens else 1.0
 
-    def fresh_report(self, now_s: float, stale_s: float) -> LoadReport | None:
+    def fresh_report(self, now_s: float, stale_s: float) -> ReportedLoad | None:
         report = self.reported
         return report if report is not None and now_s - report.at_s <= stale_s else None
 
@@ -177,7 +177,9 @@ class Fleet:
 
 
 Weights = tuple[tuple[str, Sequence[float]], ...]
-RankedServer = tuple[float, int, float | None, float | None, Plan | None, float | None, tuple[tuple[str, float], ...]]
+RankedServer = tuple[
+    float, int, float | None, float | None, PromptPlan | None, float | None, tuple[tuple[str, float], ...]
+]
 """Entry of one server in a ranking; a plain tuple, because every request creates it.
 
 Score, matched tokens, time to first token and between tokens, plan, compute time, figures.
@@ -207,7 +209,7 @@ class Ranking:
         reasons: tuple[str, ...] = (),
         weights: Weights = (),
         estimated_tbt_s: Sequence[float] | None = None,
-        plan_at: Callable[[int], Plan] | None = None,
+        plan_at: Callable[[int], PromptPlan] | None = None,
         estimated_compute_s: Sequence[float] | None = None,
     ) -> None:
         self._scores, self._matched = scores, matched_tokens

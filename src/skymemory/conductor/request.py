@@ -65,7 +65,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PromptPlan:
     """Plan for obtaining a prompt's KV, in tokens from the prompt's beginning::
 
         | held_tokens | computed while the next are loaded | loaded_tokens | computed after |
@@ -109,7 +109,7 @@ class Decision:
     estimated_ttft_s: float | None = None
     estimated_tbt_s: float | None = None
     """Seconds between tokens, this request included."""
-    plan: Plan | None = None
+    plan: PromptPlan | None = None
     estimated_compute_s: float | None = None
 
     @property

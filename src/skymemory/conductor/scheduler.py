@@ -51,7 +51,7 @@ class DecodeForecast(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
+class ScheduledRequest:
     """Chosen servers of a request. Immutable by convention."""
 
     request: Request
@@ -78,25 +78,25 @@ class Admission:
     looks_ahead = False
     """True if ``on_arrival`` judges the decode load forecast for the joining."""
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         """Return None to admit the request; change no state."""
         return None
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         """Return None to let the request decode; ``placement.decode`` is a current estimate."""
         return None
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         """Record a refusal on arrival, by this rule or by a rule around it."""
 
-    def accepted(self, placement: Placement, now_s: float) -> None: ...
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None: ...
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         """Record the end of the prefill, before ``before_decode``; without a decode server, the first token."""
 
-    def joined(self, placement: Placement, now_s: float) -> None: ...
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None: ...
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         """Record the end; ``met`` is None if unknown, failed, or refused before decoding."""
 
 
@@ -112,25 +112,25 @@ class RuleAround(Admission):
         self.name = rule.name
         self.looks_ahead = rule.looks_ahead
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self.rule.on_arrival(placement, now_s)
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self.rule.before_decode(placement, now_s)
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self.rule.refused(placement, refusal, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.accepted(placement, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.prefilled(placement, now_s)
 
-    def joined(self, placement: Placement, now_s: float) -> None:
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None:
         self.rule.joined(placement, now_s)
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         self.rule.on_request_end(placement, now_s, met)
 
 
@@ -140,13 +140,13 @@ class OnArrival(RuleAround):
     Contexts that grow during the prefill raise the load only slightly, which does not justify wasting a prefill.
     """
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal = super().on_arrival(placement, now_s)
         if refusal is None and not self.looks_ahead:
             refusal = super().before_decode(placement, now_s)
         return refusal
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return None
 
 
@@ -161,7 +161,7 @@ class Probing(RuleAround):
         self._every_s = every_s
         self._admitted_s = -math.inf
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         if now_s - self._admitted_s < self._every_s:
             return super().on_arrival(placement, now_s)
         # The time between tokens is computed from the current batch, not learnt: a probe would be refused after its
@@ -169,7 +169,7 @@ class Probing(RuleAround):
         refusal = super().on_arrival(placement, now_s)
         return refusal if refusal is not None and refusal.kind == "tbt" else None
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._admitted_s = now_s
         super().accepted(placement, now_s)
 
@@ -199,7 +199,7 @@ class Corrected(RuleAround):
         overdue_s = max((now_s - due_s for due_s, _ in islice(self._due.values(), self.OLDEST)), default=0.0)
         return max(0.0, recent_s, overdue_s)
 
-    def estimated_s(self, placement: Placement, now_s: float) -> float | None:
+    def estimated_s(self, placement: ScheduledRequest, now_s: float) -> float | None:
         """Return the time to first token with the hand-over, without the correction."""
         prefill = placement.prefill
         if prefill.estimated_ttft_s is None or placement.decode is None:
@@ -211,7 +211,7 @@ class Corrected(RuleAround):
     def _handover_s(self) -> float:
         return fmean(self._handovers) if self._handovers else 0.0
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         estimated_s = self.estimated_s(placement, now_s)
         if estimated_s is not None:
             prefill = copy(placement.prefill)
@@ -219,7 +219,7 @@ class Corrected(RuleAround):
             placement = replace(placement, prefill=prefill)
         return super().on_arrival(placement, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         estimated_s, key, server = self.estimated_s(placement, now_s), id(placement.request), placement.prefill.server
         if estimated_s is not None:
             self._due[key] = now_s + estimated_s, self._handover_s()
@@ -228,21 +228,21 @@ class Corrected(RuleAround):
                 del self._last[next(iter(self._last))]
         super().accepted(placement, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         if placement.decode is None:
             self._on_first_token(placement, now_s)
         super().prefilled(placement, now_s)
 
-    def joined(self, placement: Placement, now_s: float) -> None:
+    def joined(self, placement: ScheduledRequest, now_s: float) -> None:
         self._on_first_token(placement, now_s)
         super().joined(placement, now_s)
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         if self._due.pop(id(placement.request), None) is not None:  # it had no first token
             self._forget(placement)
         super().on_request_end(placement, now_s, met)
 
-    def _on_first_token(self, placement: Placement, now_s: float) -> None:
+    def _on_first_token(self, placement: ScheduledRequest, now_s: float) -> None:
         estimate, prefill = self._due.pop(id(placement.request), None), placement.prefill
         if estimate is None:
             return
@@ -256,7 +256,7 @@ class Corrected(RuleAround):
         self._late.append(now_s - due_s - max(0.0, self._handover_s() - assumed_s))
         self._last[prefill.server] = before, now_s
 
-    def _forget(self, placement: Placement) -> None:
+    def _forget(self, placement: ScheduledRequest) -> None:
         server = placement.prefill.server
         key, came_s = self._last.get(server, (0, -math.inf))
         if key == id(placement.request):
@@ -291,7 +291,7 @@ class Scheduler:
         now_s: float,
         among: Collection[str] | None = None,
         decode_among: Collection[str] | None = None,
-    ) -> Placement | Refusal:
+    ) -> ScheduledRequest | Refusal:
         """Return a placement, not yet booked, or the admission rule's final refusal.
 
         ``among`` and ``decode_among`` name the eligible servers; None: all.
@@ -307,7 +307,9 @@ class Scheduler:
             return refusal
         return placement
 
-    def place_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
+    def place_again(
+        self, placement: ScheduledRequest, now_s: float, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
         """Return another placement after a server ``failed``, without admission.
 
         Raises:
@@ -321,12 +323,14 @@ class Scheduler:
         now_s: float,
         among: Collection[str] | None,
         decode_among: Collection[str] | None,
-    ) -> Placement:
+    ) -> ScheduledRequest:
         prefill = self.prefill.pick(request, now_s, among)
         decode = None if self.decode is None else self.decode.pick(request, now_s, decode_among)
-        return Placement(request, prefill, decode, self.forecast)
+        return ScheduledRequest(request, prefill, decode, self.forecast)
 
-    def prefill_again(self, placement: Placement, now_s: float, among: Collection[str] | None = None) -> Placement:
+    def prefill_again(
+        self, placement: ScheduledRequest, now_s: float, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
         """Replace a failed prefill server and book the new server.
 
         Raises:
@@ -339,12 +343,12 @@ class Scheduler:
             self.forecast.expected(placement.request, now_s + (prefill.estimated_ttft_s or 0.0))
         return replace(placement, prefill=prefill)
 
-    def prefill_lost(self, placement: Placement, now_s: float) -> None:
+    def prefill_lost(self, placement: ScheduledRequest, now_s: float) -> None:
         self.prefill.failed(placement.prefill, now_s)
 
     def decode_again(
-        self, placement: Placement, now_s: float, decoding: bool, among: Collection[str] | None = None
-    ) -> Placement:
+        self, placement: ScheduledRequest, now_s: float, decoding: bool, among: Collection[str] | None = None
+    ) -> ScheduledRequest:
         """Replace a failed decode server and book the new server; ``decoding``: the request was in its batch.
 
         Raises:
@@ -356,7 +360,7 @@ class Scheduler:
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
-    def decode_taken(self, placement: Placement, server: str, now_s: float) -> Placement:
+    def decode_taken(self, placement: ScheduledRequest, server: str, now_s: float) -> ScheduledRequest:
         """Record that ``server`` answers instead of the chosen decode server."""
         assert self.decode is not None and placement.decode is not None
         self.decode.failed(placement.decode, now_s)
@@ -364,7 +368,7 @@ class Scheduler:
         self.decode.routed(decode, now_s)
         return replace(placement, decode=decode)
 
-    def begin(self, placement: Placement, now_s: float) -> None:
+    def begin(self, placement: ScheduledRequest, now_s: float) -> None:
         self.prefill.routed(placement.prefill, now_s)
         if self.decode is not None and placement.decode is not None:
             self.decode.routed(placement.decode, now_s)
@@ -373,7 +377,7 @@ class Scheduler:
         self.admission.accepted(placement, now_s)
 
     def prefilled(
-        self, placement: Placement, now_s: float, cached_tokens: int | None = None, decodes: bool = False
+        self, placement: ScheduledRequest, now_s: float, cached_tokens: int | None = None, decodes: bool = False
     ) -> Refusal | None:
         """Record the end of the prefill; return a refusal if the request may not decode, which ends it.
 
@@ -394,14 +398,14 @@ class Scheduler:
             return replace(refusal, computed=True)
         return None
 
-    def decoding(self, placement: Placement, now_s: float) -> None:
+    def decoding(self, placement: ScheduledRequest, now_s: float) -> None:
         if self.decode is not None and placement.decode is not None:
             self.decode.succeeded(placement.decode, now_s)
             self.admission.joined(placement, now_s)
 
     def on_request_end(
         self,
-        placement: Placement,
+        placement: ScheduledRequest,
         now_s: float,
         met: bool | None,
         cached_tokens: int | None = None,
@@ -414,7 +418,7 @@ class Scheduler:
             self.prefill.on_request_end(placement.prefill, now_s, cached_tokens, output_tokens)
         self.admission.on_request_end(placement, now_s, met)
 
-    def failed(self, placement: Placement, now_s: float, prefilled: bool, decoding: bool = False) -> None:
+    def failed(self, placement: ScheduledRequest, now_s: float, prefilled: bool, decoding: bool = False) -> None:
         if self.decode is None or placement.decode is None:
             (self.prefill.on_request_end if prefilled else self.prefill.failed)(placement.prefill, now_s)
         else:
@@ -423,7 +427,7 @@ class Scheduler:
             (self.decode.on_request_end if decoding else self.decode.failed)(placement.decode, now_s)
         self.admission.on_request_end(placement, now_s, None)
 
-    def _current(self, placement: Placement, now_s: float) -> Placement:
+    def _current(self, placement: ScheduledRequest, now_s: float) -> ScheduledRequest:
         assert self.decode is not None and placement.decode is not None
         # The KV already streams to the chosen server, so only that server is estimated again.
         chosen = placement.decode.server

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.engine.plugin import PluginSettings, PluginStore
 from skymemory.engine.vllm.identity import EngineReport
 from skymemory.engine.vllm.settings import TESTED_VERSIONS, is_tested
@@ -269,7 +269,7 @@ def open_in_time(opening: Callable[[], Opened], close: Callable[[Opened], object
     Raises:
         SkyMemoryError: it did not open within ``OPENING_S``, or what ``opening`` raises.
     """
-    call = Call(opening)
+    call = WorkerCall(opening)
     threading.Thread(target=call.run, name="doctor", daemon=True).start()
     if not call.wait(OPENING_S) and call.give_up(lambda late: None if late is None else close(late)):
         raise SkyMemoryError(

@@ -234,7 +234,7 @@ class Guard:
         cache.padding = call.padding
         return _rest_of(given, call.padding + usable, call.padding)
 
-    def _compute_to_stops(self, cache: SkyCache, call: _Call, begun: int) -> int:
+    def _compute_to_stops(self, cache: SkyCache, call: _ForwardCall, begun: int) -> int:
         """Run the model to the last position of kept states, where a pass must end; returns the number of tokens
         computed.
         """
@@ -289,7 +289,7 @@ class Guard:
         )
         cache.loaded = cache.loaded[: cache.get_seq_length() + usable]
 
-    def _read(self, start: int, given: dict[str, Any]) -> _Call | str:
+    def _read(self, start: int, given: dict[str, Any]) -> _ForwardCall | str:
         """Return the input, if it is tokens at consecutive positions; else a description."""
         ids = given.get("input_ids")
         if ids is None or ids.dim() != 2:
@@ -323,7 +323,7 @@ class Guard:
             return "positions of its own"
         padding = min(paddings)
         shifts = tuple(row_padding - padding for row_padding in paddings) if len(set(paddings)) > 1 else ()
-        return _Call(ids[:, padding:], padding, last_logits, shifts)
+        return _ForwardCall(ids[:, padding:], padding, last_logits, shifts)
 
     def _is_requested(self, name: str, given: dict[str, Any]) -> bool:
         value = given.get(name)
@@ -393,7 +393,7 @@ def _no_gradient(tokens: int, gradient: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ForwardCall:
     ids: torch.Tensor
     """(rows, tokens), without the common padding."""
     padding: int

@@ -215,7 +215,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = False
 
 
-class Presence:
+class TokenMask:
     """Record of the tokens that windowed layers hold."""
 
     def __init__(self, window: int, room_tokens: int) -> None:
@@ -344,7 +344,7 @@ class GroupRoom:
         self._rooms = rooms
         self._staging = None if rooms[0].device.type == "cpu" else Staging(rooms, layout)
         self.threads = 1 if self._staging is None else max(1, min(_DEVICE_THREADS, (os.cpu_count() or 1) // 2))
-        self.presence = None if group.window is None else Presence(group.window, int(rooms[0].shape[2]))
+        self.presence = None if group.window is None else TokenMask(group.window, int(rooms[0].shape[2]))
 
     def rows(self, index: int, head: memoryview) -> Rows | None:
         """See ``cache.blocks.RowSink``. None on a device, or if a token is present."""
@@ -824,14 +824,14 @@ class Staging:
             # The room's memory may have belonged to another tensor whose work on the stream has not ended yet.
             self._made = torch.cuda.current_stream(self._device).record_event()
         self._changed = threading.Condition()
-        self._batch: _Batch | None = None
+        self._batch: _BatchRows | None = None
         self._copying = 0
         self._sent: list[tuple[torch.Tensor, Any]] = []
         self._ends: list[Any] = []
 
     def place(self, index: int, block: memoryview) -> None:
         with self._changed:
-            batch = self._batch = self._batch or _Batch(_pinned(self._layout, self._device))
+            batch = self._batch = self._batch or _BatchRows(_pinned(self._layout, self._device))
             slot = len(batch.indices)
             batch.indices.append(index)
             batch.copying += 1
@@ -863,7 +863,7 @@ class Staging:
                 torch.cuda.current_stream(self._device).wait_event(end)
             self._ends = []
 
-    def _send(self, batch: _Batch) -> None:
+    def _send(self, batch: _BatchRows) -> None:
         host, indices = batch.host[: len(batch.indices)], torch.tensor(batch.indices)
         if batch.failed:
             copied = [slot for slot in range(len(batch.indices)) if slot not in batch.failed]
@@ -891,7 +891,7 @@ class Staging:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _BatchRows:
     host: torch.Tensor
     indices: list[int] = field(default_factory=list)
     copying: int = 0

@@ -84,7 +84,7 @@ class PluginSettings:
         return f"{dtype} {self.kv_dtype}".rstrip()
 
 
-class Saved(NamedTuple):
+class SavedValues(NamedTuple):
     """Result by value: stored now, and written by this call."""
 
     done: list[bool]
@@ -200,7 +200,7 @@ class PluginStore:
             self.counters.add("misses_total" if reason else "hits_total", 1, reason)
         return reasons
 
-    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> Saved:
+    def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> SavedValues:
         """Store the values that are absent, all by one deadline; ``read`` returns the pieces of value ``at``."""
         ends_s = time.monotonic() + self._store_deadline_s
         was_present = self.present(names)
@@ -219,7 +219,7 @@ class PluginStore:
                 ):
                     done[at] = stored
         self._log()
-        return Saved(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
+        return SavedValues(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
     def _put(self, values: Sequence[tuple[bytes, Callable[[], Sequence[Buffer]]]]) -> list[bool]:
         reason = "no room, or no answer"

@@ -31,7 +31,7 @@ _BY_RANK = ("mamba", "draft", "draft_swa")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
+class _ExtraPool:
     host: Any
     values: PluginStore
 
@@ -51,7 +51,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
                 f"{where}: queue: SGLang saves in a thread of its own, and nothing waits here: leave it out"
             )
         self._values: PluginStore | None = None
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, _ExtraPool] = {}
         self._counting = Lock()
         self._metrics = StorageMetrics()
 
@@ -75,7 +75,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         dtype = f"{getattr(host_pool, 'dtype', None)} {self._settings.kv_dtype}".rstrip()
         context = _context(self._settings.weights, dtype, self._config, host_pool, name)
         page_bytes = _bytes_of(host_pool.get_dummy_flat_data_page()).nbytes
-        self._pools[name] = _Pool(host_pool, self.values.with_context(context, page_bytes))
+        self._pools[name] = _ExtraPool(host_pool, self.values.with_context(context, page_bytes))
 
     @property
     def values(self) -> PluginStore:
@@ -186,9 +186,9 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         with ending_within(self._settings.store_deadline_s):
             return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
 
-    def _transfer(self, transfer: Any, pages: Callable[[_Pool, list[str], list[int]], list[bool]]) -> list[bool]:
+    def _transfer(self, transfer: Any, pages: Callable[[_ExtraPool, list[str], list[int]], list[bool]]) -> list[bool]:
         name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
-        pool = _Pool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
+        pool = _ExtraPool(self.mem_pool_host, self.values) if name == _KV else self._pools[name]
         size = getattr(pool.host, "page_size", 1) or 1
         if indices is None or indices.numel() != len(keys) * size:
             index_count = 0 if indices is None else indices.numel()
@@ -197,7 +197,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         names = [_copied(key) if name == _KV else _of_pool(key) for key in keys]
         return pages(pool, names, [int(indices[at * size]) for at in range(len(keys))])
 
-    def _load_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+    def _load_pages(self, pool: _ExtraPool, names: list[str], places: list[int]) -> list[bool]:
         def place(at: int, value: memoryview) -> bool:
             page = pool.host.get_dummy_flat_data_page()
             room = _bytes_of(page)
@@ -209,7 +209,7 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
 
         return self._load(pool.values, names, place)
 
-    def _save_pages(self, pool: _Pool, names: list[str], places: list[int]) -> list[bool]:
+    def _save_pages(self, pool: _ExtraPool, names: list[str], places: list[int]) -> list[bool]:
         def read(at: int) -> list[memoryview]:
             return [_bytes_of(pool.host.get_data_page(places[at], flat=True).contiguous())]
 

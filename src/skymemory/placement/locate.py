@@ -183,7 +183,7 @@ def _locate_all(placement: Placement, set_moves: Moves, now_moves: Moves) -> tup
 # parallel. A satellite computes its own handovers from the clock and needs no command.
 
 
-class Handover(NamedTuple):
+class CellHandover(NamedTuple):
     """Transfer of all that ``source`` holds in ``cell`` (before the move)."""
 
     cell: Cell
@@ -197,7 +197,7 @@ class ServerHandover(NamedTuple):
     target: SatelliteId
 
 
-def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Handover]:
+def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[CellHandover]:
     """Return the handovers of the full box: earlier settings may be in its empty cells."""
     if not placement.migrates:
         return []
@@ -209,7 +209,7 @@ def moves(placement: Placement, from_moves: Moves, to_moves: Moves) -> list[Hand
         source = torus.living(torus.wrap(before.plane + cell[1], before.slot + cell[0]))
         target = torus.living(torus.wrap(after.plane + y, after.slot + x))
         if source != target:
-            handovers.append(Handover(cell, source, target))
+            handovers.append(CellHandover(cell, source, target))
     return handovers
 
 

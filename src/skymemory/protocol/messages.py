@@ -80,7 +80,7 @@ HOUSEKEEPING_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class ChunkPresence:
     """Chunks of a key on a satellite: their number, and the lowest."""
 
     index: int
@@ -98,7 +98,7 @@ class Presence:
         return _PRESENCE.pack(*value, *placement)
 
     @classmethod
-    def unpack(cls, record: Buffer) -> Presence | None:
+    def unpack(cls, record: Buffer) -> ChunkPresence | None:
         number, chunks, length, value_bytes, value_crc, *placement = _PRESENCE.unpack_from(record)
         servers, server, strategy, _, held_count, slot_moves, plane_moves = placement
         if number == 0:
@@ -127,16 +127,16 @@ def unpack_keys(body: Buffer) -> list[bytes]:
     return [bytes(body[at : at + KEY_BYTES]) for at in range(_KEYS.size, len(body), KEY_BYTES)]
 
 
-def pack_presences(presences: Iterable[Presence | None]) -> bytes:
+def pack_presences(presences: Iterable[ChunkPresence | None]) -> bytes:
     """Pack records in the order of the HAS."""
     records = [_ABSENT if presence is None else presence.pack() for presence in presences]
     return _KEYS.pack(len(records), 0) + b"".join(records)
 
 
-def unpack_presences(body: Buffer) -> list[Presence | None]:
+def unpack_presences(body: Buffer) -> list[ChunkPresence | None]:
     count = _unpack_list_count(body, _PRESENCE.size)
     start = _KEYS.size
-    return [Presence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
+    return [ChunkPresence.unpack(body[start + i * _PRESENCE.size :]) for i in range(count)]
 
 
 def pack_list(after: bytes, limit: int) -> bytes:
@@ -151,16 +151,16 @@ def unpack_list(body: Buffer) -> tuple[bytes, int]:
     return after, min(limit, MAX_KEYS_PER_PACKET // 2)
 
 
-def pack_listed(entries: Sequence[tuple[bytes, Presence]]) -> bytes:
+def pack_listed(entries: Sequence[tuple[bytes, ChunkPresence]]) -> bytes:
     return _KEYS.pack(len(entries), 0) + b"".join(key + presence.pack() for key, presence in entries)
 
 
-def unpack_listed(body: Buffer) -> list[tuple[bytes, Presence]]:
+def unpack_listed(body: Buffer) -> list[tuple[bytes, ChunkPresence]]:
     width = KEY_BYTES + _PRESENCE.size
     entries = []
     for i in range(_unpack_list_count(body, width)):
         at = _KEYS.size + i * width
-        presence = Presence.unpack(body[at + KEY_BYTES :])
+        presence = ChunkPresence.unpack(body[at + KEY_BYTES :])
         if presence is None:
             raise MalformedPacket("LISTED names a key that is not held")
         entries.append((bytes(body[at : at + KEY_BYTES]), presence))

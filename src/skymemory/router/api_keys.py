@@ -187,7 +187,7 @@ class _Bucket:
 
 
 @dataclass(slots=True, eq=False)
-class _Account:
+class _TenantAccount:
     tenant: Tenant
     in_flight: int = 0
     requests: _Bucket | None = None
@@ -199,7 +199,7 @@ class QuotaLease:
     tenant: Tenant
     headers: Mapping[str, str]
     """``x-ratelimit-…`` headers, if there is a quota."""
-    _account: _Account = field(repr=False)
+    _account: _TenantAccount = field(repr=False)
     tokens: float = field(repr=False)
     _held: bool = field(default=True, repr=False)
 
@@ -222,7 +222,7 @@ class ApiKeys:
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _TenantAccount] = {}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -288,17 +288,19 @@ class ApiKeys:
             level = account.tokens.filled(now_s) + lease.tokens - tokens
             account.tokens.level = min(float(account.tokens.limit), level)
 
-    def _account(self, tenant: Tenant, now_s: float) -> _Account:
+    def _account(self, tenant: Tenant, now_s: float) -> _TenantAccount:
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = _Account(
+            account = self._accounts[tenant.name] = _TenantAccount(
                 tenant,
                 requests=_changed(None, tenant.requests_per_minute, now_s),
                 tokens=_changed(None, tenant.tokens_per_minute, now_s),
             )
         return account
 
-    def _too_much(self, account: _Account, kind: str, bucket: _Bucket, wanted: float, now_s: float) -> QuotaExceeded:
+    def _too_much(
+        self, account: _TenantAccount, kind: str, bucket: _Bucket, wanted: float, now_s: float
+    ) -> QuotaExceeded:
         limit, name = bucket.limit, account.tenant.name
         short = {"requests": "RPM", "tokens": "TPM"}[kind]
         if wanted > limit:
@@ -331,7 +333,7 @@ def _retry_headers(wait_s: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
-def _quota_headers(account: _Account, now_s: float) -> dict[str, str]:
+def _quota_headers(account: _TenantAccount, now_s: float) -> dict[str, str]:
     headers: dict[str, str] = {}
     for kind, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:

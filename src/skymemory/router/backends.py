@@ -16,7 +16,7 @@ from skymemory.conductor.pools import State
 from skymemory.conductor.request import Request
 from skymemory.router.failure.evidence import Attempts
 from skymemory.router.failure.faults import Fault
-from skymemory.router.failure.policy import NONE, Decision, FailurePolicy, Limits
+from skymemory.router.failure.policy import NONE, FailureLimits, FailurePolicy, ServerDecision
 from skymemory.router.settings import BOTH, PREFILL, Backend, Health
 
 log = logging.getLogger("skymemory.router")
@@ -90,7 +90,7 @@ class Backends:
     @health.setter
     def health(self, health: Health) -> None:
         self._health = health
-        self.policy.limits = Limits(health.failures, health.successes, health.max_ejected)
+        self.policy.limits = FailureLimits(health.failures, health.successes, health.max_ejected)
 
     # Membership
 
@@ -360,7 +360,7 @@ class Backends:
         finally:
             self._is_applying = False
 
-    def _apply_to(self, known: KnownServer, decision: Decision) -> None:
+    def _apply_to(self, known: KnownServer, decision: ServerDecision) -> None:
         name = decision.server
         match decision.kind:
             case "check":

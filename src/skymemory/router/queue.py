@@ -58,7 +58,7 @@ class QueueSettings:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """A waiting request. The queue sets the private fields."""
 
     request: Request
@@ -104,12 +104,12 @@ class RequestQueue:
         self.size_bytes = 0
         self.work = 0.0
         self._weights = weights
-        self._waiting: dict[int, Entry] = {}
+        self._waiting: dict[int, QueueEntry] = {}
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []
         """Negated priorities in use, ascending."""
         self._deadlines: list[tuple[float, int]] = []
-        self._left: list[tuple[Entry, Refusal]] = []
+        self._left: list[tuple[QueueEntry, Refusal]] = []
         self._numbers = 0
         self._figures: dict[tuple[int, str], Figures] = {}
         self._rate = _Rate()
@@ -136,7 +136,7 @@ class RequestQueue:
         self._drop_stale(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def offer(self, entry: Entry, now_s: float) -> list[tuple[Entry, Refusal]] | Refusal:
+    def offer(self, entry: QueueEntry, now_s: float) -> list[tuple[QueueEntry, Refusal]] | Refusal:
         """Queue a request: return its refusal, or the entries evicted for it."""
         self._sweep(now_s)
         settings = self.settings
@@ -151,7 +151,7 @@ class RequestQueue:
         # The entry is put in first and may itself be the victim, so that a single rule decides who leaves. In that case
         # the entries evicted for it are put back with their former tags, as if it had never been offered.
         self._put(entry)
-        victims: list[tuple[Entry, _Flow]] = []
+        victims: list[tuple[QueueEntry, _Flow]] = []
         while len(self._waiting) > settings.most_requests or self.size_bytes > settings.most_bytes:
             victim = self._least_urgent()
             flow = self._flow(victim)
@@ -167,7 +167,7 @@ class RequestQueue:
             (evicted, self._record_refusal(evicted, self._pushed_out(evicted, entry, now_s))) for evicted, _ in victims
         ]
 
-    def next(self, now_s: float, fits: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
+    def next(self, now_s: float, fits: Callable[[QueueEntry], bool] = lambda _: True) -> QueueEntry | None:
         """Remove and return the entry to serve now; None: no entry ``fits``."""
         self._sweep(now_s)
         if not self._waiting:
@@ -182,20 +182,20 @@ class RequestQueue:
         self._serve(entry, now_s)
         return entry
 
-    def expire(self, now_s: float) -> list[tuple[Entry, Refusal]]:
+    def expire(self, now_s: float) -> list[tuple[QueueEntry, Refusal]]:
         """Remove and return overdue entries."""
         self._sweep(now_s)
         expired, self._left = self._left, []
         return expired
 
-    def cancel(self, entry: Entry) -> bool:
+    def cancel(self, entry: QueueEntry) -> bool:
         if self._waiting.get(entry._number) is not entry:
             return False
         self._remove(entry)
         self._figures_of(entry).cancelled += 1
         return True
 
-    def corrected(self, entry: Entry, work: float) -> None:
+    def corrected(self, entry: QueueEntry, work: float) -> None:
         """Correct the tenant's tag by the actual work of a served entry."""
         level, tenant = self._levels.get(-entry.request.priority), entry.request.tenant
         if level is None or level is not entry._level:
@@ -218,7 +218,9 @@ class RequestQueue:
 
     # Service
 
-    def _first_of(self, level: _Level, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
+    def _first_of(
+        self, level: _Level, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
+    ) -> QueueEntry | None:
         """Return the first entry that fits. Skipped tenants stay ahead of the served tenant."""
         skipped: list[_Flow] = []
         entry = None
@@ -235,7 +237,9 @@ class RequestQueue:
             )
         return entry
 
-    def _first_of_flow(self, flow: _Flow, fits: Callable[[Entry], bool], able: dict[Hashable, bool]) -> Entry | None:
+    def _first_of_flow(
+        self, flow: _Flow, fits: Callable[[QueueEntry], bool], able: dict[Hashable, bool]
+    ) -> QueueEntry | None:
         best: tuple[float, int] | None = None
         for group, lane in flow.lanes.items():
             self._drop_stale(lane)
@@ -247,7 +251,7 @@ class RequestQueue:
                 best = lane[0]
         return None if best is None else self._waiting[best[1]]
 
-    def _serve(self, entry: Entry, now_s: float) -> None:
+    def _serve(self, entry: QueueEntry, now_s: float) -> None:
         level, flow = self._levels[-entry.request.priority], self._flow(entry)
         # The virtual time follows the served tag (start-time fair queueing), and rises by at least the work per weight
         # of all waiting tenants. Otherwise new tenants, which start at the virtual time, would always precede older
@@ -263,7 +267,7 @@ class RequestQueue:
 
     # Refusal and eviction
 
-    def _hopeless(self, entry: Entry, now_s: float) -> Refusal | None:
+    def _hopeless(self, entry: QueueEntry, now_s: float) -> Refusal | None:
         if now_s >= entry._leave_s:
             return self._over(entry, now_s)
         settings = self.settings
@@ -281,7 +285,7 @@ class RequestQueue:
                 self._remove(entry)
                 self._left.append((entry, self._record_refusal(entry, self._over(entry, now_s))))
 
-    def _over(self, entry: Entry, now_s: float) -> Refusal:
+    def _over(self, entry: QueueEntry, now_s: float) -> Refusal:
         retry_s = self.retry_after_s(entry.request.priority, now_s)
         waited_s = max(0.0, now_s - entry.arrived_s)
         if entry.slo is not None and _promise_s(entry) <= self.settings.most_wait_s:
@@ -290,13 +294,13 @@ class RequestQueue:
             return Refusal(words, retry_s, kind="ttft")
         return Refusal(f"it waited {waited_s:.3g} s for a server with room, the longest allowed", retry_s, kind="queue")
 
-    def _least_urgent(self) -> Entry:
+    def _least_urgent(self) -> QueueEntry:
         flow = self._levels[self._order[-1]].largest()
         while -flow.latest[0][1] not in self._waiting:
             heappop(flow.latest)
         return self._waiting[-flow.latest[0][1]]
 
-    def _pushed_out(self, entry: Entry, by: Entry, now_s: float) -> Refusal:
+    def _pushed_out(self, entry: QueueEntry, by: QueueEntry, now_s: float) -> Refusal:
         kind, why = "queue", "with an earlier deadline"
         if entry.request.priority != by.request.priority:
             kind, why = "priority", f"of priority {by.request.priority}"
@@ -307,7 +311,7 @@ class RequestQueue:
 
     # Bookkeeping
 
-    def _put(self, entry: Entry, former: _Flow | None = None) -> None:
+    def _put(self, entry: QueueEntry, former: _Flow | None = None) -> None:
         """Add an entry to its four places. ``former``: flow whose tag and rank its tenant gets back."""
         request, number, leave_s = entry.request, entry._number, entry._leave_s
         level = self._levels.get(-request.priority)
@@ -339,7 +343,7 @@ class RequestQueue:
         figures.requests += 1
         figures.size_bytes += entry.size_bytes
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: QueueEntry) -> None:
         del self._waiting[entry._number]
         negated = -entry.request.priority
         level, flow = self._levels[negated], self._flow(entry)
@@ -372,7 +376,7 @@ class RequestQueue:
         requests, size_bytes = max(1, self.settings.most_requests), self.settings.most_bytes
         return max(flow.requests / requests, flow.size_bytes / size_bytes) / flow.weight
 
-    def _flow(self, entry: Entry) -> _Flow:
+    def _flow(self, entry: QueueEntry) -> _Flow:
         return self._levels[-entry.request.priority].flows[entry.request.tenant]
 
     def _push(self, heap: list[tuple[float, int]], live: int, item: tuple[float, int], sign: int = 1) -> None:
@@ -391,7 +395,7 @@ class RequestQueue:
     def _work_from(self, priority: int) -> float:
         return sum(level.work for negated, level in self._levels.items() if -negated >= priority)
 
-    def _figures_of(self, entry: Entry) -> Figures:
+    def _figures_of(self, entry: QueueEntry) -> Figures:
         tenant = entry.request.tenant
         label = tenant if tenant in self._weights else "other" if tenant else "unknown"
         key = (entry.request.priority, label)
@@ -400,7 +404,7 @@ class RequestQueue:
             figures = self._figures[key] = Figures()
         return figures
 
-    def _record_refusal(self, entry: Entry, refusal: Refusal) -> Refusal:
+    def _record_refusal(self, entry: QueueEntry, refusal: Refusal) -> Refusal:
         refused = self._figures_of(entry).refused
         refused[refusal.kind] = refused.get(refusal.kind, 0) + 1
         return refusal
@@ -524,5 +528,5 @@ class _Rate:
         return self._work / seconds if seconds > 0 else 0.0
 
 
-def _promise_s(entry: Entry) -> float:
+def _promise_s(entry: QueueEntry) -> float:
     return math.inf if entry.slo is None else entry.slo.ttft_s

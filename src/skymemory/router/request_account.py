@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from skymemory.conductor.request import Decision
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 
 log = logging.getLogger("skymemory.router")
 
@@ -83,7 +83,7 @@ class RequestAccount:
     __slots__ = ("_deferred", "_first", "_open", "_placement", "_scheduler", "decision")
 
     def __init__(
-        self, scheduler: Scheduler, placement: Placement, now_s: float, deferred: DeferredWork | None = None
+        self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float, deferred: DeferredWork | None = None
     ) -> None:
         self.decision: Decision = placement.prefill
         self._scheduler = scheduler
@@ -102,7 +102,7 @@ class RequestAccount:
         return self._open
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> ScheduledRequest:
         return self._placement
 
     def as_json(self) -> dict[str, object]:
@@ -169,12 +169,12 @@ class PairAccount(RequestAccount):
 
     __slots__ = ("_prefilling",)
 
-    def __init__(self, scheduler: Scheduler, placement: Placement, now_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, placement: ScheduledRequest, now_s: float) -> None:
         super().__init__(scheduler, placement, now_s)
         self._prefilling = True
         self._take(placement)
 
-    def _take(self, placement: Placement) -> None:
+    def _take(self, placement: ScheduledRequest) -> None:
         assert placement.decode is not None
         self._placement, self.decision = placement, placement.decode
 
@@ -282,7 +282,7 @@ class _Details(msgspec.Struct):
     cached_tokens: _Count | None = None
 
 
-class _Usage(msgspec.Struct):
+class _ReportedUsage(msgspec.Struct):
     prompt_tokens: _Count | None = None
     completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
@@ -312,11 +312,11 @@ class _Usage(msgspec.Struct):
 
 
 class _Inner(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _ReportedUsage | None = None
 
 
 class _Response(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: _ReportedUsage | None = None
     response: _Inner | None = None
     """Field of events of Responses."""
     message: _Inner | None = None
@@ -324,7 +324,7 @@ class _Response(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Response).decode
-_decode_usage = msgspec.json.Decoder(_Usage).decode
+_decode_usage = msgspec.json.Decoder(_ReportedUsage).decode
 _FIRST_EVENT = re.compile(rb"data: ?(\{.*\})\r?\n")
 _USAGE = re.compile(rb'"usage": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 """Usage in an event longer than the kept tail: the last event of Responses contains the whole answer."""
@@ -374,7 +374,7 @@ class UsageReader:
                 return usage
         return None
 
-    def _first_usage(self) -> _Usage | None:
+    def _first_usage(self) -> _ReportedUsage | None:
         """Return the first event's usage: the last event of Messages may omit the prompt's tokens."""
         first = _FIRST_EVENT.search(self._head)
         return None if first is None or b'"message_start"' not in first[1] else _read_usage(first[1])
@@ -385,7 +385,7 @@ def usage_in(json: bytes) -> Usage | None:
     return None if raw is None else _checked(raw)
 
 
-def _read_usage(json: bytes) -> _Usage | None:
+def _read_usage(json: bytes) -> _ReportedUsage | None:
     try:
         response = _decode(json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -396,7 +396,7 @@ def _read_usage(json: bytes) -> _Usage | None:
     return None if inner is None else inner.usage
 
 
-def _last_usage(line: bytes) -> _Usage | None:
+def _last_usage(line: bytes) -> _ReportedUsage | None:
     last = None
     for match in _USAGE.finditer(line):
         last = match[1]
@@ -406,7 +406,7 @@ def _last_usage(line: bytes) -> _Usage | None:
         return None
 
 
-def _checked(found: _Usage, first: _Usage | None = None) -> Usage | None:
+def _checked(found: _ReportedUsage, first: _ReportedUsage | None = None) -> Usage | None:
     prompt, of_prompt, output = found.prompt, found, found.output
     if prompt is None and first is not None:
         prompt, of_prompt = first.prompt, first

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from skymemory.conductor.request import Request
 from skymemory.conductor.scheduler import Refusal
-from skymemory.router.queue import Entry, RequestQueue, work_of
+from skymemory.router.queue import QueueEntry, RequestQueue, work_of
 
 LOOK_S = 0.25
 """Period of checking for room; only a request's end triggers a check at once."""
@@ -51,10 +51,10 @@ class WaitingRoom:
 
     def wait(
         self, waiter: Waiter, request: Request, size_bytes: int, among: frozenset[str] | None = None
-    ) -> Entry | Refusal:
+    ) -> QueueEntry | Refusal:
         """Queue a request, which may be called before this returns. ``among``: servers it may go to; None: all."""
         now_s = self._clock()
-        entry = Entry(
+        entry = QueueEntry(
             request,
             work_of(request),
             size_bytes,
@@ -71,7 +71,7 @@ class WaitingRoom:
         self.poll()
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         self.queue.cancel(entry)
 
     def poll(self) -> None:
@@ -105,6 +105,6 @@ class WaitingRoom:
         if len(self.queue):
             self.poll()
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: QueueEntry) -> bool:
         among: frozenset[str] | None = entry.group[2]  # type: ignore[index]
         return self._has_room(entry.request, among)

@@ -215,7 +215,7 @@ class PrefixOrder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class StoredEntry:
     """Entry of one value, equal only to itself."""
 
     size_bytes: int
@@ -229,7 +229,7 @@ class Inventory:
     def __init__(self, budget_bytes: int, pin_budget_bytes: int, policy: str = DEFAULT_POLICY) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self.entries: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, StoredEntry] = {}
         self.order = PrefixOrder(self._set_evictable)
         self.kept: set[bytes] = set()
         """Keys of a later release's values: neither read nor replaced, but counted."""
@@ -269,7 +269,7 @@ class Inventory:
             self._places[key] = place
         old = self.entries.get(key)
         self.used_bytes += size_bytes - (old.size_bytes if old else 0)
-        self.entries[key] = Entry(size_bytes)
+        self.entries[key] = StoredEntry(size_bytes)
         self._policy.on_store_or_touch(key)
         if old is None:
             self.order.added(key)

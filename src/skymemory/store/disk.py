@@ -3,7 +3,7 @@
 An acknowledged value survives a kill of the process, and with ``sync="each"`` a power cut. A damaged file fails its
 checksum: a counted miss.
 
-A store writes parts (``Parts``), evicts, and renames the parts. A load reads without the lock.
+A store writes parts (``PartialFiles``), evicts, and renames the parts. A load reads without the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skymemory.eviction import DEFAULT_POLICY
 from skymemory.forks import OwnLock
 from skymemory.kv.value import LATER_VERSION
 from skymemory.metrics import SharedCounters
-from skymemory.store.accounting import BudgetedStore, Entry, Inventory
+from skymemory.store.accounting import BudgetedStore, Inventory, StoredEntry
 from skymemory.store.base import (
     LEASE_S,
     Buffer,
@@ -173,7 +173,7 @@ class DiskStore(BudgetedStore):
         next_s = self._inventory.lifetimes.next_s
         return not self._closed and (next_s == math.inf or next_s > self._clock())
 
-    def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, Entry, memoryview]], np.ndarray]:
+    def _room_for(self, ticket: LoadTicket) -> tuple[list[tuple[bytes, StoredEntry, memoryview]], np.ndarray]:
         entries = self._inventory.entries
         present = [(key, entries[key]) for key in dict.fromkeys(ticket.keys) if key in entries]
         buffer = self._buffers.take(sum(aligned_bytes(entry.size_bytes) for _, entry in present))
@@ -198,7 +198,7 @@ class DiskStore(BudgetedStore):
         ticket.report = LoadReport(tuple([self._key_report(read) for read in outcomes]), seconds)
         return views
 
-    def _read(self, key: bytes, entry: Entry, out: memoryview) -> Reading:
+    def _read(self, key: bytes, entry: StoredEntry, out: memoryview) -> Reading:
         """Read without the lock. A file replaced meanwhile is read again; a removed file is absent, not damaged."""
         reading = read_file(self._directory.path_text_of(key), key, out, self._clock)
         if reading.view is not None:
@@ -238,7 +238,7 @@ class DiskStore(BudgetedStore):
         places = {key: place for (key, _), place in zip(ticket.items, ticket.places, strict=True)}
         done: set[bytes] = set()
         # Write without the lock, so that loads continue; evict and rename into place with it.
-        parts = Parts(self._directory, self._synced, lambda error: self._failed(ticket, error))
+        parts = PartialFiles(self._directory, self._synced, lambda error: self._failed(ticket, error))
         try:
             written = parts.write(
                 items, lambda size_bytes, error, tries: self._make_room(ticket, size_bytes, error, tries)
@@ -445,7 +445,7 @@ MakeRoom = Callable[[int, OSError, int], bool]
 """Callback for a full disk: size, error, earlier calls for this value; True if it freed bytes."""
 
 
-class Parts:
+class PartialFiles:
     """Values of one store call, written beside their final files, then renamed. ``failed`` gets each error."""
 
     def __init__(self, directory: StoreDirectory, synced: bool, failed: Callable[[OSError], None]) -> None:

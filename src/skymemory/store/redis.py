@@ -63,7 +63,7 @@ class RedisStore(RemoteStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name, clock)
-        self._link = Link(url, timeout_s, clock, ca)
+        self._link = RedisLink(url, timeout_s, clock, ca)
         self._counters = self._link.counters
         self._later: dict[bytes, None] = {}
         """Keys of a later release's values, not overwritten."""
@@ -263,7 +263,7 @@ def opened(key: bytes, reply: object) -> memoryview | str:
 
 # Connection. redis-py packs a command into a new buffer, which costs a copy and fresh memory for a value of
 # megabytes: here the pieces go to the socket as they are. redis-py's timeouts apply to each read, so a server that
-# sends a byte now and then can block a call forever: here the whole call has a deadline (``Deadline``).
+# sends a byte now and then can block a call forever: here the whole call has a deadline (``CallDeadline``).
 
 Argument = bytes | tuple[Buffer, ...]
 """Argument of a command; a tuple's pieces are sent as one."""
@@ -300,7 +300,7 @@ def pack(*arguments: Argument) -> Command:
     return [*pieces, bytes(small)]
 
 
-class Deadline(threading.local):
+class CallDeadline(threading.local):
     """Deadline of this thread's call, including connecting; extended by the bytes moved at ``MIN_BYTES_PER_S``."""
 
     def __init__(self) -> None:
@@ -320,7 +320,7 @@ class Deadline(threading.local):
 
 
 class _DeadlineSocket:
-    def __init__(self, sock: Any, deadline: Deadline) -> None:
+    def __init__(self, sock: Any, deadline: CallDeadline) -> None:
         self._sock = sock
         self._deadline = deadline
         self._polling = False
@@ -358,8 +358,8 @@ class _DeadlineSocket:
             view = view[sent:]
 
 
-def _with_deadline(kind: Any, deadline: Deadline) -> Any:
-    class Connection(kind):  # type: ignore[misc]
+def _with_deadline(kind: Any, deadline: CallDeadline) -> Any:
+    class RedisConnection(kind):  # type: ignore[misc]
         def _connect(self) -> Any:
             return _DeadlineSocket(super()._connect(), deadline)
 
@@ -371,10 +371,10 @@ def _with_deadline(kind: Any, deadline: Deadline) -> Any:
         @socket_connect_timeout.setter
         def socket_connect_timeout(self, value: object) -> None: ...
 
-    return Connection
+    return RedisConnection
 
 
-class Link:
+class RedisLink:
     """Pool of connections to the server at ``url``. Raises as ``RedisStore``."""
 
     def __init__(self, url: str, timeout_s: float, clock: Callable[[], float] = time.monotonic, ca: str = "") -> None:
@@ -385,7 +385,7 @@ class Link:
             raise missing_extra("a Redis store", "redis", "redis") from error
         if timeout_s <= 0:
             raise InvalidInput(f"a Redis store needs a timeout above 0 s, got {timeout_s}")
-        self._deadline = Deadline()
+        self._deadline = CallDeadline()
         self.counters = SharedCounters()
         try:
             self._pool = self._redis.ConnectionPool.from_url(

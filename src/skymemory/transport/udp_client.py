@@ -62,7 +62,7 @@ class FairLock:
         self._lock.__exit__(None, None, None)
 
 
-class _Call:
+class _WaitingThread:
     """Thread that waits for operations: for all, or for ``any_of_them`` until ``until_s``."""
 
     __slots__ = ("_wakes", "any_of_them", "finished", "until_s", "waiting")
@@ -139,10 +139,10 @@ class UdpClient:
         self._poll.register(self._woken.fileno(), select.POLLIN)
         self._own = OwnLock("the connection to the constellation", self._close_in_child)
         self._lock = FairLock(self._own)
-        self._calls: dict[_Call, None] = {}
-        self._waiting: dict[int, _Call] = {}
+        self._calls: dict[_WaitingThread, None] = {}
+        self._waiting: dict[int, _WaitingThread] = {}
         self._unclaimed: dict[int, Finished] = {}
-        self._leader: _Call | None = None
+        self._leader: _WaitingThread | None = None
         self._leader_sleeps_until_s = -math.inf
         self._probe_thread: ProbeThread | None = None
         self._closed = False
@@ -163,13 +163,13 @@ class UdpClient:
 
     def run(self, numbers: Iterable[int]) -> dict[int, Finished]:
         """Send and receive until these operations have ended. An interruption (Ctrl-C) cancels them."""
-        return self._run(_Call(numbers))
+        return self._run(_WaitingThread(numbers))
 
     def run_any(self, numbers: Iterable[int], until_s: float) -> dict[int, Finished]:
         """Send and receive until any operation has ended, or ``until_s`` (of ``now_s``). An interruption cancels
         all.
         """
-        return self._run(_Call(numbers, until_s, any_of_them=True))
+        return self._run(_WaitingThread(numbers, until_s, any_of_them=True))
 
     def read(self, info: ValueInfo, out: memoryview | Rows, replicas: int = 1) -> Finished:
         """Do a ``get``; a small, near value needs no operation."""
@@ -244,7 +244,7 @@ class UdpClient:
     # that waits for a dead satellite blocks no other call, and a single caller needs no second thread. No thread sleeps
     # with the lock held.
 
-    def _run(self, call: _Call) -> dict[int, Finished]:
+    def _run(self, call: _WaitingThread) -> dict[int, Finished]:
         try:
             with self._lock:
                 self._look_at_wall_clock()
@@ -267,7 +267,7 @@ class UdpClient:
             with self._lock:
                 self._end(call)
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: _WaitingThread) -> None:
         if time.monotonic() >= self._refresh_s:
             self._refresh_s = self._refresh()
         if self._place and time.monotonic() >= self._announce_s:
@@ -287,7 +287,7 @@ class UdpClient:
         elif self._backlog or (due_s is not None and due_s < self._leader_sleeps_until_s):
             self._wake_leader()
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _WaitingThread) -> None:
         self._calls.pop(call, None)
         for number in call.waiting:
             self._waiting.pop(number, None)
@@ -301,7 +301,7 @@ class UdpClient:
         elif self.machine.probing and self._probe_thread is None and not call.any_of_them and not self._closed:
             self._probe_thread = ProbeThread(self._serve_timers, self._sock.fileno())
 
-    def _lead(self, call: _Call) -> None:
+    def _lead(self, call: _WaitingThread) -> None:
         while True:
             with self._lock:
                 self._send_and_deliver()

@@ -20,9 +20,9 @@ from skymemory.testbed.run_directory import process_start
 from skymemory_lab.cluster import supervisor as module
 from skymemory_lab.cluster.services import Service
 from skymemory_lab.cluster.supervisor import (
-    Plan,
     RayPlan,
     ServiceState,
+    SupervisionPlan,
     Supervisor,
     log_tail,
     read_plan,
@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Running:
     def __init__(self, folder: Path, *services: Service) -> None:
-        self.supervisor = Supervisor(folder, Plan("small", services))
+        self.supervisor = Supervisor(folder, SupervisionPlan("small", services))
         self.went_well: list[bool] = []
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -162,10 +162,10 @@ def test_one_that_ignores_its_input_ends_with_its_supervisor(tmp_path: Path) -> 
 
 
 def test_files_are_read_as_written_and_damaged_ones_named(tmp_path: Path) -> None:
-    plan = Plan("small", (service("one", tmp_path),), "/run/sky")
+    plan = SupervisionPlan("small", (service("one", tmp_path),), "/run/sky")
     write_plan(tmp_path, plan)
     assert read_plan(tmp_path) == plan and read_state(tmp_path) is None
-    write_plan(tmp_path, on_ray := Plan("small", (), ray=RayPlan("/cluster.toml", "10.0.0.1:6379")))
+    write_plan(tmp_path, on_ray := SupervisionPlan("small", (), ray=RayPlan("/cluster.toml", "10.0.0.1:6379")))
     assert read_plan(tmp_path) == on_ray
     (tmp_path / module.STATE_NAME).write_text("{", "utf-8")
     with pytest.raises(InvalidInput, match="is damaged"):

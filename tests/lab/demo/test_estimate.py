@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skymemory_lab.demo.estimate import Estimate, Part, format_estimate, format_took
+from skymemory_lab.demo.estimate import Estimate, EstimatedPart, format_estimate, format_took
 
-_PARTS = (Part("load", 4.0), Part("first prefill", 10.0, "prefill"), Part("second prefill", 10.0, "prefill"))
+_PARTS = (
+    EstimatedPart("load", 4.0),
+    EstimatedPart("first prefill", 10.0, "prefill"),
+    EstimatedPart("second prefill", 10.0, "prefill"),
+)
 
 
 def test_a_measured_part_corrects_the_parts_of_its_kind_alone() -> None:
@@ -42,7 +46,7 @@ def test_a_part_that_does_not_wait_is_an_error() -> None:
 def test_after_one_measured_part_the_estimate_of_equally_slower_ones_is_right(
     seconds: list[float], slowdown: float
 ) -> None:
-    estimate = Estimate(Part(str(at), one, "compute") for at, one in enumerate(seconds))
+    estimate = Estimate(EstimatedPart(str(at), one, "compute") for at, one in enumerate(seconds))
     estimate.on_part("0", seconds[0] * slowdown)
     assert math.isclose(estimate.remaining_s, slowdown * sum(seconds[1:]), abs_tol=1e-9)
 

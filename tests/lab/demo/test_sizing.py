@@ -10,9 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory_lab.demo import resources
-from skymemory_lab.demo.sizing import DTYPES, PAPER, Size, Speeds, choose, fits, reasons, seconds, shape_of, sizes
+from skymemory_lab.demo.sizing import (
+    DTYPES,
+    PAPER,
+    ComputerSpeeds,
+    Size,
+    choose,
+    fits,
+    reasons,
+    seconds,
+    shape_of,
+    sizes,
+)
 
-FAST = Speeds({"bfloat16": 0.02, "float32": 0.08}, {"bfloat16": 0.002, "float32": 0.004}, 0.1, 0.05, 1.0, 8, 64 << 30)
+FAST = ComputerSpeeds(
+    {"bfloat16": 0.02, "float32": 0.08}, {"bfloat16": 0.002, "float32": 0.004}, 0.1, 0.05, 1.0, 8, 64 << 30
+)
 AVX2 = replace(
     FAST,
     prefill_s={"bfloat16": 2.0, "float32": 0.3},
@@ -22,7 +35,7 @@ AVX2 = replace(
 """As two cores without bfloat16 in hardware."""
 TIMES = st.floats(1e-4, 50.0)
 SPEEDS = st.builds(
-    Speeds,
+    ComputerSpeeds,
     prefill_s=st.fixed_dictionaries(dict.fromkeys(DTYPES, TIMES)),
     decode_s=st.fixed_dictionaries(dict.fromkeys(DTYPES, TIMES)),
     build_s=st.floats(1e-3, 5.0),
@@ -34,7 +47,9 @@ SPEEDS = st.builds(
 
 
 @given(speeds=SPEEDS, left_s=st.floats(1.0, 400.0), quick=st.booleans())
-def test_it_fits_the_time_and_the_memory_whenever_anything_does(speeds: Speeds, left_s: float, quick: bool) -> None:
+def test_it_fits_the_time_and_the_memory_whenever_anything_does(
+    speeds: ComputerSpeeds, left_s: float, quick: bool
+) -> None:
     options = list(sizes(PAPER, quick=quick))
     size, in_time = choose(speeds, options, left_s)
     in_types = [replace(option, dtype=dtype) for option in options for dtype in DTYPES]
@@ -48,7 +63,7 @@ def test_it_fits_the_time_and_the_memory_whenever_anything_does(speeds: Speeds, 
 
 
 @given(speeds=SPEEDS, left_s=st.floats(20.0, 400.0))
-def test_the_papers_model_and_prompt_are_taken_where_they_fit(speeds: Speeds, left_s: float) -> None:
+def test_the_papers_model_and_prompt_are_taken_where_they_fit(speeds: ComputerSpeeds, left_s: float) -> None:
     options = list(sizes(PAPER, quick=False))
     size, _ = choose(speeds, options, left_s)
     paper = [one for one in options if one.shape.layers == PAPER.layers and one.tokens == 524]
@@ -57,10 +72,10 @@ def test_the_papers_model_and_prompt_are_taken_where_they_fit(speeds: Speeds, le
 
 
 @given(speeds=SPEEDS, left_s=st.floats(20.0, 400.0), faster=st.floats(0.05, 1.0), quick=st.booleans())
-def test_a_faster_computer_never_gets_less(speeds: Speeds, left_s: float, faster: float, quick: bool) -> None:
+def test_a_faster_computer_never_gets_less(speeds: ComputerSpeeds, left_s: float, faster: float, quick: bool) -> None:
     options = list(sizes(PAPER, quick=quick))
 
-    def rank(speeds: Speeds) -> int:
+    def rank(speeds: ComputerSpeeds) -> int:
         size, in_time = choose(speeds, options, left_s)
         return options.index(replace(size, dtype="bfloat16")) if in_time else len(options)
 

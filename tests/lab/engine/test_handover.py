@@ -28,7 +28,7 @@ from skymemory.store.base import Buffer, Places, Presence
 from skymemory.store.memory import MemoryStore
 from skymemory_lab.engine.generation import Generation
 from skymemory_lab.engine.handover import BlockFetcher, BlockSaver, Outgoing
-from skymemory_lab.engine.metrics import EngineMetrics
+from skymemory_lab.engine.metrics import PublishedMetrics
 from skymemory_lab.engine.run import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -259,7 +259,7 @@ def test_a_block_damaged_where_nothing_else_checks_it_is_not_taken_over(pair: Pa
     assert held == len(values) == 6
     values[3] = values[3][:-1] + bytes([values[3][-1] ^ 1])
     memory.put_many(list(zip(chains[0], values, strict=True)))
-    fetcher = BlockFetcher(memory, other.thread, other.caches, EngineMetrics("x"), 1.0)
+    fetcher = BlockFetcher(memory, other.thread, other.caches, PublishedMetrics("x"), 1.0)
     asyncio.run(fetcher.load_blocks(Generation(ids, 4)))
     fetcher.close()
     assert other.thread.call(lambda: other.caches.find_cached_blocks("", ids)).result(60)[1] == 3
@@ -311,7 +311,7 @@ def test_blocks_of_a_store_that_fails_are_counted_as_unsaved() -> None:
         def put_many(self, items: Sequence[tuple[bytes, Buffer]], places: Places = ()) -> list[bool]:
             raise ConnectionError("gone")
 
-    cache, metrics, outgoing = MemoryStore(1 << 20), EngineMetrics("m"), Outgoing()
+    cache, metrics, outgoing = MemoryStore(1 << 20), PublishedMetrics("m"), Outgoing()
     keys = [bytes([number]) * 32 for number in range(3)]
     assert all(cache.put_many([(key, b"value") for key in keys]))
     saver = BlockSaver(Failing(1 << 20), cache, 5, metrics)

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory_lab.sim.loading import LinkTrace, best_split_s, simulate_load
 
@@ -50,7 +50,7 @@ def test_a_loader_that_knows_the_speeds_finds_the_best_of_all(
     """To a rounding: where both sides would have a chunk at the same moment, either may take it."""
     costs = [first_s + growth_s * index for index in range(count)]
     chunks = [PromptChunk(index, 1, 1000, True) for index in range(count)]
-    pace = Pace()
+    pace = SpeedEstimate()
     for index in (0, 6) * 20:
         pace.step_took(index + 0.5, first_s + growth_s * index)
         pace.load_took(1000, load_s)
@@ -78,7 +78,7 @@ def test_a_link_that_dies_costs_at_most_two_steps_more_than_computing_alone(
     count: int, budget: int, step_s: float, rate: float, dies_s: float, warm: bool
 ) -> None:
     chunks = [PromptChunk(index, 1, 1000, True) for index in range(count)]
-    pace = Pace()
+    pace = SpeedEstimate()
     if warm:
         pace.step_took(0.5, step_s)
         pace.load_took(1000, 1000 / rate)
@@ -119,7 +119,7 @@ def test_stalls_and_failures_at_random_cost_at_most_four_steps_more_than_computi
         rates.append(rate * factor)
     trace = LinkTrace((*since_s, since_s[-1] + 1), (*rates, rate))
     chunks = [PromptChunk(index, 1, 1000, True) for index in range(count)]
-    pace = Pace()
+    pace = SpeedEstimate()
     if warm:
         pace.step_took(0.5, step_s)
         pace.load_took(1000, 1000 / rate)

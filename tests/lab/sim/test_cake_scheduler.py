@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk, cut_prompt
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.loading import LinkTrace, best_split_s, simulate_load
@@ -59,7 +59,7 @@ def test_meets_and_says_where() -> None:
 
 
 def test_a_load_expected_sooner_is_waited_for_and_computed_when_it_is_late_by_as_much() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(50, 10.0)
     pace.load_took(100_000, 1.0)
     loader = loader_of(chunks_of(100), pace=pace)
@@ -78,7 +78,7 @@ def test_a_load_expected_sooner_is_waited_for_and_computed_when_it_is_late_by_as
 
 
 def test_what_is_computed_sooner_is_not_asked_for() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(50, 1.0)
     pace.load_took(100_000, 10.0)
     actions = loader_of(chunks_of(100), pace=pace).poll(0.0)
@@ -98,7 +98,7 @@ def test_a_step_goes_over_small_chunks_as_far_as_its_budget() -> None:
 
 
 def test_a_step_stops_before_what_is_there_or_expected_sooner() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(50, 1.0)
     pace.load_took(20_000, 0.35)
     loader = loader_of(chunks_of(20, 20, 20, 20, 20), pace=pace)
@@ -165,7 +165,7 @@ def test_part_of_a_chunk_computed_and_then_loaded_is_counted_as_wasted() -> None
 
 
 def test_of_a_distant_link_the_first_load_is_given_its_latency() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     pace.step_took(50, 2.0)
     pace.load_took(100_000, 1.0)
     pace.load_took(100_000, 1.5, from_idle=True)
@@ -173,7 +173,7 @@ def test_of_a_distant_link_the_first_load_is_given_its_latency() -> None:
     actions = loader.poll(0.0)
     assert actions.fetch == (0,) and actions.compute is None
     assert actions.wake_s == pytest.approx(3.5)  # expected at 1.5, and as late again as computing takes
-    near = loader_of(chunks_of(100, 100), pace=(pace := Pace()))
+    near = loader_of(chunks_of(100, 100), pace=(pace := SpeedEstimate()))
     assert near.poll(0.0).fetch == (1, 0)
     near.chunk_loaded(1, 3.0)
     near.chunk_loaded(0, 3.5)
@@ -346,7 +346,7 @@ def test_close_to_the_best_split_in_hindsight(
         return full_s * count / budget if alone else full_s
 
     trace, budget = LinkTrace.constant(mbit_per_s * 125_000), int(512 * share)
-    pace = Pace()
+    pace = SpeedEstimate()
     cold, warm = (
         simulate_load(
             chunks,
@@ -380,7 +380,7 @@ def test_a_step_that_was_not_computed_is_asked_for_again_or_not_needed() -> None
 
 
 def test_what_was_measured_long_ago_gives_way_to_what_is_measured_now() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     for at in range(100):
         pace.step_took(at * 100, 1.0 + at)
         pace.load_took(1000, 1.0)
@@ -391,14 +391,14 @@ def test_what_was_measured_long_ago_gives_way_to_what_is_measured_now() -> None:
     for _ in range(12):
         pace.load_took(1000, 0.1)
     assert pace.bytes_per_s == pytest.approx(16_000 / 5.2)
-    few = Pace()
+    few = SpeedEstimate()
     few.step_took(0, 2.0)
     few.fade(4)
     assert few.step_s(0) == 2.0
 
 
 def test_steps_of_one_place_have_no_slope() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     for seconds in (1.0, 1.1, 0.9, 1.0):
         pace.step_took(64.1, seconds)
     pace.fade(1)

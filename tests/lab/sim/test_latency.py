@@ -10,7 +10,7 @@ from skymemory.errors import InvalidInput
 from skymemory_lab.sim.latency import (
     PAPER_STRATEGIES,
     SWEEPS,
-    Setting,
+    LatencySetting,
     claims,
     figure_16,
     satellites_for_link_s,
@@ -20,7 +20,7 @@ from skymemory_lab.sim.latency import (
 )
 
 
-def read_again(setting: Setting) -> float:
+def read_again(setting: LatencySetting) -> float:
     """The model once more, one server and one chunk at a time, with its own walk over the grid."""
     side = math.isqrt(setting.servers) // 2
     inside = range(-side, side + 1)
@@ -72,10 +72,10 @@ def test_known_points() -> None:
     # Worked by hand: 1792 chunks over 81 servers are 22 each, and 23 on the first ten; the corner is 4·√2 links off.
     link_m = 8_291_000 * math.sqrt(2 * (1 - math.cos(2 * math.pi / 15)))
     corner_s = math.sqrt(32 * link_m**2 + 1_920_000**2) / 2.998e8
-    assert worst_latency_s(Setting("rotation")) == pytest.approx(23 * 0.02 + corner_s)
-    assert worst_latency_s(Setting("rotation_hop")) == pytest.approx(22 * 0.02 + corner_s)
-    assert worst_latency_s(Setting("hop")) == pytest.approx(22 * 0.02 + 6 * link_m / 2.998e8)
-    assert worst_latency_s(Setting("rotation_hop", servers=9)) == pytest.approx(200 * 0.02 + 1_920_000 / 2.998e8)
+    assert worst_latency_s(LatencySetting("rotation")) == pytest.approx(23 * 0.02 + corner_s)
+    assert worst_latency_s(LatencySetting("rotation_hop")) == pytest.approx(22 * 0.02 + corner_s)
+    assert worst_latency_s(LatencySetting("hop")) == pytest.approx(22 * 0.02 + 6 * link_m / 2.998e8)
+    assert worst_latency_s(LatencySetting("rotation_hop", servers=9)) == pytest.approx(200 * 0.02 + 1_920_000 / 2.998e8)
 
 
 def test_what_the_paper_sees_in_figure_16() -> None:
@@ -98,8 +98,8 @@ def test_the_paper_and_its_model_are_two_columns() -> None:
 
 
 def test_servers_without_a_chunk_are_not_asked() -> None:
-    assert len(server_latencies_s(Setting(kvc_bytes=3 * 12_288))) == 3
-    assert len(server_latencies_s(Setting(kvc_bytes=1))) == 1
+    assert len(server_latencies_s(LatencySetting(kvc_bytes=3 * 12_288))) == 3
+    assert len(server_latencies_s(LatencySetting(kvc_bytes=1))) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_servers_without_a_chunk_are_not_asked() -> None:
 )
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):
-        Setting(**wrong)  # type: ignore[arg-type]
+        LatencySetting(**wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="expected 1 to 225"):
-        worst_latency_s(Setting(servers=226))
+        worst_latency_s(LatencySetting(servers=226))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.loading import LinkTrace, best_split_s, simulate_load
@@ -50,7 +50,7 @@ def test_the_best_split_is_the_best_of_all() -> None:
 
 
 def test_the_loader_finds_it() -> None:
-    pace = Pace()
+    pace = SpeedEstimate()
     cold, warm = (
         simulate_load(
             CHUNKS,

@@ -14,9 +14,9 @@ from skymemory_lab.sim.workload import (
     L_EVAL,
     OPEN_LOOPS,
     SIMULATED,
+    LogNormal,
     OpenLoop,
     Popularity,
-    Spread,
     poisson,
     scaled,
 )
@@ -88,7 +88,7 @@ def test_refuses_what_is_no_workload() -> None:
     with pytest.raises(InvalidInput, match="at least 1"):
         poisson(ARXIV, 1.0, 0, seed=1)
     with pytest.raises(InvalidInput, match="shared is"):
-        OpenLoop("all", Spread(10, 0, 10, 10), Spread(1, 0, 1, 1), 1.0, Popularity(1, 0))
+        OpenLoop("all", LogNormal(10, 0, 10, 10), LogNormal(1, 0, 1, 1), 1.0, Popularity(1, 0))
 
 
 def test_statistics_of_requests_counted_by_hand() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800, Machine
-from skymemory.conductor.picker import LoadReport, Ranking, Scorer, Server
+from skymemory.conductor.picker import Ranking, ReportedLoad, Scorer, Server
 from skymemory.conductor.request import Request
 from skymemory.conductor.strategies.simple import LeastLoad, RandomChoice, RoundRobin
 from skymemory.errors import InvalidInput
@@ -58,7 +58,7 @@ class Watching(Scorer):
     name = "watching"
 
     def __init__(self) -> None:
-        self.reports: list[tuple[float, LoadReport | None, int]] = []
+        self.reports: list[tuple[float, ReportedLoad | None, int]] = []
         self.ends_s: list[float] = []
 
     def rank(self, request: Request, servers: Sequence[Server], now_s: float) -> Ranking:

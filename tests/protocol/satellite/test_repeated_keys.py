@@ -18,7 +18,7 @@ from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.protocol import messages
 from skymemory.protocol.clock import MoveClock, SkyMap
 from skymemory.protocol.messages import pack_dead, pack_forget, pack_keys, unpack_count, unpack_presences
-from skymemory.protocol.satellite.checks import Check, Found, pack_checks, unpack_found
+from skymemory.protocol.satellite.checks import Check, CheckResult, pack_checks, unpack_found
 from skymemory.protocol.satellite.machine import SatelliteConfig, SatelliteMachine
 from skymemory.protocol.satellite.memory import ChunkStore
 from skymemory.protocol.wire import GROUND_SHELL, Address, Op, SkyHeader, build_packet, bulk_batch, parse_packet
@@ -100,8 +100,8 @@ def test_a_share_checked_twice_is_offered_room_twice_and_never_the_same_room(
 ) -> None:
     check = Check(key_of("v"), OURS, 1, 0, 3, 100)
     alone = Alone(begin, rooms * VALUE_BYTES)
-    assert unpack_found(alone.ask(Op.CHECK, pack_checks([check] * 3))) == [Found.LACKING] * rooms + [Found.NO_ROOM] * (
-        3 - rooms
-    )
+    assert unpack_found(alone.ask(Op.CHECK, pack_checks([check] * 3))) == [CheckResult.LACKING] * rooms + [
+        CheckResult.NO_ROOM
+    ] * (3 - rooms)
     alone.store("v")
-    assert unpack_found(alone.ask(Op.CHECK, pack_checks([check] * 3))) == [Found.WHOLE] * 3
+    assert unpack_found(alone.ask(Op.CHECK, pack_checks([check] * 3))) == [CheckResult.WHOLE] * 3

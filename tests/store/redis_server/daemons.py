@@ -18,7 +18,7 @@ from skymemory.addresses import ListenAddress
 from skymemory.store.base import Store
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, Limits, listen_at
+from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
 
 
 @contextmanager
@@ -40,12 +40,12 @@ def daemon(address: str, *options: str) -> Iterator[str]:
 
 @contextmanager
 def serving(
-    store: Store, folder: Path, limits: Limits | None = None, **options: Any
+    store: Store, folder: Path, limits: ServerLimits | None = None, **options: Any
 ) -> Iterator[tuple[str, Daemon, Commands]]:
     """The path of the socket, the daemon and its commands."""
     address = ListenAddress.parse(f"unix://{folder / 'store.sock'}", unix=True)
     commands = Commands(store, **options)
-    daemon = Daemon(commands, limits or Limits())
+    daemon = Daemon(commands, limits or ServerLimits())
     thread = threading.Thread(target=daemon.serve, args=([listen_at(address)],))
     thread.start()
     try:

@@ -16,23 +16,23 @@ from tests.store.redis_server.daemons import Elsewhere, connected, request, serv
 
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis_server import budget as budget_module
-from skymemory.store.redis_server.budget import ByteBudget, Claim, Room, Waiter
-from skymemory.store.redis_server.server import Limits
+from skymemory.store.redis_server.budget import BudgetWaiter, ByteBudget, MemoryClaim, Room
+from skymemory.store.redis_server.server import ServerLimits
 
 MIB = 1 << 20
 
 
-def claim(held_bytes: int = 0, due_s: float = math.inf, *, waits: bool = False) -> Claim:
-    return Claim(lambda: None, held_bytes, due_s, waits)
+def claim(held_bytes: int = 0, due_s: float = math.inf, *, waits: bool = False) -> MemoryClaim:
+    return MemoryClaim(lambda: None, held_bytes, due_s, waits)
 
 
-def room(*held: Claim, limit_bytes: int = 100, want_bytes: int = 50, newcomer: Claim | None = None) -> Room:
+def room(*held: MemoryClaim, limit_bytes: int = 100, want_bytes: int = 50, newcomer: MemoryClaim | None = None) -> Room:
     """All of it is held by ``held``, and a newcomer waits since the time 0, for a share after 15."""
     made = Room(limit_bytes, 15.0)
     for each in held:
         held_bytes, each.held_bytes = each.held_bytes, 0
         made.change(each, held_bytes)
-    made.waiting.append(Waiter(newcomer or claim(waits=True), want_bytes, 0.0))
+    made.waiting.append(BudgetWaiter(newcomer or claim(waits=True), want_bytes, 0.0))
     return made
 
 
@@ -132,7 +132,7 @@ def test_twenty_readers_that_do_not_read_cost_others_no_value(short: Path, monke
     monkeypatch.setattr(budget_module, "LEAST_SHARED_BYTES_PER_S", 10 * MIB)
     with (
         Elsewhere(128 * MIB) as store,
-        serving(store, short, Limits(stall_s=60.0), in_flight_bytes=40 * MIB, wait_s=60.0) as (path, _, commands),
+        serving(store, short, ServerLimits(stall_s=60.0), in_flight_bytes=40 * MIB, wait_s=60.0) as (path, _, commands),
     ):
         client = redis.Redis(unix_socket_path=path, retry=None)
         large = value(1, 4 * MIB)
@@ -158,7 +158,7 @@ def test_writers_that_stop_in_the_middle_cost_others_no_value(
     monkeypatch.setattr(budget_module, "LEAST_SHARED_BYTES_PER_S", 20 * MIB)
     with (
         MemoryStore(128 * MIB) as store,
-        serving(store, short, Limits(stall_s=60.0), in_flight_bytes=12 * MIB, wait_s=60.0) as (path, _, commands),
+        serving(store, short, ServerLimits(stall_s=60.0), in_flight_bytes=12 * MIB, wait_s=60.0) as (path, _, commands),
     ):
         writers = [socket.socket(socket.AF_UNIX) for _ in range(12 * MIB // size)]
         for writer in writers:
@@ -177,7 +177,7 @@ def test_who_waits_with_multi_open_pays_too(short: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(budget_module, "SLOW_S", 0.1)
     with (
         MemoryStore(64 * MIB) as store,
-        serving(store, short, Limits(stall_s=60.0), in_flight_bytes=4 * MIB, wait_s=60.0) as (path, _, commands),
+        serving(store, short, ServerLimits(stall_s=60.0), in_flight_bytes=4 * MIB, wait_s=60.0) as (path, _, commands),
         connected(path) as idle,
     ):
         idle.sendall(request(b"MULTI") + request(b"SET", b"k", bytes(3 * MIB)))
@@ -201,7 +201,7 @@ def test_who_reads_slowly_is_served_to_the_end_while_there_is_room(short: Path) 
 @pytest.mark.brief()
 def test_a_value_that_is_too_large_is_refused_before_it_is_sent(short: Path) -> None:
     """The error is there before the value; the value is read over, and the connection goes on."""
-    limits = Limits(value_bytes=MIB)
+    limits = ServerLimits(value_bytes=MIB)
     with MemoryStore(64 * MIB) as store, serving(store, short, limits, in_flight_bytes=2 * MIB) as (path, _, commands):
         with connected(path) as sock:
             said = sock.makefile("rb")

@@ -25,7 +25,7 @@ from skymemory.store.named import get_named, put_named
 from skymemory.store.redis import RedisStore
 from skymemory.store.redis_server import server
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, Limits, listen_at
+from skymemory.store.redis_server.server import Daemon, ServerLimits, listen_at
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_a_password(short: Path) -> None:
 
 
 def test_too_many_connections(short: Path) -> None:
-    with MemoryStore(1 << 20) as memory, serving(memory, short, Limits(connections=2)) as (path, daemon, _):
+    with MemoryStore(1 << 20) as memory, serving(memory, short, ServerLimits(connections=2)) as (path, daemon, _):
         first, second = redis.Redis(unix_socket_path=path), redis.Redis(unix_socket_path=path)
         assert first.ping() and second.ping()
         with pytest.raises(redis.ConnectionError, match=r"max number of clients|Broken pipe|closed"):
@@ -203,7 +203,7 @@ def test_too_many_connections(short: Path) -> None:
 
 
 def test_a_client_that_stalls_in_the_middle_of_a_value_is_disconnected(short: Path) -> None:
-    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.2)) as (path, _, commands):
+    with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.2)) as (path, _, commands):
         other = redis.Redis(unix_socket_path=path)
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(path)
@@ -227,7 +227,10 @@ def test_a_client_that_stalls_in_the_middle_of_a_value_is_disconnected(short: Pa
 def test_bytes_in_flight_are_bounded(short: Path) -> None:
     """While one client reads slowly, others wait for room, and are refused in the end."""
     options = {"in_flight_bytes": 5 << 20, "wait_s": 0.3}
-    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=5), **options) as (path, _, commands):
+    with (
+        MemoryStore(1 << 24) as memory,
+        serving(memory, short, ServerLimits(stall_s=5), **options) as (path, _, commands),
+    ):
         other = redis.Redis(unix_socket_path=path)
         other.set("large", value(1, 4 << 20))
         with socket.socket(socket.AF_UNIX) as sock:
@@ -242,7 +245,7 @@ def test_bytes_in_flight_are_bounded(short: Path) -> None:
 
 
 def test_hostile_bytes_end_their_connection_only(short: Path) -> None:
-    with MemoryStore(1 << 20) as memory, serving(memory, short, Limits(value_bytes=1 << 20)) as (path, _, _):
+    with MemoryStore(1 << 20) as memory, serving(memory, short, ServerLimits(value_bytes=1 << 20)) as (path, _, _):
         for data in (b"*1\r\n:5\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2000000000000\r\n", b"x" * 70_000):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(path)
@@ -300,7 +303,7 @@ def test_an_address_that_is_none(text: str) -> None:
 def test_a_signal_that_does_not_interrupt_the_main_thread_ends_it() -> None:
     """As one does that comes right before it waits; here another thread gets it."""
     with MemoryStore(1 << 20) as store:
-        served = Daemon(Commands(store), Limits())
+        served = Daemon(Commands(store), ServerLimits())
         before = signal.signal(signal.SIGUSR1, lambda *_: served.stop())
         timers = [
             threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)),

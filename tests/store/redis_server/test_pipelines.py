@@ -21,7 +21,7 @@ from skymemory.store.base import LoadTicket, StoreTicket
 from skymemory.store.memory import MemoryStore
 from skymemory.store.redis import NAMESPACE, RedisStore, trailer_of
 from skymemory.store.redis_server.commands import RUN_VALUES
-from skymemory.store.redis_server.server import Limits
+from skymemory.store.redis_server.server import ServerLimits
 
 
 class Counting(MemoryStore):
@@ -262,7 +262,7 @@ def test_many_small_requests_are_written_before_a_reply_is_read(short: Path) -> 
 def test_what_is_read_ahead_is_bounded_and_who_reads_nothing_is_ended(short: Path) -> None:
     with (
         MemoryStore(1 << 24) as store,
-        serving(store, short, Limits(stall_s=0.5), in_flight_bytes=3 << 20) as (path, _, commands),
+        serving(store, short, ServerLimits(stall_s=0.5), in_flight_bytes=3 << 20) as (path, _, commands),
         talking(path) as sock,
     ):
         sock.sendall(request(b"SET", b"a", bytes(1 << 20)))

@@ -22,7 +22,7 @@ from skymemory.store.redis import NAMESPACE, TRAILER_BYTES, trailer_of
 from skymemory.store.redis_server import commands, lifetimes, server
 from skymemory.store.redis_server.commands import Commands
 from skymemory.store.redis_server.protocol import LARGE_BYTES
-from skymemory.store.redis_server.server import Daemon, Limits
+from skymemory.store.redis_server.server import Daemon, ServerLimits
 
 
 def connect(path: str) -> socket.socket:
@@ -60,7 +60,7 @@ def test_a_block_that_comes_in_parts_is_stored_without_its_trailer(short: Path, 
 
 @pytest.mark.parametrize("size", [40_000, 100_000], ids=["of one read", "of several"])
 def test_a_value_whole_but_for_its_end_is_not_held_for_ever(short: Path, size: int) -> None:
-    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.2)) as (path, _, commands):
+    with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.2)) as (path, _, commands):
         with connect(path) as sock:
             sock.sendall(request(b"SET", b"k", bytes(size))[:-2])
             until(lambda: commands.budget.used_bytes > 0)
@@ -75,7 +75,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
 ) -> None:
     """Each byte comes within the stall; all of it does not at the least rate."""
     monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 10 << 20)
-    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.3)) as (path, _, commands):
+    with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.3)) as (path, _, commands):
         with connect(path) as sock:
             head = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % size
             with pytest.raises(OSError):
@@ -88,7 +88,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_ended(
 
 def test_a_client_that_reads_a_byte_now_and_then_is_ended(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAST_BYTES_PER_S", 100 << 20)
-    with MemoryStore(1 << 24) as memory, serving(memory, short, Limits(stall_s=0.3)) as (path, _, commands):
+    with MemoryStore(1 << 24) as memory, serving(memory, short, ServerLimits(stall_s=0.3)) as (path, _, commands):
         redis.Redis(unix_socket_path=path).set("large", value(1, 8 << 20))
         with connect(path) as sock:
             sock.sendall(request(b"GET", b"large"))
@@ -114,7 +114,7 @@ def secured(short: Path) -> Iterator[tuple[Callable[[], socket.socket], Callable
     theirs.check_hostname = False
     with MemoryStore(1 << 24) as memory:
         commands = Commands(memory)
-        daemon = Daemon(commands, Limits(stall_s=0.3), ours)
+        daemon = Daemon(commands, ServerLimits(stall_s=0.3), ours)
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         thread = threading.Thread(target=daemon.serve, args=([listener],))
@@ -182,7 +182,7 @@ def test_many_small_arguments_count_too(short: Path) -> None:
 
 def test_a_client_that_finds_no_room_for_its_value_hears_so(short: Path) -> None:
     """And is not reset while its value is still on its way."""
-    limits = Limits(stall_s=0.5)
+    limits = ServerLimits(stall_s=0.5)
     with (
         MemoryStore(1 << 26) as memory,
         serving(memory, short, limits, in_flight_bytes=5 << 20) as (path, _, commands),
@@ -459,7 +459,7 @@ def test_no_argument_but_a_value_is_large(short: Path) -> None:
 def test_names_that_are_listed_count_as_in_flight(short: Path, verb: bytes) -> None:
     """Sixteen clients that do not read them hold no more than one may."""
     names = [b"%0512d" % number for number in range(4000)]  # 2 MB: more than a socket takes
-    limits = Limits(stall_s=60.0)
+    limits = ServerLimits(stall_s=60.0)
     with MemoryStore(1 << 24) as memory, serving(memory, short, limits, in_flight_bytes=3 << 20) as (path, _, commands):
         client = redis.Redis(unix_socket_path=path)
         client.mset(dict.fromkeys(names, b"v"))

@@ -17,14 +17,14 @@ from tests.store.redis_server.daemons import request
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NamedValues
 from skymemory.store.redis_server.commands import Commands
-from skymemory.store.redis_server.server import Daemon, Limits
+from skymemory.store.redis_server.server import Daemon, ServerLimits
 
 
 @contextmanager
 def on_loopback(store: MemoryStore, **options: bytes) -> Iterator[tuple[int, Commands]]:
     """The port of a daemon without TLS, as a web page could reach it, and its commands."""
     commands = Commands(store, **options)  # type: ignore[arg-type]
-    daemon = Daemon(commands, Limits())
+    daemon = Daemon(commands, ServerLimits())
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=daemon.serve, args=([listener],))
     thread.start()

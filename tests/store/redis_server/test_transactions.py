@@ -15,7 +15,7 @@ from skymemory.store.base import Buffer
 from skymemory.store.memory import MemoryStore
 from skymemory.store.named import NamedValues
 from skymemory.store.redis import RedisStore
-from skymemory.store.redis_server.server import Limits
+from skymemory.store.redis_server.server import ServerLimits
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ def test_what_is_queued_is_executed_by_exec_alone(store: MemoryStore, short: Pat
 
 
 def test_nothing_of_a_transaction_with_an_error_is_executed(store: MemoryStore, short: Path) -> None:
-    with store, serving(store, short, Limits(value_bytes=MIB)) as (path, _, commands):
+    with store, serving(store, short, ServerLimits(value_bytes=MIB)) as (path, _, commands):
         large = request(b"SET", b"a", bytes(2 * MIB))
         for wrong in (request(b"LPUSH", b"a", b"1"), request(b"GET"), request(b"FLUSHDB"), b"HELLO 3\r\n", large):
             data = request(b"MULTI"), request(b"SET", b"a", b"1") + wrong, request(b"EXEC") + request(b"GET", b"a")
@@ -246,7 +246,7 @@ def test_what_waits_for_exec_is_bounded(short: Path) -> None:
     options = {"in_flight_bytes": 4 * MIB, "wait_s": 5.0}
     with (
         MemoryStore(64 * MIB) as store,
-        serving(store, short, Limits(value_bytes=MIB), **options) as (path, _, commands),
+        serving(store, short, ServerLimits(value_bytes=MIB), **options) as (path, _, commands),
     ):
         client = redis.Redis(unix_socket_path=path)
         for values, size in ((10, MIB - 10), (400, 20_000), (10_000, 1)):

@@ -19,7 +19,7 @@ from skymemory.units import format_duration
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory_lab.sim.sky.breakeven import BreakEven, Cell, Measured
+    from skymemory_lab.sim.sky.breakeven import BreakEven, BreakevenCell, Measured
     from skymemory_lab.sim.sky.onboard import Places
 
 _LENGTHS = (512, 2048, 8192, 32_768)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from skymemory_lab.sim.sky.breakeven import BreakEven, fitted_gpus, kv_bytes_of, read_measured
     from skymemory_lab.sim.sky.onboard import Places
     from skymemory_lab.sim.sky.optimise import at_place
-    from skymemory_lab.sim.sky.physical import LinkRates, Setting, sight_of, ways_of
+    from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, sight_of, ways_of
     from skymemory_lab.view.drawing import drawing_path, save_csv
 
     if args.figure is not None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         servers=args.servers,
         exact_links=True,
     )
-    even = BreakEven(ways, Setting(1, server_s=args.server_time), LinkRates(args.up, args.down, args.isl))
+    even = BreakEven(ways, TransferSetting(1, server_s=args.server_time), LinkRates(args.up, args.down, args.isl))
     lengths, rates = args.tokens or _LENGTHS, args.rate or _RATES
     cells = even.grid(lengths, _SPEEDS, rates, kv_bytes)
     engines = [
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         )
         places = Places(
             even,
-            BreakEven(board, Setting(1, server_s=args.server_time), even.rates),
+            BreakEven(board, TransferSetting(1, server_s=args.server_time), even.rates),
             even.rates,
             float(np.median(own.one_way_s.min(axis=1))),
             float(ways.hops.mean()),
@@ -161,13 +161,13 @@ def _engine_rows(even: BreakEven, engines: list[Measured], rate_bit_s: float) ->
 
 
 def _board_rows(places: Places, lengths: Sequence[int], board_tokens_per_s: float, kv_bytes: int) -> list[Row]:
-    from skymemory_lab.sim.sky.onboard import BOARD_W, GROUND_W, Machine, held_w
+    from skymemory_lab.sim.sky.onboard import BOARD_W, GROUND_W, OnboardComputer, held_w
 
     rows: list[Row] = []
     for tokens in lengths:
-        board = places.on_board(tokens, Machine(board_tokens_per_s, BOARD_W), kv_bytes)
+        board = places.on_board(tokens, OnboardComputer(board_tokens_per_s, BOARD_W), kv_bytes)
         for speed in _GROUND_SPEEDS:
-            ground = places.on_ground(tokens, Machine(speed, GROUND_W), kv_bytes)
+            ground = places.on_ground(tokens, OnboardComputer(speed, GROUND_W), kv_bytes)
             rows.append(
                 {
                     "tokens": tokens,
@@ -208,7 +208,7 @@ def _si(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None:
+def _print(cells: list[BreakevenCell], rows: list[dict[str, object]], title: str) -> None:
     write(f"{title}\nC compute, L load, B both; the share of the compute time that is saved, in percent")
     lengths = list(dict.fromkeys(cell.tokens for cell in cells))
     rates = list(dict.fromkeys(cell.rate_bit_s for cell in cells))
@@ -231,7 +231,7 @@ def _print(cells: list[Cell], rows: list[dict[str, object]], title: str) -> None
     Table(head, engines, left=(0, 6), keys=2).print()
 
 
-def _draw(cells: list[Cell], engines: list[Measured], kv_bytes: int, path: Path) -> None:
+def _draw(cells: list[BreakevenCell], engines: list[Measured], kv_bytes: int, path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 

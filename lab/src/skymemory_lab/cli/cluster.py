@@ -124,7 +124,7 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
     from skymemory.testbed.run_directory import RunDirectory
     from skymemory.testbed.supervisor import SignalGate
     from skymemory_lab.cluster.description import read_description
-    from skymemory_lab.cluster.supervisor import Plan, log_path, write_plan
+    from skymemory_lab.cluster.supervisor import SupervisionPlan, log_path, write_plan
 
     description = read_description(args.file)
     if any(group.engine == "skymemory" for group in description.instances):
@@ -144,7 +144,7 @@ def _up(args: argparse.Namespace, directory: Path) -> int:
                 undo.callback(_constellation, "down", "--run-dir", sky)
                 _constellation("up", "--run-dir", sky, *description.store.constellation)
             gate.check()
-            write_plan(directory, Plan(description.name, tuple(services), sky, ray))
+            write_plan(directory, SupervisionPlan(description.name, tuple(services), sky, ray))
             supervisor = _spawn_supervisor(directory)
             undo.callback(_end_started, supervisor)
             state = _await_ready(directory, supervisor, args.timeout, gate, ray is not None)

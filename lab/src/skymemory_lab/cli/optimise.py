@@ -14,7 +14,7 @@ from skymemory.units import format_size
 
 if TYPE_CHECKING:
     from skymemory.cli.main import Subparsers
-    from skymemory_lab.sim.sky.optimise import Optimum, Outcome
+    from skymemory_lab.sim.sky.optimise import ChoiceOutcome, Optimum
 
 _SHOWN = {
     "access": "access",
@@ -59,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from skymemory.constellation.presets import preset_named
     from skymemory.constellation.sight import check_mask
-    from skymemory_lab.sim.sky.optimise import Load, at_place, optimise
+    from skymemory_lab.sim.sky.optimise import RequestMix, at_place, optimise
     from skymemory_lab.sim.sky.physical import LinkRates
     from skymemory_lab.view.drawing import drawing_path, save_csv
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_mask(args.mask)
     preset = at_place(preset_named(args.preset), args.lat, args.lon)
     rates = LinkRates(args.up, args.down, args.isl)
-    load = Load(args.value, args.server_time, args.puts, args.requests)
+    load = RequestMix(args.value, args.server_time, args.puts, args.requests)
     optimum = optimise(
         preset,
         rates,
@@ -117,7 +117,7 @@ def _ms(seconds: float) -> str:
 _HEADER = ("get ms", "bound", "set ms", "bound", "mix ms", "× bound", "worst ms", "used")
 
 
-def _cells(one: Outcome) -> tuple[str, ...]:
+def _cells(one: ChoiceOutcome) -> tuple[str, ...]:
     if not one.carries:
         return ("-",) * 7 + (f"{one.utilisation:.0%}",)
     return (
@@ -156,7 +156,7 @@ def _print(found: Optimum, value_bytes: int, preset: str) -> None:
     Table(rows[0], rows[1:]).print()
 
 
-def _setting(one: Outcome) -> str:
+def _setting(one: ChoiceOutcome) -> str:
     choice = one.choice
     return (
         f"{choice.access}, {choice.strategy}, {choice.servers} servers, chunks of {choice.chunk_bytes}, "

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from skymemory.cli.main import Subparsers
     from skymemory_lab.replay.client import Client
-    from skymemory_lab.replay.play import OpenLoop
+    from skymemory_lab.replay.play import OpenLoopPlayer
     from skymemory_lab.replay.prompts import LoadPlan, MakePrompt, PlannedRequest, TokensPerWord
-    from skymemory_lab.replay.report import EngineCounts, Outcome, Report
+    from skymemory_lab.replay.report import EngineCounts, ReplayOutcome, ReplayReport
     from skymemory_lab.sim.trace import TraceRequest
 
 
@@ -126,20 +126,20 @@ def check(args: argparse.Namespace) -> None:
 
 
 @dataclass
-class _Replay:
+class _RunningReplay:
     args: argparse.Namespace
     plan: LoadPlan
-    outcomes: list[Outcome]
-    player: OpenLoop | None = None
+    outcomes: list[ReplayOutcome]
+    player: OpenLoopPlayer | None = None
     measure: TokensPerWord | None = None
     model: str = ""
     before: EngineCounts | None = None
     after: EngineCounts | None = None
     cut_at_s: float | None = None
 
-    def report(self) -> Report:
+    def report(self) -> ReplayReport:
         from skymemory_lab.replay.prompts import reusable_share
-        from skymemory_lab.replay.report import Slo, report_of
+        from skymemory_lab.replay.report import SloLimits, report_of
         from skymemory_lab.sim.trace import BLOCK_TOKENS
 
         args = self.args
@@ -149,7 +149,7 @@ class _Replay:
         # Over the requests sent, not planned: an interrupted replay has reused less.
         share = reusable_share(sent, BLOCK_TOKENS * args.scale_lengths)
         in_tokens = args.prompt_unit != "characters"
-        slo = Slo(args.ttft_slo, args.tbt_slo)
+        slo = SloLimits(args.ttft_slo, args.tbt_slo)
         return report_of(self.outcomes, len(self.plan.requests), slo, stalls, share, in_tokens, self.cut_at_s)
 
 
@@ -216,13 +216,13 @@ async def _interruptible(
     key: str | None,
     stream: TextIO,
     out: TextIO | None,
-) -> tuple[_Replay, bool]:
+) -> tuple[_RunningReplay, bool]:
     """Run the replay; return True with it if a signal ended it."""
     import asyncio
 
     from skymemory_lab.replay.prompts import LoadPlan
 
-    replay = _Replay(args, LoadPlan((), 0), [])
+    replay = _RunningReplay(args, LoadPlan((), 0), [])
     task = asyncio.ensure_future(_run(replay, requests, url, key, stream, out))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -239,14 +239,14 @@ async def _interruptible(
 
 
 async def _run(
-    one: _Replay, requests: Sequence[TraceRequest], url: str, key: str | None, stream: TextIO, out: TextIO | None
+    one: _RunningReplay, requests: Sequence[TraceRequest], url: str, key: str | None, stream: TextIO, out: TextIO | None
 ) -> None:
     import asyncio
 
     import aiohttp
 
     from skymemory_lab.replay.client import Client, Target
-    from skymemory_lab.replay.play import OpenLoop
+    from skymemory_lab.replay.play import OpenLoopPlayer
 
     args = one.args
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -256,20 +256,20 @@ async def _run(
         metrics = args.metrics
         one.before = await _counts(session, metrics)
 
-        def record(outcome: Outcome) -> None:
+        def record(outcome: ReplayOutcome) -> None:
             one.outcomes.append(outcome)
             if out is not None:
                 out.write(json.dumps(outcome.as_json()) + "\n")
 
         planned, target = one.plan.requests, client.target
-        player = OpenLoop(
+        player = OpenLoopPlayer(
             planned,
             lambda request: target.body(prompts(request), request.output_tokens),
             lambda request, body, clock, held_up_s: client.send(request, body, clock, record, held_up_s),
             args.concurrency,
         )
         one.player = player
-        progress = asyncio.create_task(Progress(stream, player, one.outcomes, planned).follow())
+        progress = asyncio.create_task(ReplayProgress(stream, player, one.outcomes, planned).follow())
         try:
             await player.play()
         finally:
@@ -279,7 +279,9 @@ async def _run(
         one.after = await _counts(session, metrics)
 
 
-async def _prepared(one: _Replay, client: Client, requests: Sequence[TraceRequest], stream: TextIO) -> MakePrompt:
+async def _prepared(
+    one: _RunningReplay, client: Client, requests: Sequence[TraceRequest], stream: TextIO
+) -> MakePrompt:
     from skymemory_lab.replay.play import calibrate, negotiate_features
     from skymemory_lab.replay.prompts import character_prompts, id_prompts, plan_requests, word_prompts
     from skymemory_lab.sim.trace import BLOCK_TOKENS
@@ -374,7 +376,7 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Engine
     return total
 
 
-def _engine_lines(one: _Replay, report: Report) -> list[str]:
+def _engine_lines(one: _RunningReplay, report: ReplayReport) -> list[str]:
     if one.before is None or one.after is None:
         return []
     counts, lines = one.after.since(one.before), ["  by the engines' own /metrics, beside what the answers said:"]
@@ -385,7 +387,7 @@ def _engine_lines(one: _Replay, report: Report) -> list[str]:
     return lines
 
 
-def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[str, Any]:
+def _object(one: _RunningReplay, report: ReplayReport, url: str, interrupted: bool) -> dict[str, Any]:
     from skymemory_lab.replay.report import as_json
 
     args = one.args
@@ -407,9 +409,13 @@ def _object(one: _Replay, report: Report, url: str, interrupted: bool) -> dict[s
     }
 
 
-class Progress:
+class ReplayProgress:
     def __init__(
-        self, stream: TextIO, player: OpenLoop, outcomes: Sequence[Outcome], requests: Sequence[PlannedRequest]
+        self,
+        stream: TextIO,
+        player: OpenLoopPlayer,
+        outcomes: Sequence[ReplayOutcome],
+        requests: Sequence[PlannedRequest],
     ) -> None:
         self._stream = stream
         self._player = player
@@ -433,12 +439,12 @@ class Progress:
 
     def line(self) -> str:
         from skymemory.metrics import spread
-        from skymemory_lab.replay.report import Status
+        from skymemory_lab.replay.report import ResponseStatus
 
         latest = self._outcomes[-_LATEST:]
-        ttft = spread(outcome.ttft_s for outcome in latest if outcome.status is Status.COMPLETED)
+        ttft = spread(outcome.ttft_s for outcome in latest if outcome.status is ResponseStatus.COMPLETED)
         late = spread(outcome.late_s for outcome in latest)
-        bad = sum(outcome.status is not Status.COMPLETED for outcome in self._outcomes)
+        bad = sum(outcome.status is not ResponseStatus.COMPLETED for outcome in self._outcomes)
         words = (
             f"{max(0.0, self._player.clock()):6.1f} of {self._asks[-1].due_s:.1f} s: {self._player.begun:,} of "
             f"{len(self._asks):,} sent, {self._player.under_way:,} in flight, {len(self._outcomes) - bad:,} completed, "

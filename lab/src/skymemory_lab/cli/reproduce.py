@@ -165,14 +165,14 @@ def _add_figures(subparsers: Subparsers) -> None:
 
 def _figures(args: argparse.Namespace) -> int:
     from skymemory_lab.reproduce.gallery import chosen, formats_of
-    from skymemory_lab.reproduce.mooncake.run import Progress
+    from skymemory_lab.reproduce.mooncake.run import SweepProgress
     from skymemory_lab.sim.latency import claims
 
     # Check all names before the first drawing, which takes seconds.
     if args.names and args.all:
         raise InvalidInput("figures: either names, or --all")
     wanted, formats = chosen(args.names, args.all), formats_of(args.format)
-    progress = Progress(sys.stderr, "figures")
+    progress = SweepProgress(sys.stderr, "figures")
     missing = []
     try:
         for done, (name, exhibit) in enumerate(wanted.items()):

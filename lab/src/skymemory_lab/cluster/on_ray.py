@@ -34,10 +34,10 @@ from skymemory_lab.cluster.supervisor import (
     STORE_CERTIFICATE,
     STORE_KEY,
     STORE_PASSWORD,
-    Plan,
     RayPlan,
     ServiceState,
     Supervised,
+    SupervisionPlan,
     Supervisor,
     free_ports,
     log_path,
@@ -159,7 +159,7 @@ def supervisor_on_ray(directory: Path, plan: RayPlan) -> Supervisor:
             return Supervised(service, *more)
         return _OnRay(service, groups[service.name], store, addresses, *more)
 
-    return Supervisor(directory, Plan(description.name, tuple(services)), make)
+    return Supervisor(directory, SupervisionPlan(description.name, tuple(services)), make)
 
 
 def _connect(address: str) -> str:

@@ -86,7 +86,7 @@ class RayPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SupervisionPlan:
     name: str
     services: tuple[Service, ...]
     constellation: str = ""
@@ -94,12 +94,12 @@ class Plan:
     ray: RayPlan | None = None
 
 
-def write_plan(directory: Path, plan: Plan) -> None:
+def write_plan(directory: Path, plan: SupervisionPlan) -> None:
     write_private(directory / PLAN_NAME, json.dumps(asdict(plan)))
 
 
-def read_plan(directory: Path) -> Plan | None:
-    return _read(directory / PLAN_NAME, Plan)
+def read_plan(directory: Path) -> SupervisionPlan | None:
+    return _read(directory / PLAN_NAME, SupervisionPlan)
 
 
 def read_state(directory: Path) -> ClusterState | None:
@@ -113,7 +113,7 @@ def write_failure(directory: Path, name: str, failure: str) -> None:
     write_private(directory / STATE_NAME, json.dumps(asdict(state)))
 
 
-Kind = TypeVar("Kind", Plan, ClusterState)
+Kind = TypeVar("Kind", SupervisionPlan, ClusterState)
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
@@ -143,7 +143,7 @@ def log_tail(directory: Path, name: str, size_bytes: int = _TAIL_BYTES) -> str:
 
 
 class Supervisor:
-    def __init__(self, directory: Path, plan: Plan, make: Callable[..., Any] | None = None) -> None:
+    def __init__(self, directory: Path, plan: SupervisionPlan, make: Callable[..., Any] | None = None) -> None:
         self._directory = directory
         self._asked_to_stop = False
         self._stopping = threading.Event()

@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from skymemory.cache.cake.cake import CakeSettings
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.engine.cake import OtherPrompts
 from skymemory.engine.forward import cache_option
 from skymemory.engine.huggingface import KVCManager
@@ -27,7 +27,7 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.wrappers import RateLimited
 from skymemory.text import Table, has_colour, wrapped, write
 from skymemory.units import format_size
-from skymemory_lab.demo.estimate import Estimate, Part, format_estimate, format_took
+from skymemory_lab.demo.estimate import Estimate, EstimatedPart, format_estimate, format_took
 from skymemory_lab.demo.screen import Screen
 
 BLOCK_TOKENS, STEP_TOKENS, TAIL_TOKENS = 32, 160, 5
@@ -40,7 +40,7 @@ _UNLIMITED = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRun:
     """Result of a prompt up to its first new token."""
 
     seconds: float
@@ -55,9 +55,9 @@ class RateRow:
     bytes_per_s: float
     ratio: float
     """Link rate over the rate at which loading and computing take equally long."""
-    compute: Prompt
-    load: Prompt
-    both: Prompt
+    compute: PromptRun
+    load: PromptRun
+    both: PromptRun
 
     @property
     def of_better(self) -> float:
@@ -81,9 +81,9 @@ class CakeRuns:
         dice = torch.Generator().manual_seed(args.seed)
         self.ids = torch.randint(3, self.model.config.vocab_size, (1, 8192), generator=dice)
         self.share: float = args.share
-        self._steps: Pace | None = None
+        self._steps: SpeedEstimate | None = None
 
-    def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> Prompt:
+    def run(self, tokens: int, loading: Any, bytes_per_s: float, bars: Bars | None = None) -> PromptRun:
         """Process the first ``tokens`` of the prompt, and a few more, up to their first new token."""
         # The limited link still owes bytes of the previous run, which would slow this run down.
         time.sleep(self.link.backlog_s)
@@ -104,12 +104,12 @@ class CakeRuns:
         computed, loaded, met = 0, 0, None
         if loader:
             computed, loaded, met = loader.computed_tokens, loader.loaded_tokens, loader.met_at_token
-        return Prompt(seconds, computed, loaded, met, first)
+        return PromptRun(seconds, computed, loaded, met, first)
 
     def learn(self, bytes_per_s: float) -> None:
         """Measure the pace of both sides with a short prompt."""
         if self._steps is None:
-            self._steps = self.kvc.cake.cake.pace = Pace()
+            self._steps = self.kvc.cake.cake.pace = SpeedEstimate()
             self.run(PROBE_TOKENS, "compute", bytes_per_s)
         self.kvc.cake.cake.pace = copy.copy(self._steps)
         self.run(PROBE_TOKENS, "load", bytes_per_s)
@@ -135,7 +135,7 @@ def run_cake(args: argparse.Namespace, progress: Progress) -> int:
     promised_s = QUICK_PROMISED_S if args.quick else PROMISED_S
     left_s = max(_LEAST_S, 0.9 * promised_s - progress.seconds)
     tokens, ratios, seconds = plan_runs(probe_s, left_s, quick=args.quick, tokens=args.tokens)
-    estimate = Estimate([Part("runs", seconds)], spent_s=progress.seconds)
+    estimate = Estimate([EstimatedPart("runs", seconds)], spent_s=progress.seconds)
     progress.say(f"estimate: {format_estimate(estimate.first_s)} in all")
     if len(ratios) < len(RATIOS):
         left_out = ", ".join(f"{ratio:g}" for ratio in RATIOS if ratio not in ratios)

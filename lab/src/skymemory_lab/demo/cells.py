@@ -27,7 +27,7 @@ from skymemory.store.sky.store import ConstellationStore, SkySettings
 from skymemory.text import Table, write
 from skymemory.transport.simulated import Node, SimulatedConstellation
 from skymemory.units import format_size
-from skymemory_lab.demo.estimate import Estimate, Part, TimedRun, say_estimate
+from skymemory_lab.demo.estimate import Estimate, EstimatedPart, TimedRun, say_estimate
 from skymemory_lab.demo.resources import slowdown
 
 HOP_S, RADIO_S = 0.001, 0.004
@@ -195,7 +195,8 @@ def run_cells(args: argparse.Namespace) -> int:
     drive_s = path[-1].time_s / READ_EVERY_S * (_READ_S + chunks * _CHUNK_S) * slowdown()
     times_s = (drive_s, _FARTHER * drive_s)
     estimate = Estimate(
-        [Part(words, seconds, "drive") for (_, words), seconds in zip(SCHEMES, times_s, strict=True)], spent_s=0.5
+        [EstimatedPart(words, seconds, "drive") for (_, words), seconds in zip(SCHEMES, times_s, strict=True)],
+        spent_s=0.5,
     )
     run = TimedRun(progress, estimate)
     say_estimate(progress, estimate.first_s)

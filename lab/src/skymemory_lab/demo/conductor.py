@@ -34,7 +34,7 @@ from skymemory_lab.sim.cluster.outcome import (
 )
 from skymemory_lab.sim.cluster.setup import ClusterSetup
 from skymemory_lab.sim.sweeps import sweep
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 from skymemory_lab.view.drawing import drawing_path
 
 SCHEDULERS = ("random", "load-balance", "cache-aware", "kvcache-centric")
@@ -55,7 +55,7 @@ def run_conductor(args: argparse.Namespace) -> int:
     if args.report is not None:
         drawing_path(args.report)
     # The same requests for each scheduler, so the rows differ by the scheduler alone.
-    source = Source(args.trace, args.seed, quick=True)
+    source = ConversationSource(args.trace, args.seed, quick=True)
     spans = args.chart is not None
     cost = LLAMA_70B_8xA800 if args.cost is None else read_cost(args.cost)
     setup = ClusterSetup(
@@ -136,7 +136,9 @@ def _play(runs: Sequence[ClusterRun], setup: ClusterSetup, stream: TextIO, playe
         screen.close()
 
 
-def _as_json(args: argparse.Namespace, source: Source, metrics: Sequence[ClusterMetrics]) -> dict[str, object]:
+def _as_json(
+    args: argparse.Namespace, source: ConversationSource, metrics: Sequence[ClusterMetrics]
+) -> dict[str, object]:
     return {
         "requests": source.name,
         "rate": args.rate,

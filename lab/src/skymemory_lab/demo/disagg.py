@@ -69,7 +69,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DisaggRow:
     prompt: str
     tokens: int
     prefilled: int
@@ -143,8 +143,8 @@ def _prompts(count: int) -> Iterator[str]:
         yield f"{text[begin : begin + 1800]}\n\nQuestion: {_QUESTIONS[number % len(_QUESTIONS)]}\nAnswer:"
 
 
-def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[Row], bool]:
-    rows, same = list[Row](), True
+def _one_by_one(url: str, prefill: str, decode: str, count: int, progress: Progress) -> tuple[list[DisaggRow], bool]:
+    rows, same = list[DisaggRow](), True
     _send_prompt(url, "The first request takes longer. " * 40)
     # Rows are printed as they come. If they are too wide, a table cut between its columns is printed at the end.
     at_once = len(_line(_HEAD)) <= width_of(progress.stream)
@@ -186,13 +186,13 @@ def _settled(prefill: str, decode: str, before: tuple[_Figures, _Figures]) -> tu
         time.sleep(0.05)
 
 
-def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tuple[_Figures, _Figures]) -> Row:
+def _row(prompt: str, answer: Answer, before: tuple[_Figures, _Figures], now: tuple[_Figures, _Figures]) -> DisaggRow:
     def more(engine: int, name: str) -> int:
         return round(now[engine][name] - before[engine][name])
 
     tokens = more(1, _PROMPTS)
     moved = max(more(1, name) for name in _LOADED)
-    return Row(prompt[-60:], tokens, more(0, _COMPUTED), moved, tokens - moved, answer.ttft_s, answer.tbt_s)
+    return DisaggRow(prompt[-60:], tokens, more(0, _COMPUTED), moved, tokens - moved, answer.ttft_s, answer.tbt_s)
 
 
 def _burst(url: str, prefill: str, count: int, promise_s: float) -> dict[str, float]:
@@ -274,7 +274,7 @@ def _line(cells: Sequence[str]) -> str:
     return "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, _HEAD, strict=True))
 
 
-def _cells(number: int, row: Row) -> list[str]:
+def _cells(number: int, row: DisaggRow) -> list[str]:
     counts = (number, row.tokens, row.prefilled, row.moved, row.decode_computed)
     return [*map(str, counts), f"{row.ttft_s * 1e3:.0f} ms", f"{row.tbt_s * 1e3:.0f} ms"]
 

@@ -14,7 +14,7 @@ _CORRECTED_FROM = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EstimatedPart:
     name: str
     seconds: float
     kind: str = ""
@@ -22,7 +22,7 @@ class Part:
 
 
 class Estimate:
-    def __init__(self, parts: Iterable[Part], *, spent_s: float = 0.0) -> None:
+    def __init__(self, parts: Iterable[EstimatedPart], *, spent_s: float = 0.0) -> None:
         self._waiting = list(parts)
         self._ratios: dict[str, float] = {}
         self.first_s = self._printed_s = spent_s + sum(part.seconds for part in self._waiting)
@@ -67,7 +67,7 @@ class Estimate:
         self._printed_s = total_s
         return f"estimate corrected: {format_estimate(total_s)} in all, {format_estimate(self.remaining_s)} to go"
 
-    def _corrected_s(self, part: Part) -> float:
+    def _corrected_s(self, part: EstimatedPart) -> float:
         return part.seconds * self._ratios.get(part.kind or part.name, 1.0)
 
 

@@ -60,7 +60,7 @@ class ReadTally:
         return percentile(self.seconds, percent) if self.seconds else 0.0
 
 
-class Reader(threading.Thread):
+class ReaderThread(threading.Thread):
     """Thread that reads ``values`` in turn and stores lost values again."""
 
     def __init__(self, store: ConstellationStore, values: Mapping[bytes, bytes], pause_s: float) -> None:
@@ -264,7 +264,7 @@ _PATIENCE_S = 0.4
 _EVERY_S = 0.6
 
 
-class Watch(threading.Thread):
+class StatusPoller(threading.Thread):
     """Thread that polls all satellites. Counters of a restarted satellite continue."""
 
     def __init__(self, plan: ConstellationPlan) -> None:
@@ -321,7 +321,7 @@ class Watch(threading.Thread):
         return frozenset(satellite for satellite, answer in list(self._latest.items()) if answer["chunks_held"])
 
 
-def wait_for_answers(watch: Watch, satellites: int, patience_s: float) -> int:
+def wait_for_answers(watch: StatusPoller, satellites: int, patience_s: float) -> int:
     """Return the number of satellites that answer, once all do or after ``patience_s``."""
     deadline_s = time.monotonic() + patience_s
     while (answering := watch.ask()) < satellites and time.monotonic() < deadline_s:
@@ -354,8 +354,8 @@ class _Flight:
     children: dict[str, Child]
     gate: SignalGate
     screen: Screen
-    watch: Watch
-    readers: tuple[Reader, ...]
+    watch: StatusPoller
+    readers: tuple[ReaderThread, ...]
     placement: Placement
     colour: bool
     began_s: float
@@ -594,9 +594,10 @@ def _demonstrate(
         for count in VALUES
     }
     readers = tuple(
-        Reader(store, _random_values(args.seed, count, size_bytes), READ_PAUSE_S) for count, store in stores.items()
+        ReaderThread(store, _random_values(args.seed, count, size_bytes), READ_PAUSE_S)
+        for count, store in stores.items()
     )
-    watch = Watch(plan)
+    watch = StatusPoller(plan)
     colour = screen.live and not args.no_color and has_colour(sys.stderr if args.json else sys.stdout)
     children = {child.host.name: child for child in started.children}
     flight = _Flight(plan, directory, children, gate, screen, watch, readers, placement, colour, time.time())

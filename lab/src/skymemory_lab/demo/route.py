@@ -31,9 +31,9 @@ from skymemory_lab.demo.processes import service
 from skymemory_lab.demo.resources import slowdown
 from skymemory_lab.demo.screen import Screen
 from skymemory_lab.replay.client import Client, Target
-from skymemory_lab.replay.play import OpenLoop
+from skymemory_lab.replay.play import OpenLoopPlayer
 from skymemory_lab.replay.prompts import PlannedRequest
-from skymemory_lab.replay.report import Outcome, Status, samples_of
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus, samples_of
 from skymemory_lab.sim.workload import WORKLOADS, generate, render_text
 
 # 1. Generate prompts of the workload, scaled to the small model.
@@ -82,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     asked: tuple[Asked, ...]
     tokens: int
     distinct_blocks: int
@@ -96,12 +96,12 @@ class Speed:
     tokens_per_s: float
     request_s: float
 
-    def span_s(self, load: Load) -> float:
+    def span_s(self, load: OfferedLoad) -> float:
         """Return the time in which to send a load, so that queues form but do not grow without end."""
         return (load.tokens / self.tokens_per_s + len(load.asked) * self.request_s) / OFFERED
 
 
-def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> Load:
+def make_load(workload: str, requests: int, seed: int, characters_per_block: int = CHARACTERS_PER_BLOCK) -> OfferedLoad:
     """Return requests with the statistics of ``workload``. Equal arguments give equal requests."""
     kind = WORKLOADS[workload]
     span_s = requests * TRACE_S_PER_REQUEST
@@ -129,11 +129,15 @@ def make_load(workload: str, requests: int, seed: int, characters_per_block: int
         at = (request.at_s - drawn[0].at_s) / max(1e-9, drawn[-1].at_s - drawn[0].at_s)
         requests_made.append(Asked(at, prompt, len(ids), dice.randint(*NEW_TOKENS)))
     tokens = sum(request.tokens for request in requests_made)
-    return Load(tuple(requests_made), tokens, len(known), supplied / tokens)
+    return OfferedLoad(tuple(requests_made), tokens, len(known), supplied / tokens)
 
 
 async def replay(
-    client: aiohttp.ClientSession, url: str, load: Load, span_s: float, on_answer: Callable[[Outcome], object]
+    client: aiohttp.ClientSession,
+    url: str,
+    load: OfferedLoad,
+    span_s: float,
+    on_answer: Callable[[ReplayOutcome], object],
 ) -> None:
     """Send every request at its time within ``span_s``, and wait for all answers."""
     planned = [
@@ -141,16 +145,16 @@ async def replay(
         for at, request in enumerate(load.asked)
     ]
     sender = Client(client, Target(url, "small", patience_s=PATIENCE_S))
-    await OpenLoop(
+    await OpenLoopPlayer(
         planned,
         lambda request: sender.target.body(load.asked[request.number].prompt, request.output_tokens),
         lambda request, body, clock, held_up_s: sender.send(request, body, clock, on_answer, held_up_s),
     ).play()
 
 
-def error_of(answer: Outcome) -> str:
+def error_of(answer: ReplayOutcome) -> str:
     """Return the reason that an answer does not count, or an empty string."""
-    if answer.status is not Status.COMPLETED:
+    if answer.status is not ResponseStatus.COMPLETED:
         return answer.error or str(answer.status)
     is_complete = (
         answer.whole and answer.output_tokens == answer.wanted_output_tokens and answer.prompt_tokens is not None
@@ -177,7 +181,7 @@ class Stage:
         self.urls = urls
         self.screen = screen
         nothing = [0] * len(urls)
-        self.rows = [Row(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
+        self.rows = [RouteRow(strategy, 0, served=list(nothing), loads=list(nothing)) for strategy in strategies]
 
     def expect(self, requests: int) -> None:
         for row in self.rows:
@@ -202,7 +206,7 @@ class Stage:
         _, short_s = await all_of(4, sum(NEW_TOKENS) // 2)
         return Speed(tokens / seconds, short_s / (_PROBES * len(self.urls)))
 
-    async def run(self, row: Row, words: Sequence[str], load: Load, span_s: float) -> None:
+    async def run(self, row: RouteRow, words: Sequence[str], load: OfferedLoad, span_s: float) -> None:
         """Send a round's requests through a router, with empty caches."""
         await clear_caches(self.client, self.urls)
         before = [now - served for now, served in zip(await self._counts(), row.served, strict=True)]
@@ -222,7 +226,7 @@ class Stage:
         counters = [await metrics(self.client, url) for url in self.urls]
         return [int(counter_values.get("vllm:time_to_first_token_seconds_count", 0)) for counter_values in counters]
 
-    async def _watch(self, row: Row, before: Sequence[int]) -> None:
+    async def _watch(self, row: RouteRow, before: Sequence[int]) -> None:
         while True:
             for at, url in enumerate(self.urls):
                 counters = await metrics(self.client, url)
@@ -280,7 +284,9 @@ def run_route(args: argparse.Namespace) -> int:
     return 0 if is_correct else 1
 
 
-async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progress) -> tuple[Stage, list[Load], float]:
+async def _demonstrate(
+    args: argparse.Namespace, screen: Screen, progress: Progress
+) -> tuple[Stage, list[OfferedLoad], float]:
     count = args.requests or (QUICK_REQUESTS if args.quick else REQUESTS)
     with progress.wait("the prompts are made", 1.0):
         loads = _loads(args, count, 1 if args.quick else ROUNDS)
@@ -340,28 +346,28 @@ async def _demonstrate(args: argparse.Namespace, screen: Screen, progress: Progr
 
 def _loads(
     args: argparse.Namespace, count: int, rounds: int, characters_per_block: int = CHARACTERS_PER_BLOCK
-) -> list[Load]:
+) -> list[OfferedLoad]:
     seeds = (args.seed + 7919 * at for at in range(rounds))
     return [make_load(args.workload, count, seed, characters_per_block) for seed in seeds]
 
 
-def _tokens(loads: Sequence[Load]) -> int:
+def _tokens(loads: Sequence[OfferedLoad]) -> int:
     return sum(load.tokens for load in loads)
 
 
-def _distinct(loads: Sequence[Load]) -> float:
+def _distinct(loads: Sequence[OfferedLoad]) -> float:
     return sum(load.distinct_blocks for load in loads) / len(loads)
 
 
-def _seconds_of(loads: Sequence[Load], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
+def _seconds_of(loads: Sequence[OfferedLoad], speed: Speed, strategies: Sequence[str], around_s: float) -> float:
     return len(strategies) * sum(map(speed.span_s, loads)) * _TAIL + len(loads) * around_s
 
 
-def _best_hits(loads: Sequence[Load]) -> float:
+def _best_hits(loads: Sequence[OfferedLoad]) -> float:
     return sum(load.best_hits * load.tokens for load in loads) / _tokens(loads)
 
 
-def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[Load], sound: bool) -> dict[str, Any]:
+def _report(args: argparse.Namespace, stage: Stage, loads: Sequence[OfferedLoad], sound: bool) -> dict[str, Any]:
     return {
         "sound": sound,
         "engines": ENGINES,
@@ -390,10 +396,10 @@ _WORDS = (0, 6, 7)
 
 
 @dataclass(slots=True)
-class Row:
+class RouteRow:
     strategy: str
     requests: int
-    answers: list[Outcome] = field(default_factory=list)
+    answers: list[ReplayOutcome] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -442,7 +448,7 @@ class Row:
         return sorted(answer.ttft_s for answer in self.answers if not error_of(answer))
 
 
-def frame(rows: Sequence[Row], current: Row | None) -> Table:
+def frame(rows: Sequence[RouteRow], current: RouteRow | None) -> Table:
     cells = []
     for row in rows:
         has_started = bool(row.answers) or row is current
@@ -452,7 +458,7 @@ def frame(rows: Sequence[Row], current: Row | None) -> Table:
     return Table((*_HEAD, "now    "), cells, _WORDS)
 
 
-def figures(row: Row) -> list[str]:
+def figures(row: RouteRow) -> list[str]:
     return [
         f"{row.strategy}: {len(row.answers)} of {row.requests} answered",
         f"TTFT {_seconds(row.mean_s)}",
@@ -461,7 +467,7 @@ def figures(row: Row) -> list[str]:
     ]
 
 
-def final(rows: Sequence[Row]) -> Table:
+def final(rows: Sequence[RouteRow]) -> Table:
     return Table(_HEAD, [row.cells() for row in sorted(rows, key=lambda row: row.mean_s)], _WORDS)
 
 

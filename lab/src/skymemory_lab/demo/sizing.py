@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skymemory.engine.inputs import is_model_name, small_model_folder
-from skymemory_lab.demo.estimate import Part
+from skymemory_lab.demo.estimate import EstimatedPart
 
 PROMISED_S, QUICK_PROMISED_S = 180.0, 60.0
 PLANNED_SHARE = 0.85
@@ -28,7 +28,7 @@ CODECS = ("raw", "quanto8", "hqq8")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSizes:
     """Sizes of a model that determine its time. Parameters are of a layer, and of the output layer."""
 
     layers: int
@@ -43,13 +43,13 @@ class Shape:
 
 
 PAPER_LAYERS = 22
-PAPER = Shape(PAPER_LAYERS, 44_044_288, 65_536_000, 512)
-SMALL_RANDOM = Shape(3, 46_144, 65_536, 64, "a small model of random weights")
+PAPER = ModelSizes(PAPER_LAYERS, 44_044_288, 65_536_000, 512)
+SMALL_RANDOM = ModelSizes(3, 46_144, 65_536, 64, "a small model of random weights")
 PAPER_TOKENS, PAPER_NEW_TOKENS = 524, 30
 """Tokens of four blocks and a question, and generated tokens."""
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelSizes:
     """Read a model's shape from its configuration; the paper's shape if that is unreadable."""
     if is_model_name(model) and model != "small":
         named = {"small-random": SMALL_RANDOM, "tinyllama-6-random": replace(PAPER, layers=6)}
@@ -62,14 +62,14 @@ def shape_of(model: str) -> Shape:
         kv = 2 * kv_heads * int(config.get("head_dim") or hidden // heads)
         layer = hidden * (2 * hidden + kv + 3 * int(config["intermediate_size"]))
         head = hidden * int(config["vocab_size"])
-        return Shape(int(config["num_hidden_layers"]), layer, head, kv, f"the model {model!r}")
+        return ModelSizes(int(config["num_hidden_layers"]), layer, head, kv, f"the model {model!r}")
     except (OSError, ValueError, KeyError, TypeError):
         return replace(PAPER, name=f"the model {model!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    shape: Shape
+    shape: ModelSizes
     tokens: int
     new_tokens: int
     dtype: str = "bfloat16"
@@ -84,7 +84,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class ComputerSpeeds:
     """Present speeds of this computer, for a layer of TinyLlama's shape."""
 
     prefill_s: Mapping[str, float]
@@ -96,7 +96,7 @@ class Speeds:
     free_bytes: int
 
 
-def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
+def sizes(shape: ModelSizes, *, quick: bool) -> Iterator[Size]:
     layers = [6, 4] if quick else [shape.layers, 16, 11, 8, 6, 4]
     most = 10 if quick else PAPER_NEW_TOKENS
     for new_tokens in dict.fromkeys((most, 20, 10)):
@@ -108,7 +108,7 @@ def sizes(shape: Shape, *, quick: bool) -> Iterator[Size]:
         yield Size(replace(shape, layers=count), tokens, new_tokens)
 
 
-def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
+def choose(speeds: ComputerSpeeds, options: Sequence[Size], left_s: float) -> tuple[Size, bool]:
     """Return the first option that takes at most ``left_s``, in its better data type, and True; else the quickest that
     fits into memory, and False.
     """
@@ -120,11 +120,11 @@ def choose(speeds: Speeds, options: Sequence[Size], left_s: float) -> tuple[Size
     return min(typed or options, key=lambda size: seconds(speeds, size)), False
 
 
-def fits(speeds: Speeds, size: Size) -> bool:
+def fits(speeds: ComputerSpeeds, size: Size) -> bool:
     return size.needed_bytes <= speeds.free_bytes
 
 
-def _in_best_dtype(speeds: Speeds, option: Size) -> Size | None:
+def _in_best_dtype(speeds: ComputerSpeeds, option: Size) -> Size | None:
     """Return the option in bfloat16, unless float32 is much faster or alone fits; None if neither fits into memory."""
     typed = [size for dtype in DTYPES if fits(speeds, size := replace(option, dtype=dtype))]
     if len(typed) < 2:
@@ -133,7 +133,7 @@ def _in_best_dtype(speeds: Speeds, option: Size) -> Size | None:
     return wider if seconds(speeds, wider) < _WORTH_LEAVING_16_BIT * seconds(speeds, paper) else paper
 
 
-def seconds(speeds: Speeds, size: Size) -> float:
+def seconds(speeds: ComputerSpeeds, size: Size) -> float:
     return sum(part.seconds for part in parts(speeds, size))
 
 
@@ -146,7 +146,7 @@ _TOKEN_S = 0.003
 _CODEC_S_PER_NUMBER = {"raw": 2e-9, "quanto8": 4e-9, "hqq8": 6e-9}
 
 
-def parts(speeds: Speeds, size: Size) -> list[Part]:
+def parts(speeds: ComputerSpeeds, size: Size) -> list[EstimatedPart]:
     """Return the parts of the run in order, as ``table3_measure`` names them."""
     shape, slow, dtype = size.shape, speeds.slowdown, size.dtype
     layers = shape.layers * shape.layer_parameters / PAPER.layer_parameters
@@ -160,31 +160,36 @@ def parts(speeds: Speeds, size: Size) -> list[Part]:
     stored = size.tokens * shape.layers * shape.kv_numbers
     drawn = shape.parameters / PAPER.layer_parameters
     result = [
-        Part("identity", _IDENTITY_S * slow),
-        Part("model", drawn * speeds.build_s),
-        Part("warm-up", prefill_s(min(size.tokens, 128)) + token_s),
-        Part("digest", drawn * speeds.digest_s * DTYPES[dtype] / 2),
+        EstimatedPart("identity", _IDENTITY_S * slow),
+        EstimatedPart("model", drawn * speeds.build_s),
+        EstimatedPart("warm-up", prefill_s(min(size.tokens, 128)) + token_s),
+        EstimatedPart("digest", drawn * speeds.digest_s * DTYPES[dtype] / 2),
     ]
     for at, codec in enumerate(CODECS):
         coded_s = stored * _CODEC_S_PER_NUMBER[codec] * slow
         result += [
-            Part(f"{codec}: manager", _MANAGER_S * slow + _EXAMINED * token_s, "manager"),
-            Part(f"{codec}: first token", prefill_s(size.tokens), "prefill"),
-            Part(f"{codec}: other tokens", later_s, "decode"),
-            Part(f"{codec}: storing", _STORE_S * slow + coded_s, "storing"),
+            EstimatedPart(f"{codec}: manager", _MANAGER_S * slow + _EXAMINED * token_s, "manager"),
+            EstimatedPart(f"{codec}: first token", prefill_s(size.tokens), "prefill"),
+            EstimatedPart(f"{codec}: other tokens", later_s, "decode"),
+            EstimatedPart(f"{codec}: storing", _STORE_S * slow + coded_s, "storing"),
         ]
         if at == 0:
-            result += [Part("reference", prefill_s(size.tokens), "prefill"), Part("rotation", _ROTATE_S * slow)]
+            result += [
+                EstimatedPart("reference", prefill_s(size.tokens), "prefill"),
+                EstimatedPart("rotation", _ROTATE_S * slow),
+            ]
         result += [
-            Part(f"{codec}: error of the codec", coded_s / 2, "codec"),
-            Part(f"{codec}: first token from the sky", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
-            Part(f"{codec}: other tokens from the sky", later_s, "decode"),
-            Part(f"{codec}: logits", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
+            EstimatedPart(f"{codec}: error of the codec", coded_s / 2, "codec"),
+            EstimatedPart(
+                f"{codec}: first token from the sky", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"
+            ),
+            EstimatedPart(f"{codec}: other tokens from the sky", later_s, "decode"),
+            EstimatedPart(f"{codec}: logits", _READ_S * slow + coded_s + prefill_s(_TAIL_TOKENS), "reading"),
         ]
     return result
 
 
-def reasons(speeds: Speeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
+def reasons(speeds: ComputerSpeeds, size: Size, *, quick: bool, promised_s: float) -> list[str]:
     """Return lines for the table's caption: the size and its reason."""
     shape = size.shape
     name = shape.name or f"TinyLlama-1.1B's shape, {_layers(shape.layers)}"

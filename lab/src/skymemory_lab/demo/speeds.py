@@ -11,7 +11,7 @@ from skymemory.engine.identity import weights_digest
 from skymemory.engine.kv_cache import TORCH_DTYPES
 from skymemory.engine.models import TINYLLAMA_SHAPE, build_llama
 from skymemory_lab.demo.resources import free_memory_bytes, slowdown, usable_cores
-from skymemory_lab.demo.sizing import DTYPES, PROBED_TOKENS, Speeds
+from skymemory_lab.demo.sizing import DTYPES, PROBED_TOKENS, ComputerSpeeds
 
 _WIDTH = TINYLLAMA_SHAPE["hidden_size"]
 _SLICE_S = 0.06
@@ -19,7 +19,7 @@ _SLICE_S = 0.06
 _FEW_TOKENS = 64
 
 
-def measure_speeds() -> Speeds:
+def measure_speeds() -> ComputerSpeeds:
     """Measure, and leave torch with the fastest number of threads."""
     threads = _best_threads(usable_cores())
     torch.set_num_threads(threads)
@@ -42,7 +42,7 @@ def measure_speeds() -> Speeds:
         cache = model(input_ids=ids[:, :_FEW_TOKENS], logits_to_keep=1).past_key_values
         token_s = _seconds(lambda: model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1))
     row_s = {dtype: _linear_s(dtype, 1, copies=4) for dtype in DTYPES}
-    return Speeds(
+    return ComputerSpeeds(
         prefill_s={dtype: layer_s * linear_s[dtype] / linear_s[faster] for dtype in DTYPES},
         decode_s={dtype: token_s * row_s[dtype] / row_s[faster] for dtype in DTYPES},
         build_s=build_s,

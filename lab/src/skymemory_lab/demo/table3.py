@@ -29,8 +29,8 @@ from skymemory_lab.demo.sizing import (
     PLANNED_SHARE,
     PROMISED_S,
     QUICK_PROMISED_S,
+    ComputerSpeeds,
     Size,
-    Speeds,
     choose,
     parts,
     reasons,
@@ -139,7 +139,9 @@ def run_demo(args: argparse.Namespace, document: str) -> int:
     return 0 if is_correct else 1
 
 
-def _size(args: argparse.Namespace, speeds: Speeds, promised_s: float, progress: Progress) -> tuple[Size, list[str]]:
+def _size(
+    args: argparse.Namespace, speeds: ComputerSpeeds, promised_s: float, progress: Progress
+) -> tuple[Size, list[str]]:
     options = list(sizes(PAPER, quick=args.quick))
     if args.model is not None or args.tokens is not None:
         shape = options[0].shape if args.model is None else shape_of(args.model)

@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CodecRow:
     """A codec's line of table 3, in seconds; TTFT includes the lookup."""
 
     codec: str
@@ -159,7 +159,7 @@ class Table3:
         self._say(f'it goes on: "… {prompt_end}" → "{answer} …"')
         return computed == sky and cached > 0
 
-    def rows(self, document: str) -> tuple[list[Row], dict[str, Any]]:
+    def rows(self, document: str) -> tuple[list[CodecRow], dict[str, Any]]:
         """Return a row per installed codec, and the result of the move between storing and reading."""
         model, tokenizer = self._load()
         ids = self._prompt_ids(tokenizer, document)
@@ -173,7 +173,7 @@ class Table3:
         # Hashed once: gigabytes of weights take seconds, and each manager would hash them again.
         with self._run.part("the weights are hashed", "digest"):
             revision = weights_digest(model)
-        rows: list[Row] = []
+        rows: list[CodecRow] = []
         rotation: dict[str, Any] = {}
         reference, block = None, b""
         for codec in CODECS:
@@ -211,7 +211,7 @@ class Table3:
                     value_bytes = stored.size_bytes // max(1, stored.stored_blocks)
                     chunks = -(-value_bytes // self._plan.chunk_bytes)
                     rows.append(
-                        Row(
+                        CodecRow(
                             codec,
                             computed.first_s,
                             computed.seconds,
@@ -307,7 +307,7 @@ _COLUMNS = ("quantization", "TTFT without", "with", "", "total without", "with",
 _MORE = ("block", "chunks", "sats", "resent", "rms error", "|Δlogit|", "same")
 
 
-def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
+def print_table_3(rows: Sequence[CodecRow], caption: Sequence[str]) -> None:
     """Print table 3 for this machine, in blocks if the terminal is narrow."""
     if not rows:
         return
@@ -324,7 +324,7 @@ def print_table_3(rows: Sequence[Row], caption: Sequence[str]) -> None:
     )
 
 
-def _cells(row: Row) -> Iterator[list[str]]:
+def _cells(row: CodecRow) -> Iterator[list[str]]:
     times = []
     for before_s, after_s in ((row.plain_ttft_s, row.sky_ttft_s), (row.plain_total_s, row.sky_total_s)):
         times += [f"{before_s:.2f}", f"{after_s:.2f}", _change(before_s, after_s)]

@@ -24,7 +24,7 @@ from skymemory.store.base import LoadTicket, Presence, Store
 from skymemory.store.memory import MemoryStore
 from skymemory_lab.engine.caches import PrefixCaches
 from skymemory_lab.engine.generation import Generation
-from skymemory_lab.engine.metrics import EngineMetrics
+from skymemory_lab.engine.metrics import PublishedMetrics
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.05
 _BATCH_BYTES = 4 << 20
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Turns(Protocol):
+class EngineTurns(Protocol):
     """The engine's thread; only it may use the prefix cache."""
 
     def call(self, act: Callable[[], T]) -> Future[T]: ...
@@ -73,7 +73,7 @@ class _Offer:
 class BlockSaver:
     """Writer of the prefix cache's blocks to a store, in its own thread."""
 
-    def __init__(self, store: Store, cache: MemoryStore, value_bytes: int, metrics: EngineMetrics) -> None:
+    def __init__(self, store: Store, cache: MemoryStore, value_bytes: int, metrics: PublishedMetrics) -> None:
         """Create the saver. ``value_bytes``: a block's size over all parts."""
         self._store = store
         self._cache = cache
@@ -171,7 +171,7 @@ class BlockFetcher:
     """Loader of blocks from a store into the prefix cache. Used in the event loop."""
 
     def __init__(
-        self, store: Store, engine: Turns, caches: PrefixCaches, metrics: EngineMetrics, wait_s: float
+        self, store: Store, engine: EngineTurns, caches: PrefixCaches, metrics: PublishedMetrics, wait_s: float
     ) -> None:
         """Create the fetcher. ``wait_s``: time limit for the next block."""
         self._store = store

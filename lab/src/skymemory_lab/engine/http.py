@@ -29,9 +29,9 @@ from skymemory.router.apis.translation import (
 from skymemory.router.prompts.unpacking import unpacked
 from skymemory_lab.engine.generation import Generation, Step, TokenLogprob
 from skymemory_lab.engine.handover import BlockFetcher
-from skymemory_lab.engine.metrics import EngineMetrics
+from skymemory_lab.engine.metrics import PublishedMetrics
 from skymemory_lab.engine.requests import RequestReader
-from skymemory_lab.engine.thread import EngineStopping, EngineThread, Job, QueueFull
+from skymemory_lab.engine.thread import EngineJob, EngineStopping, EngineThread, QueueFull
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MOST_BODY_BYTES = 8 << 20
@@ -53,7 +53,7 @@ class OpenAIServer:
         self,
         reader: RequestReader,
         engine: EngineThread,
-        metrics: EngineMetrics,
+        metrics: PublishedMetrics,
         event_sources: Sequence[Mapping[str, object]] = (),
         *,
         fetcher: BlockFetcher | None = None,
@@ -149,7 +149,7 @@ class OpenAIServer:
         steps: _Steps = asyncio.Queue()
         loop = asyncio.get_running_loop()
         jobs = [
-            Job(choice_generation, partial(_enqueue, loop, steps, choice))
+            EngineJob(choice_generation, partial(_enqueue, loop, steps, choice))
             for choice, choice_generation in enumerate(generation.each())
         ]
         for job in jobs:
@@ -180,7 +180,7 @@ class OpenAIServer:
         finally:
             self._engine.cancel(*jobs)
 
-    async def _submit(self, generation: Generation, jobs: Sequence[Job]) -> None:
+    async def _submit(self, generation: Generation, jobs: Sequence[EngineJob]) -> None:
         if self._fetcher is None:
             self._engine.submit(*jobs)
             return
@@ -189,7 +189,7 @@ class OpenAIServer:
             await self._fetcher.load_blocks(generation)
             self._engine.submit(*jobs, has_place=True)
 
-    async def _stored_tokens(self, generation: Generation, job: Job) -> int:
+    async def _stored_tokens(self, generation: Generation, job: EngineJob) -> int:
         """Return the prompt tokens with stored blocks, after at most ``wait_s``."""
         saved = asyncio.wrap_future(job.outgoing.ended)
         await asyncio.wait([saved], timeout=self._wait_s)

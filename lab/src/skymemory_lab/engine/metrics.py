@@ -10,7 +10,7 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
-class EngineMetrics:
+class PublishedMetrics:
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}

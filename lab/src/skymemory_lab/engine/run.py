@@ -29,7 +29,7 @@ from skymemory_lab.engine.caches import PrefixCaches
 from skymemory_lab.engine.events import KVPublisher
 from skymemory_lab.engine.handover import BlockFetcher, BlockSaver
 from skymemory_lab.engine.http import OpenAIServer, make_runner
-from skymemory_lab.engine.metrics import EngineMetrics
+from skymemory_lab.engine.metrics import PublishedMetrics
 from skymemory_lab.engine.requests import RequestReader
 from skymemory_lab.engine.thread import PREFILL_TOKENS, EngineThread
 
@@ -119,7 +119,7 @@ class Engine:
             self.caches.on_events = self.publisher.publish
             at, replay_at = self.publisher.at, self.publisher.replay_at
             sources = [{"data_parallel_rank": 0, "endpoint": at, "replay_endpoint": replay_at, "topic": topic}]
-        metrics = EngineMetrics(self.name)
+        metrics = PublishedMetrics(self.name)
         self.saver: BlockSaver | None = None
         self.fetcher: BlockFetcher | None = None
         if self.store is not None and settings.saves:

@@ -19,7 +19,7 @@ from skymemory.errors import SkyMemoryError
 from skymemory_lab.engine.caches import OpenPrompt, PrefixCaches
 from skymemory_lab.engine.generation import Generation, Sampler, Step, TextStream, TokenLogprob
 from skymemory_lab.engine.handover import BlockSaver, Outgoing
-from skymemory_lab.engine.metrics import EngineMetrics
+from skymemory_lab.engine.metrics import PublishedMetrics
 
 PREFILL_TOKENS = 256
 """Tokens of a prefill chunk."""
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EngineJob:
     """Choice of a request; ``on_step`` is called in the engine's thread."""
 
     generation: Generation
@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    job: Job
+    job: EngineJob
     sequence: Sequence
     began_s: float
     prefill_s: float | None = None
@@ -62,7 +62,7 @@ class EngineThread:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         caches: PrefixCaches,
-        metrics: EngineMetrics,
+        metrics: PublishedMetrics,
         *,
         max_running: int,
         max_waiting: int,
@@ -78,7 +78,7 @@ class EngineThread:
         self._max_waiting = max_waiting
         self._eos = _end_tokens(model, tokenizer)
         self._change = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[EngineJob] = deque()
         self._prefilling: _Running | None = None
         self._running: list[_Running] = []
         self._fetching = 0
@@ -122,7 +122,7 @@ class EngineThread:
             with self._change:
                 self._fetching -= 1
 
-    def submit(self, *jobs: Job, has_place: bool = False) -> None:
+    def submit(self, *jobs: EngineJob, has_place: bool = False) -> None:
         """Queue all jobs, or none.
 
         Raises:
@@ -142,7 +142,7 @@ class EngineThread:
         if self.waiting >= self._max_waiting:
             raise QueueFull
 
-    def cancel(self, *jobs: Job) -> None:
+    def cancel(self, *jobs: EngineJob) -> None:
         """End these jobs at the next turn."""
         for job in jobs:
             job.cancelled = True
@@ -229,7 +229,7 @@ class EngineThread:
         if self._prefilling is not None:
             self._guarded(self._prefilling, self._prefill_more)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: EngineJob) -> None:
         # ``skymemory fit`` measures thread time, which other load does not change; wall time is what users see.
         thread_started_s, started_s = time.thread_time(), time.perf_counter()
         try:
@@ -307,7 +307,7 @@ class EngineThread:
         elif one in self._running:
             self._running.remove(one)
 
-    def _end(self, job: Job, step: Step, how: str) -> None:
+    def _end(self, job: EngineJob, step: Step, how: str) -> None:
         self._metrics.on_request_end(how)
         job.on_step(step)
 

@@ -15,7 +15,7 @@ import aiohttp
 from skymemory.addresses import without_api_path
 from skymemory.errors import InvalidInput, SkyMemoryError, connection_reason
 from skymemory_lab.replay.prompts import PlannedRequest, Prompt
-from skymemory_lab.replay.report import REFUSALS, Outcome, Status
+from skymemory_lab.replay.report import REFUSALS, ReplayOutcome, ResponseStatus
 
 _USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 FEATURES: tuple[dict[str, Any], ...] = ({**_USAGE, "ignore_eos": True}, _USAGE, {})
@@ -68,30 +68,33 @@ class Client:
         request: PlannedRequest,
         body: bytes,
         clock: Clock,
-        on_outcome: Callable[[Outcome], object],
+        on_outcome: Callable[[ReplayOutcome], object],
         held_up_s: float = 0.0,
     ) -> None:
         """Send the request; call ``on_outcome`` exactly once, even if cancelled."""
         sent_s = clock()
         reader = AnswerReader()
-        fields: dict[str, Any] = {"status": Status.INTERRUPTED}
+        fields: dict[str, Any] = {"status": ResponseStatus.INTERRUPTED}
         try:
             await self._exchange(body, clock, reader, fields)
-            fields["status"] = Status.COMPLETED
+            fields["status"] = ResponseStatus.COMPLETED
         except _Refused as refusal:
-            fields |= {"status": Status.REFUSED, "error": str(refusal), "retry_after_s": refusal.retry_after_s}
+            fields |= {"status": ResponseStatus.REFUSED, "error": str(refusal), "retry_after_s": refusal.retry_after_s}
         except BadAnswer as error:
-            fields |= {"status": Status.FAILED, "error": str(error)}
+            fields |= {"status": ResponseStatus.FAILED, "error": str(error)}
         except TimeoutError:
             missing = "no token" if math.isnan(reader.first_s) else "no end of the answer"
-            fields |= {"status": Status.FAILED, "error": f"{missing} in time: within {self.target.patience_s:g} s"}
+            fields |= {
+                "status": ResponseStatus.FAILED,
+                "error": f"{missing} in time: within {self.target.patience_s:g} s",
+            }
         except aiohttp.ClientConnectorError as error:
-            fields |= {"status": Status.FAILED, "error": f"no connection: {connection_reason(error)}"}
+            fields |= {"status": ResponseStatus.FAILED, "error": f"no connection: {connection_reason(error)}"}
         except (aiohttp.ClientError, OSError) as error:
-            fields |= {"status": Status.FAILED, "error": f"connection broken: {connection_reason(error)}"}
+            fields |= {"status": ResponseStatus.FAILED, "error": f"connection broken: {connection_reason(error)}"}
         finally:
             on_outcome(
-                Outcome(
+                ReplayOutcome(
                     number=request.number,
                     due_s=request.due_s,
                     sent_s=sent_s,
@@ -109,9 +112,9 @@ class Client:
                 )
             )
 
-    async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> Outcome:
+    async def probe(self, prompt: Prompt, output_tokens: int, clock: Clock) -> ReplayOutcome:
         """Send a request outside of any schedule."""
-        outcomes: list[Outcome] = []
+        outcomes: list[ReplayOutcome] = []
         wanted = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         request = PlannedRequest(0, clock(), (), wanted, output_tokens)
         await self.send(request, self.target.body(prompt, output_tokens), clock, outcomes.append)

@@ -1,6 +1,6 @@
 """Open-loop load: every request is sent at its due time.
 
-Call ``find_model``, ``negotiate_features`` and ``calibrate``, then ``OpenLoop.play``.
+Call ``find_model``, ``negotiate_features`` and ``calibrate``, then ``OpenLoopPlayer.play``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from skymemory.errors import InvalidInput, SkyMemoryError
 from skymemory_lab.replay.client import FEATURES, Client, Clock
 from skymemory_lab.replay.prompts import PROBE_WORDS, PlannedRequest, Prompt, TokensPerWord, measured, probes
-from skymemory_lab.replay.report import Outcome, Status
+from skymemory_lab.replay.report import ReplayOutcome, ResponseStatus
 
 AHEAD = 64
 _SPARE_S = 0.03
@@ -26,7 +26,7 @@ Send = Callable[[PlannedRequest, bytes, Callable[[], float], float], Awaitable[N
 """Sender of a request: its body, the clock, and its seconds of wait for the concurrency limit."""
 
 
-class OpenLoop:
+class OpenLoopPlayer:
     """Player of ``requests``.
 
     ``stalls_s``: lateness of the event loop, sampled every 20 ms; chunks were read this much later than they arrived.
@@ -143,7 +143,7 @@ async def find_model(client: Client, model: str | None) -> Endpoint:
     return Endpoint(chosen, dict(listed).get(chosen))
 
 
-async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tuple[Outcome, tuple[str, ...]]:
+async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tuple[ReplayOutcome, tuple[str, ...]]:
     """Send a probe with the most ``FEATURES`` that the endpoint accepts; return the answer, and notes.
 
     Raises:
@@ -154,7 +154,7 @@ async def negotiate_features(client: Client, prompt: Prompt, clock: Clock) -> tu
         outcome = await client.probe(prompt, _PROBE_ANSWER, clock)
         if outcome.http_status not in (400, 422) or not features:
             break
-    if outcome.status is not Status.COMPLETED:
+    if outcome.status is not ResponseStatus.COMPLETED:
         raise SkyMemoryError(f"{client.target.endpoint}: {outcome.error}")
     notes = []
     if "ignore_eos" not in features:

@@ -14,7 +14,7 @@ from skymemory.metrics import Spread, percentile, spread
 REFUSALS = frozenset({429, 503})
 
 
-class Status(StrEnum):
+class ResponseStatus(StrEnum):
     COMPLETED = "completed"
     REFUSED = "refused"
     FAILED = "failed"
@@ -22,14 +22,14 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Outcome of a request; seconds since the start of the replay.
 
     None and nan: not reached, or not reported.
     """
 
     number: int
-    status: Status
+    status: ResponseStatus
     due_s: float
     sent_s: float
     wanted_prompt_tokens: int
@@ -96,23 +96,23 @@ EXAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloLimits:
     ttft_s: float | None = None
     tbt_s: float | None = None
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: ReplayOutcome) -> bool:
         """Return True if within the limits; TTFT counts from due."""
-        return outcome.status is Status.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
+        return outcome.status is ResponseStatus.COMPLETED and self.ttft_met(outcome) and self.tbt_met(outcome)
 
-    def ttft_met(self, outcome: Outcome) -> bool:
+    def ttft_met(self, outcome: ReplayOutcome) -> bool:
         return self.ttft_s is None or outcome.due_ttft_s <= self.ttft_s
 
-    def tbt_met(self, outcome: Outcome) -> bool:
+    def tbt_met(self, outcome: ReplayOutcome) -> bool:
         return self.tbt_s is None or math.isnan(outcome.tbt_s) or outcome.tbt_s <= self.tbt_s
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """Counts; times in seconds."""
 
     asked: int
@@ -132,7 +132,7 @@ class Report:
     """Seconds from due to sent, without waits for the limit."""
     held_up: int
     held_up_s: float
-    slo: Slo
+    slo: SloLimits
     within_ttft: int
     within_tbt: int
     within_both: int
@@ -197,14 +197,14 @@ class Report:
 
 
 def report_of(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[ReplayOutcome],
     asked: int,
-    slo: Slo,
+    slo: SloLimits,
     stalls_s: Sequence[float] = (),
     reusable: float = math.nan,
     wanted_in_tokens: bool = True,
     seconds: float | None = None,
-) -> Report:
+) -> ReplayReport:
     """Build the report of a replay.
 
     Args:
@@ -212,16 +212,16 @@ def report_of(
         wanted_in_tokens: False if prompts were made by characters.
     """
     by = Counter(outcome.status for outcome in outcomes)
-    completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
+    completed = [outcome for outcome in outcomes if outcome.status is ResponseStatus.COMPLETED]
     with_usage = [outcome for outcome in completed if outcome.prompt_tokens is not None]
     hits = [outcome for outcome in with_usage if outcome.cached_tokens is not None]
-    return Report(
+    return ReplayReport(
         asked=asked,
         unsent=asked - len(outcomes),
-        completed=by[Status.COMPLETED],
-        refused=by[Status.REFUSED],
-        failed=by[Status.FAILED],
-        interrupted=by[Status.INTERRUPTED],
+        completed=by[ResponseStatus.COMPLETED],
+        refused=by[ResponseStatus.REFUSED],
+        failed=by[ResponseStatus.FAILED],
+        interrupted=by[ResponseStatus.INTERRUPTED],
         seconds=max((outcome.end_s for outcome in outcomes if not math.isnan(outcome.end_s)), default=0.0)
         if seconds is None
         else seconds,
@@ -261,7 +261,7 @@ def report_of(
     )
 
 
-def as_json(report: Report) -> dict[str, object]:
+def as_json(report: ReplayReport) -> dict[str, object]:
     fields: dict[str, object] = {
         name: getattr(report, name)
         for name in (
@@ -300,11 +300,11 @@ def as_json(report: Report) -> dict[str, object]:
     return fields
 
 
-def _tokens_of(outcome: Outcome) -> int:
+def _tokens_of(outcome: ReplayOutcome) -> int:
     return outcome.output_tokens if outcome.output_tokens is not None else len(outcome.gaps_s) + 1
 
 
-def _faults(outcomes: Sequence[Outcome]) -> tuple[tuple[str, int, str], ...]:
+def _faults(outcomes: Sequence[ReplayOutcome]) -> tuple[tuple[str, int, str], ...]:
     first: dict[str, str] = {}
     kinds: Counter[str] = Counter()
     for outcome in outcomes:
@@ -324,19 +324,19 @@ def _or_zero(value: float) -> float:
 _NAME = 16
 
 
-def lines_of(report: Report) -> list[str]:
+def lines_of(report: ReplayReport) -> list[str]:
     parts = (_counts, _lateness, _times, _slos, _tokens, _answers, _fault_lines)
     return [line for part in parts for line in part(report)]
 
 
-def _counts(report: Report) -> Iterator[str]:
+def _counts(report: ReplayReport) -> Iterator[str]:
     outcomes = f"{report.completed:,} completed, {report.refused:,} refused, {report.failed:,} failed"
     if report.interrupted or report.unsent:
         outcomes += f", {report.interrupted:,} interrupted, {report.unsent:,} never sent"
     yield f"{report.asked:,} requests in {report.seconds:.1f} s: {outcomes}"
 
 
-def _lateness(report: Report) -> Iterator[str]:
+def _lateness(report: ReplayReport) -> Iterator[str]:
     lateness = report.late
     if lateness.count:
         words = f"p50 {_time(lateness.p50)}, p99 {_time(lateness.p99)}, most {_time(lateness.most)}"
@@ -355,7 +355,7 @@ def _lateness(report: Report) -> Iterator[str]:
         yield _line("", "THE CLIENT DID NOT KEEP UP: it saw answers late, and its times are longer than the server's")
 
 
-def _times(report: Report) -> Iterator[str]:
+def _times(report: ReplayReport) -> Iterator[str]:
     yield _line("TTFT", _spread(report.ttft))
     if not report.sent_in_time or report.held_up:
         yield _line("TTFT from due", _spread(report.due_ttft))
@@ -363,7 +363,7 @@ def _times(report: Report) -> Iterator[str]:
     yield _line("TBT of requests", _spread(report.tbt_means))
 
 
-def _slos(report: Report) -> Iterator[str]:
+def _slos(report: ReplayReport) -> Iterator[str]:
     slo, sent = report.slo, report.sent
     if (slo.ttft_s is None and slo.tbt_s is None) or not sent:
         return
@@ -377,7 +377,7 @@ def _slos(report: Report) -> Iterator[str]:
     yield _line("within SLO", f"{', '.join(words)} of {sent:,} sent; goodput {report.goodput_per_s:.3g} requests/s")
 
 
-def _tokens(report: Report) -> Iterator[str]:
+def _tokens(report: ReplayReport) -> Iterator[str]:
     if report.hit_ratio is None:
         yield _line("hits", "unknown: no answer reported cached_tokens")
     else:
@@ -402,7 +402,7 @@ def _tokens(report: Report) -> Iterator[str]:
         )
 
 
-def _answers(report: Report) -> Iterator[str]:
+def _answers(report: ReplayReport) -> Iterator[str]:
     if report.completed:
         words = f"{report.output_tokens:,} tokens in {report.pieces:,} pieces"
         if report.short:
@@ -412,7 +412,7 @@ def _answers(report: Report) -> Iterator[str]:
         yield _line("answers", words)
 
 
-def _fault_lines(report: Report) -> Iterator[str]:
+def _fault_lines(report: ReplayReport) -> Iterator[str]:
     for kind, count, first in report.faults:
         retries = ""
         if kind.startswith("refused"):

@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import mean, median
 from typing import Literal
 
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import PromptChunk
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.loading import (
@@ -70,7 +70,7 @@ def load_with_cake(
     *,
     budget_tokens: int = PAPER_STEP_TOKENS,
     chunk_tokens: int = PAPER_STEP_TOKENS,
-    pace: Pace | None = None,
+    pace: SpeedEstimate | None = None,
     codec: str = "raw",
     max_in_flight_bytes: int = 1,
     timer: Callable[[], float] | None = None,
@@ -97,7 +97,7 @@ def cake_run(
     """Return all variants in a setting. A chunk is a step's budget (appendix B)."""
     model, budget = with_share(gpu, share), share_tokens(share)
     size, trace = chunk_tokens or budget, LinkTrace.constant(mbit_per_s * MBIT_BYTES)
-    pace = Pace()
+    pace = SpeedEstimate()
     # The last prompt counts: by then the loader knows both speeds.
     for _ in range(_KNOWN):
         run = load_with_cake(model, tokens, trace, budget_tokens=budget, chunk_tokens=size, pace=pace, codec=codec)
@@ -188,7 +188,7 @@ def figure_4() -> Reproduction:
         return A100.step_s(first_token, tokens)
 
     link = LinkTrace.constant(PAPER_MBIT[-1] * MBIT_BYTES)
-    pace = Pace()
+    pace = SpeedEstimate()
     for _ in range(_KNOWN):
         steps.clear()
         run = simulate_load(

@@ -22,9 +22,9 @@ from skymemory.kv.block import KVLayout
 from skymemory.placement.layout import Strategy
 from skymemory.units import SPEED_OF_LIGHT_M_S
 from skymemory_lab.reproduce.cake import Headline, reproduce
-from skymemory_lab.sim.latency import Setting as PaperSetting
+from skymemory_lab.sim.latency import LatencySetting as PaperSetting
 from skymemory_lab.sim.latency import claims as latency_claims
-from skymemory_lab.sim.sky.physical import LinkRates, Setting, latency_s, sight_of, ways_of
+from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, latency_s, sight_of, ways_of
 from skymemory_lab.view.figures import DISCLOSED, constellations, disclosed_shell
 from skymemory_lab.view.layout_map import paper_map
 from skymemory_lab.view.protocol_sequence import label, record
@@ -137,7 +137,7 @@ def _median_s(strategy: Strategy, servers: int, kvc_bytes: int, chunk_s: float) 
     times_s = [preset.shell.period_s * at / 24 for at in range(24)]
     sight = sight_of(preset, DEFAULT_MASK_DEG, "climbing")
     ways = ways_of(preset, sight, "hybrid", times_s, strategy=strategy, servers=servers, exact_links=True)
-    return float(np.median(latency_s(ways, Setting(kvc_bytes, 12_288, server_s=chunk_s), _RATES)))
+    return float(np.median(latency_s(ways, TransferSetting(kvc_bytes, 12_288, server_s=chunk_s), _RATES)))
 
 
 def _more_servers() -> str:

@@ -36,7 +36,7 @@ SWEEPS: dict[Parameter, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LatencySetting:
     """Parameters of the model. Defaults are the fixed values of figure 16."""
 
     strategy: Strategy = "rotation_hop"
@@ -66,7 +66,7 @@ class SweepPoint(NamedTuple):
     worst_s: float
 
 
-class Claim(NamedTuple):
+class ModelledClaim(NamedTuple):
     what: str
     paper: str
     model: str
@@ -78,7 +78,7 @@ def _offsets(strategy: Strategy, servers: int) -> tuple[NDArray[np.float64], NDA
     return np.abs(cells[:, 0]), np.abs(cells[:, 1])
 
 
-def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
+def server_latencies_s(setting: LatencySetting) -> NDArray[np.float64]:
     d_slot, d_plane = _offsets(setting.strategy, setting.servers)
     d_m = neighbour_chord_m(PAPER_TORUS.slots_per_plane, setting.altitude_m)
     d_n = neighbour_chord_m(PAPER_TORUS.planes, setting.altitude_m)
@@ -94,15 +94,15 @@ def server_latencies_s(setting: Setting) -> NDArray[np.float64]:
     return latencies[chunks > 0]
 
 
-def worst_latency_s(setting: Setting) -> float:
+def worst_latency_s(setting: LatencySetting) -> float:
     return float(server_latencies_s(setting).max())
 
 
-def settings() -> Iterator[tuple[Parameter, float, Setting]]:
+def settings() -> Iterator[tuple[Parameter, float, LatencySetting]]:
     """Yield the 132 settings of figure 16 with the varied parameter and its value."""
     for parameter, values in SWEEPS.items():
         for strategy in PAPER_STRATEGIES:
-            fixed = Setting(strategy)
+            fixed = LatencySetting(strategy)
             for value in values:
                 yield parameter, value, replace(fixed, **{parameter: value})  # type: ignore[arg-type]
 
@@ -122,13 +122,13 @@ def satellites_for_link_s(one_way_s: float, altitude_m: float) -> int:
     return count
 
 
-def claims() -> list[Claim]:
+def claims() -> list[ModelledClaim]:
     """Compare the paper's conclusions from figures 1, 2 and 16 with its model."""
-    fewest, most = Setting(servers=9), Setting(servers=81)
+    fewest, most = LatencySetting(servers=9), LatencySetting(servers=81)
     saved = 1 - worst_latency_s(most) / worst_latency_s(fewest)
-    rotation_s = worst_latency_s(Setting("rotation"))
-    gain_s = rotation_s - worst_latency_s(Setting("rotation_hop"))
-    even = Setting(kvc_bytes=81 * 22 * 12_288)
+    rotation_s = worst_latency_s(LatencySetting("rotation"))
+    gain_s = rotation_s - worst_latency_s(LatencySetting("rotation_hop"))
+    even = LatencySetting(kvc_bytes=81 * 22 * 12_288)
     even_gain_s = worst_latency_s(replace(even, strategy="rotation")) - worst_latency_s(even)
     spreads = []
     for parameter in ("kvc_bytes", "processing_s"):
@@ -138,17 +138,17 @@ def claims() -> list[Claim]:
             spreads.append(max(at_value) / min(at_value) - 1)
     needed = satellites_for_link_s(0.002, 550_000.0)
     return [
-        Claim("8× the servers", "latency falls by about 90 %", f"9× the servers: by {saved:.1%}"),
-        Claim(
+        ModelledClaim("8× the servers", "latency falls by about 90 %", f"9× the servers: by {saved:.1%}"),
+        ModelledClaim(
             "rotation_hop against rotation",
             "lower at every altitude",
             f"by {gain_s * 1e3:.0f} ms of {rotation_s * 1e3:.0f}, one chunk's processing: the remainder of "
             f"chunks / servers lies near, not in a corner; by {even_gain_s * 1e3:.0f} ms without remainder",
         ),
-        Claim(
+        ModelledClaim(
             "KV cache size and processing time",
             "the strategies are similar",
             f"apart by {min(spreads):.0%} to {max(spreads):.0%}",
         ),
-        Claim("links under 2 ms", "with 50+ satellites in a plane", f"with {needed}+ at 550 km"),
+        ModelledClaim("links under 2 ms", "with 50+ satellites in a plane", f"with {needed}+ at 550 km"),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skymemory.cache.blocks import LoaderResult
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
 from skymemory.constellation.orbit import Shell
 from skymemory.constellation.presets import EPOCH_UNIX_S
@@ -78,7 +78,7 @@ def simulate_load(
     *,
     budget_tokens: int,
     max_in_flight_bytes: int,
-    pace: Pace | None = None,
+    pace: SpeedEstimate | None = None,
     computes: bool = True,
     loads: bool = True,
     others_fill: bool | None = None,

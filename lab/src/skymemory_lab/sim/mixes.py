@@ -15,17 +15,17 @@ from functools import lru_cache
 from skymemory.config import suggestion
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.trace import BLOCK_TOKENS, TraceRequest
-from skymemory_lab.sim.workload import WORKLOADS, Spread, generate
+from skymemory_lab.sim.workload import WORKLOADS, LogNormal, generate
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    prompt: Spread
-    answer: Spread
+    prompt: LogNormal
+    answer: LogNormal
 
 
-READERS = Kind(Spread(14_000, 0.5, 1_000, 64_000), Spread(110, 0.5, 10, 600))
-WRITERS = Kind(Spread(900, 0.7, 50, 8_000), Spread(900, 0.4, 100, 3_000))
+READERS = Kind(LogNormal(14_000, 0.5, 1_000, 64_000), LogNormal(110, 0.5, 10, 600))
+WRITERS = Kind(LogNormal(900, 0.7, 50, 8_000), LogNormal(900, 0.4, 100, 3_000))
 
 Share = Callable[[float], float]
 """Share of the readers' peak, by the elapsed part of a period, 0 to 1."""

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from skymemory import native
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_8xA800
-from skymemory.conductor.picker import Fleet, LoadReport, Picker, PrefillTotals, Scorer, Server
+from skymemory.conductor.picker import Fleet, Picker, PrefillTotals, ReportedLoad, Scorer, Server
 from skymemory.conductor.prefix_index.approximate import ApproximatePrefixIndex, PrefixIndex
-from skymemory.conductor.prefix_index.events import Batch, BlocksRemoved, BlocksStored
+from skymemory.conductor.prefix_index.events import BlocksRemoved, BlocksStored, EventBatch
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import HEAD_BYTES, Decision, Prompt, Request, seed
 from skymemory.conductor.strategies.base import mix
@@ -71,7 +71,7 @@ class CacheEvents(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoutedOutcome:
     at_s: float
     server: int
     ttft_s: float
@@ -82,7 +82,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Job:
+class _RoutedJob:
     at: int
     request: TraceRequest
     decision: Decision
@@ -90,11 +90,11 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Engine:
+class _SimulatedEngine:
     server: Server
     cache: PrefixCache
-    queue: deque[_Job] = field(default_factory=deque)
-    serving: _Job | None = None
+    queue: deque[_RoutedJob] = field(default_factory=deque)
+    serving: _RoutedJob | None = None
     decoding: int = 0
     tokens: int = 0
     prefills: PrefillTotals = field(default_factory=lambda: PrefillTotals(0, 0, 0, 0.0))
@@ -106,7 +106,7 @@ def simulate(
     setup: RoutingSetup,
     events: CacheEvents | None = None,
     prompts: Sequence[Request] | None = None,
-) -> list[Outcome]:
+) -> list[RoutedOutcome]:
     """Return the results of ``requests``, which are in order of arrival.
 
     Raises:
@@ -121,14 +121,16 @@ class _Simulation:
         self._fleet = Fleet()
         self._picker = Picker(self._fleet, scorer, seed=setup.seed)
         names = [f"server-{number}" for number in range(setup.servers)]
-        self._engines = {name: _Engine(self._fleet.add(name), PrefixCache(setup.cache_blocks)) for name in names}
+        self._engines = {
+            name: _SimulatedEngine(self._fleet.add(name), PrefixCache(setup.cache_blocks)) for name in names
+        }
         self._numbers = {name: number for number, name in enumerate(names)}
         self._clock = Clock()
         self._scrapes = -1
         self._dice = Random(setup.seed)
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RoutedOutcome] = {}
 
-    def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[Outcome]:
+    def run(self, requests: Sequence[TraceRequest], prompts: Sequence[Request]) -> list[RoutedOutcome]:
         # Arrivals need no events: the clock runs up to each arrival, then the request is placed with the report of that
         # time.
         before_s = -math.inf
@@ -157,7 +159,7 @@ class _Simulation:
             return
         self._scrapes = scrapes
         for engine in self._engines.values():
-            engine.server.reported = LoadReport(
+            engine.server.reported = ReportedLoad(
                 at_s=scrapes * self._setup.scrape_s,
                 waiting=len(engine.queue),
                 running=engine.decoding + (engine.serving is not None),
@@ -173,11 +175,11 @@ class _Simulation:
         decision = self._picker.pick(prompt, request.at_s)
         self._picker.routed(decision, request.at_s)
         engine = self._engines[decision.server]
-        engine.queue.append(_Job(at, request, decision, request.blocks()))
+        engine.queue.append(_RoutedJob(at, request, decision, request.blocks()))
         if engine.serving is None:
             self._serve(engine, request.at_s)
 
-    def _serve(self, engine: _Engine, now_s: float) -> None:
+    def _serve(self, engine: _SimulatedEngine, now_s: float) -> None:
         # Looked up now, not at arrival: earlier requests in the queue have changed the cache meanwhile.
         job = engine.serving = engine.queue.popleft()
         tokens, hit = job.request.input_tokens, engine.cache.leading(job.chain)
@@ -185,7 +187,7 @@ class _Simulation:
         evicted = engine.cache.use(job.chain)
         engine.tokens += tokens
         done_s = now_s + self._setup.cost.prefill_s(tokens, hit_tokens)
-        self._outcomes[job.at] = Outcome(
+        self._outcomes[job.at] = RoutedOutcome(
             job.request.at_s,
             self._numbers[job.decision.server],
             done_s - job.request.at_s,
@@ -196,7 +198,7 @@ class _Simulation:
         )
         self._later(done_s, lambda at_s: self._first_token(engine, job, hit, evicted, at_s))
 
-    def _first_token(self, engine: _Engine, job: _Job, hit: int, gone: list[int], now_s: float) -> None:
+    def _first_token(self, engine: _SimulatedEngine, job: _RoutedJob, hit: int, gone: list[int], now_s: float) -> None:
         if job.decision.request.streams:
             self._picker.succeeded(job.decision, now_s)
         engine.serving = None
@@ -209,7 +211,7 @@ class _Simulation:
         if engine.queue:
             self._serve(engine, now_s)
 
-    def _end(self, engine: _Engine, job: _Job, now_s: float) -> None:
+    def _end(self, engine: _SimulatedEngine, job: _RoutedJob, now_s: float) -> None:
         if not job.decision.request.streams:
             self._picker.succeeded(job.decision, now_s)
         self._picker.on_request_end(job.decision, now_s, output_tokens=job.request.output_tokens)
@@ -267,7 +269,7 @@ class RoutingMetrics:
         return {name: value if isinstance(value, int) else round(value, 6) for name, value in asdict(self).items()}
 
 
-def measured(outcomes: Sequence[Outcome], servers: int, from_s: float = 0.0) -> RoutingMetrics:
+def measured(outcomes: Sequence[RoutedOutcome], servers: int, from_s: float = 0.0) -> RoutingMetrics:
     """Return the metrics of the requests that arrived at ``from_s`` or later.
 
     Raises:
@@ -380,7 +382,7 @@ class EngineEvents:
         if new := chain[had:]:
             parent = chain[had - 1] if had else None
             events.append(BlocksStored(new, parent, cast("Sequence[int]", tokens_of(new)), BLOCK_TOKENS))
-        self.index.apply(server.slot, Batch(number, events))
+        self.index.apply(server.slot, EventBatch(number, events))
 
 
 def strategy_for(

@@ -26,7 +26,7 @@ from skymemory_lab.sim.trace import BATCH_S, BLOCK_TOKENS, TraceRequest, jittere
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LogNormal:
     """Clipped log-normal distribution of whole numbers."""
 
     median: float
@@ -56,7 +56,7 @@ class Popularity:
         return (rank + steps * self.moves_by) % self.count
 
 
-_NONE = Spread(1, 0.0, 1, 1)
+_NONE = LogNormal(1, 0.0, 1, 1)
 _ONE = Popularity(1, 0.0)
 
 
@@ -67,22 +67,22 @@ class Workload:
     name: str
     conversations_per_s: float
     tenants: Popularity
-    system: Spread
+    system: LogNormal
     documents: Popularity = _ONE
-    document: Spread = _NONE
+    document: LogNormal = _NONE
     document_share: float = 0.0
-    question: Spread
+    question: LogNormal
     job_share: float = 0.0
     """Share of conversations with a single request of ``job`` tokens."""
-    job: Spread = _NONE
+    job: LogNormal = _NONE
     goes_on: float
     goes_on_growth: float = 0.0
     """Exponent by which later ends become less likely: ``turn ** -goes_on_growth``."""
-    message: Spread
+    message: LogNormal
     long_message_share: float = 0.0
-    long_message: Spread = _NONE
-    pause: Spread
-    answer: Spread
+    long_message: LogNormal = _NONE
+    pause: LogNormal
+    answer: LogNormal
     curt_share: float
     """Share of answers of a few tokens."""
     batch_s: float = 0.0
@@ -147,20 +147,20 @@ CONVERSATIONS = Workload(
     name="conversations",
     conversations_per_s=2.15,
     tenants=Popularity(1, 0.0),
-    system=Spread(700, 0.0, 700, 700),
+    system=LogNormal(700, 0.0, 700, 700),
     documents=Popularity(400, 1.0),
-    document=Spread(3_500, 0.9, 1_024, 30_000),
+    document=LogNormal(3_500, 0.9, 1_024, 30_000),
     document_share=0.04,
-    question=Spread(5_400, 1.25, 200, 120_000),
+    question=LogNormal(5_400, 1.25, 200, 120_000),
     job_share=0.17,
-    job=Spread(200, 0.02, 191, 215),
+    job=LogNormal(200, 0.02, 191, 215),
     goes_on=0.37,
     goes_on_growth=0.2,
-    message=Spread(30, 1.3, 2, 1_000),
+    message=LogNormal(30, 1.3, 2, 1_000),
     long_message_share=0.25,
-    long_message=Spread(3_500, 0.9, 200, 40_000),
-    pause=Spread(128, 0.95, 12, 1_800),
-    answer=Spread(370, 0.42, 30, 2_000),
+    long_message=LogNormal(3_500, 0.9, 200, 40_000),
+    pause=LogNormal(128, 0.95, 12, 1_800),
+    answer=LogNormal(370, 0.42, 30, 2_000),
     curt_share=0.118,
     batch_s=BATCH_S,
 )
@@ -168,29 +168,29 @@ TENANTS = Workload(
     name="tenants",
     conversations_per_s=8.0,
     tenants=Popularity(1_500, 0.9, moves_every_s=120.0, moves_by=37),
-    system=Spread(4_000, 0.6, 1_024, 16_000),
-    question=Spread(300, 0.8, 20, 4_000),
+    system=LogNormal(4_000, 0.6, 1_024, 16_000),
+    question=LogNormal(300, 0.8, 20, 4_000),
     goes_on=0.5,
-    message=Spread(150, 0.8, 5, 2_000),
-    pause=Spread(40, 0.6, 5, 300),
-    answer=Spread(900, 0.5, 50, 4_000),
+    message=LogNormal(150, 0.8, 5, 2_000),
+    pause=LogNormal(40, 0.6, 5, 300),
+    answer=LogNormal(900, 0.5, 50, 4_000),
     curt_share=0.02,
 )
 AGENTS = Workload(
     name="agents",
     conversations_per_s=0.4,
     tenants=Popularity(24, 0.8),
-    system=Spread(9_000, 0.5, 3_000, 30_000),
+    system=LogNormal(9_000, 0.5, 3_000, 30_000),
     documents=Popularity(60, 0.7),
-    document=Spread(8_000, 0.8, 1_024, 40_000),
+    document=LogNormal(8_000, 0.8, 1_024, 40_000),
     document_share=0.5,
-    question=Spread(900, 1.0, 50, 20_000),
+    question=LogNormal(900, 1.0, 50, 20_000),
     goes_on=0.93,
-    message=Spread(350, 1.0, 20, 4_000),
+    message=LogNormal(350, 1.0, 20, 4_000),
     long_message_share=0.2,
-    long_message=Spread(4_000, 0.8, 500, 30_000),
-    pause=Spread(7, 0.7, 1, 120),
-    answer=Spread(130, 0.7, 15, 2_000),
+    long_message=LogNormal(4_000, 0.8, 500, 30_000),
+    pause=LogNormal(7, 0.7, 1, 120),
+    answer=LogNormal(130, 0.7, 15, 2_000),
     curt_share=0.0,
 )
 WORKLOADS = {workload.name: workload for workload in (CONVERSATIONS, TENANTS, AGENTS)}
@@ -227,8 +227,8 @@ class BlockNames:
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
     name: str
-    prompt: Spread
-    answer: Spread
+    prompt: LogNormal
+    answer: LogNormal
     shared: float = 0.0
     """Share of a prompt that comes from ``prefixes``, 0 to below 1."""
     prefixes: Popularity = _ONE
@@ -267,12 +267,12 @@ def poisson(workload: OpenLoop, rate_per_s: float, count: int, seed: int) -> lis
     return requests
 
 
-def _about(mean: float, sigma: float, least: int, most: int) -> Spread:
-    return Spread(mean / math.exp(sigma * sigma / 2), sigma, least, most)
+def _about(mean: float, sigma: float, least: int, most: int) -> LogNormal:
+    return LogNormal(mean / math.exp(sigma * sigma / 2), sigma, least, most)
 
 
-def _exactly(tokens: int) -> Spread:
-    return Spread(tokens, 0.0, tokens, tokens)
+def _exactly(tokens: int) -> LogNormal:
+    return LogNormal(tokens, 0.0, tokens, tokens)
 
 
 ARXIV = OpenLoop("arxiv", _about(8_088, 0.5, 500, 64_000), _about(229, 0.4, 20, 1_500))
@@ -303,7 +303,7 @@ QUICK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConversationSource:
     """The conversation trace, or the generator with its statistics."""
 
     trace: Path | None
@@ -326,7 +326,7 @@ class Source:
 
 
 @lru_cache(maxsize=2)
-def _requests(source: Source) -> list[TraceRequest]:
+def _requests(source: ConversationSource) -> list[TraceRequest]:
     if source.trace is not None:
         requests = read_trace(source.trace)
     else:

@@ -46,7 +46,7 @@ _DRAWN = {"SET": "#d9822b", "ACK": GREY, "MIGRATE": GREEN, "GET": BLUE, "DATA": 
 _GROUND = "ground"
 
 
-class Sent(NamedTuple):
+class SentDatagram(NamedTuple):
     sent_s: float
     arrived_s: float
     sender: Node
@@ -59,9 +59,9 @@ class Sent(NamedTuple):
 class Recording:
     """Datagrams of the run. ``right`` is true if the read gave the same bytes."""
 
-    set: tuple[Sent, ...]
-    move: tuple[Sent, ...]
-    get: tuple[Sent, ...]
+    set: tuple[SentDatagram, ...]
+    move: tuple[SentDatagram, ...]
+    get: tuple[SentDatagram, ...]
     move_s: float
     right: bool
     before: LayoutMap
@@ -76,11 +76,11 @@ class Recording:
         return [(start, ends[start.plane]) for start in starts]
 
 
-class _Recorded(SimulatedConstellation):
+class _RecordedConstellation(SimulatedConstellation):
     """A simulated constellation that records each datagram when sent, and at every hop."""
 
     def __init__(self, sky: SkyMap, clock: MoveClock) -> None:
-        self.sent: list[Sent] = []
+        self.sent: list[SentDatagram] = []
         super().__init__(sky, SERVERS * CHUNK_BYTES, clock, self._link_s)
 
     def _link_s(self, sender: Node, receiver: Node) -> float:
@@ -97,7 +97,7 @@ class _Recorded(SimulatedConstellation):
         arrives_s = self.now_s + self._link_s(sender, receiver)
         for data in batch.datagrams():
             header = SkyHeader.unpack(data, COMMAND_BYTES if data[0] & COMMAND_BIT else TELEMETRY_BYTES)
-            self.sent.append(Sent(self.now_s, arrives_s, sender, receiver, header.op.name, len(data)))
+            self.sent.append(SentDatagram(self.now_s, arrives_s, sender, receiver, header.op.name, len(data)))
         super()._send(batch, sender, receiver)
 
 
@@ -106,7 +106,7 @@ def record() -> Recording:
     """Set a block of nine chunks, let the box move by a slot, and read it."""
     period_s = slot_move_period_s(PRESETS["starlink-a"].shell)
     clock = MoveClock(slot_period_s=period_s, time_scale=1.0)
-    sky = _Recorded(SkyMap(TORUS, CENTRE), clock)
+    sky = _RecordedConstellation(SkyMap(TORUS, CENTRE), clock)
     host = sky.connect(ClientConfig(1, "ideal", expected_rtt_s=0.02))
     value = bytes(range(256)) * (SERVERS * CHUNK_BYTES // 256)
     strategy = STRATEGY_CODES["rotation_hop"]
@@ -123,7 +123,7 @@ def record() -> Recording:
     return Recording(was_set, moved, tuple(sky.sent), period_s, bytes(read) == value, before, after)
 
 
-def _numbers(*parts: tuple[str, Iterable[Sent], float]) -> Numbers:
+def _numbers(*parts: tuple[str, Iterable[SentDatagram], float]) -> Numbers:
     rows = [
         (
             part,
@@ -161,7 +161,9 @@ def _lifelines(run: Recording) -> list[Node]:
     return [ground, *sorted(node for node in nodes if isinstance(node, SatelliteId))]
 
 
-def _sequence(axes: Axes, run: Recording, sent: Sequence[Sent], since_s: float, shown: LayoutMap, title: str) -> None:
+def _sequence(
+    axes: Axes, run: Recording, sent: Sequence[SentDatagram], since_s: float, shown: LayoutMap, title: str
+) -> None:
     """Draw lifelines side by side, time downwards."""
     nodes = _lifelines(run)
     # A gap between planes, and after the ground.

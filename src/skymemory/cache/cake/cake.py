@@ -13,11 +13,11 @@ from threading import Lock
 from typing import Literal
 
 from skymemory.cache.blocks import TIER_FAILURES, BlockCache, BlockSink, LoadResult, Parts, PhaseClock
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.cache.cake.scheduler import BidirectionalLoader, PromptChunk, cut_prompt
 from skymemory.cache.cake.session import LoadingSession
 from skymemory.cache.patience import Latencies, patience_s, patience_while_computing_s, recompute_cost
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.errors import InvalidInput
 from skymemory.kv.block import BlockHash, Tokens
 from skymemory.store.base import LoadTicket, Presence
@@ -72,7 +72,7 @@ class Cake:
         self.settings = settings or CakeSettings()
         self.settings.check(parts.first.layout.block_tokens)
         self.parts = parts
-        self.pace = Pace()
+        self.pace = SpeedEstimate()
         self._stored_block_bytes = float(parts.value_bytes)
         self._last_late: tuple[int, float] | None = None
         self._workers = TierWorkers("cake", self.settings.fetch_threads, _WAITING)
@@ -166,7 +166,7 @@ class Cake:
             presence = [self.blocks.store.lookup(chain) for chain in hashes]
             return [all(state is Presence.HIT for state in block) for block in zip(*presence, strict=True)]
 
-        call: Call[object] = Call(ask)
+        call: WorkerCall[object] = WorkerCall(ask)
         submitted = not self._lookups.all_hung and self._lookups.submit(call)
         started_s = time.monotonic()
         patience = min(self.settings.deadline_s, patience_s(self._lookup_latencies))

@@ -12,7 +12,7 @@ _OPTIMISM = 0.98
 """Factor per prompt on an unused side's time. Otherwise a bad measurement would last, as that side is not measured."""
 
 
-class Pace:
+class SpeedEstimate:
     """Speeds shared by consecutive prompts."""
 
     def __init__(self) -> None:

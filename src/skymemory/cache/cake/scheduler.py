@@ -11,7 +11,7 @@ The caller reports events, then asks ``poll`` what to do. The paper's steps:
 6. Finished when the pointers have met and every chunk is resident (A.6): ``done``.
 
 Extensions: a step fills its budget over several small chunks; a chunk goes to the side expected to have it sooner
-(``Pace``); a late load is waited for at most as long as computing takes.
+(``SpeedEstimate``); a late load is waited for at most as long as computing takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import Enum
 from itertools import accumulate
 
 from skymemory.cache.blocks import LoaderResult
-from skymemory.cache.cake.pace import Pace
+from skymemory.cache.cake.pace import SpeedEstimate
 from skymemory.errors import InvalidInput
 
 _ALMOST = 1 - 1e-9  # of a wait: rounding must not wake the caller twice for one decision
@@ -122,7 +122,7 @@ class BidirectionalLoader:
         *,
         max_in_flight_bytes: int,
         budget_tokens: int,
-        pace: Pace | None = None,
+        pace: SpeedEstimate | None = None,
         computes: bool = True,
         loads: bool = True,
         others_fill: bool | None = None,
@@ -133,7 +133,7 @@ class BidirectionalLoader:
         if max_in_flight_bytes < 1 or budget_tokens < 0:
             raise InvalidInput("max_in_flight_bytes must be positive, budget_tokens not negative")
         self._budget_tokens = budget_tokens
-        self._pace = pace or Pace()
+        self._pace = pace or SpeedEstimate()
         if others_fill is not None:
             self._pace.assume_batch(others_fill)
         self._link = FetchQueue(self._pace, max_in_flight_bytes)
@@ -384,7 +384,7 @@ class PromptWork:
     def bytes_between(self, first: int, last: int) -> int:
         return self._bytes[last + 1] - self._bytes[first] if last >= first else 0
 
-    def compute_s(self, first: int, computed: int, last: int, pace: Pace, budget_tokens: int) -> float | None:
+    def compute_s(self, first: int, computed: int, last: int, pace: SpeedEstimate, budget_tokens: int) -> float | None:
         line = pace.line()
         if line is None:
             return None
@@ -402,7 +402,7 @@ class PromptWork:
 class FetchQueue:
     """Requested fetches, served in order; ``max_bytes`` always allows a single fetch."""
 
-    def __init__(self, pace: Pace, max_bytes: int) -> None:
+    def __init__(self, pace: SpeedEstimate, max_bytes: int) -> None:
         self._pace = pace
         self._max_bytes = max_bytes
         self._sizes: dict[int, int] = {}

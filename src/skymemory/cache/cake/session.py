@@ -19,7 +19,7 @@ from typing import Protocol
 
 from skymemory.cache.blocks import LoaderResult
 from skymemory.cache.cake.scheduler import BidirectionalLoader, ComputeStep, PromptChunk
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 
 class FetchedChunk(Protocol):
@@ -46,20 +46,20 @@ _LEAD_PART = 0.1
 _LEAD_S = 0.02
 
 
-class Fetch:
+class TimedFetch:
     """Fetch that starts at ``starts_s`` and is given up at ``due_s``."""
 
-    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[Fetch], object]) -> None:
+    def __init__(self, index: int, starts_s: float, from_s: float, work: Callable[[TimedFetch], object]) -> None:
         """``from_s``: time at which it began, or begins at the latest."""
         self.index, self.starts_s, self.from_s = index, starts_s, from_s
         self.due_s = math.inf
-        self.call: Call[object] = Call(lambda: work(self))
+        self.call: WorkerCall[object] = WorkerCall(lambda: work(self))
 
     def set_timeout(self, seconds: float) -> None:
         self.due_s = self.from_s + seconds
 
 
-def starts_after(ahead: Fetch, takes_s: float | None, now_s: float) -> float:
+def starts_after(ahead: TimedFetch, takes_s: float | None, now_s: float) -> float:
     """Return the start time of the fetch after ``ahead``, which occupies the link for ``takes_s`` (None: unknown).
 
     Shortly before that fetch ends: earlier, each would get half of the link; later, the link would be idle. The first,
@@ -102,7 +102,7 @@ class LoadingSession:
         self._stepping = range(0)  # chunks that the engine is computing
         self._wanted: set[int] = set()  # chunks whose load the scheduler waits for
         self._asked: deque[int] = deque()  # chunks to fetch, in order
-        self._fetches: list[Fetch] = []  # at most two
+        self._fetches: list[TimedFetch] = []  # at most two
         self._abandoned = False  # a fetch timed out before a thread began it
         self._placing: set[int] = set()
         self._notifying = 0
@@ -197,7 +197,7 @@ class LoadingSession:
 
     # --- worker threads ---
 
-    def _work(self, fetch: Fetch, source: ChunkSource) -> None:
+    def _work(self, fetch: TimedFetch, source: ChunkSource) -> None:
         index = fetch.index
         fetched: FetchedChunk | None = None
         self._await_turn(fetch)
@@ -234,7 +234,7 @@ class LoadingSession:
             if fetched is not None:
                 fetched.release()
 
-    def _await_turn(self, fetch: Fetch) -> None:
+    def _await_turn(self, fetch: TimedFetch) -> None:
         with self._changed:
             while fetch in self._fetches and self._fetches[0] is not fetch and self._clock() < fetch.starts_s:
                 left_s = fetch.starts_s - self._clock()
@@ -294,7 +294,7 @@ class LoadingSession:
             if self._fetch_next():
                 return
 
-    def _give_up(self, fetch: Fetch) -> None:
+    def _give_up(self, fetch: TimedFetch) -> None:
         fetch.call.overdue = True
         fetch.call.give_up()
         self._fetches.remove(fetch)
@@ -327,12 +327,12 @@ class LoadingSession:
         self._asked.clear()
         return False
 
-    def _fetch_of(self, index: int, source: ChunkSource) -> Fetch:
+    def _fetch_of(self, index: int, source: ChunkSource) -> TimedFetch:
         starts_s = from_s = self._clock()
         for ahead in self._fetches:
             starts_s = starts_after(ahead, self._loader.link_takes_s(ahead.index), self._clock())
             from_s = max(from_s, ahead.due_s)
-        fetch = Fetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
+        fetch = TimedFetch(index, starts_s, from_s, lambda fetch: self._work(fetch, source))
         fetch.set_timeout(self._patience_s(self._sizes[index]))
         return fetch
 

@@ -14,7 +14,7 @@ from functools import partial
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import InvalidInput
 from skymemory.store.base import KeyReport, LoadReport, LoadTicket, Presence, Store
 
@@ -151,7 +151,7 @@ class TierLoad:
         self.tier = tier
         self.keys = keys
         self._ticket: LoadTicket | None = ticket
-        self._call: Call[list[memoryview | None]] | None = None
+        self._call: WorkerCall[list[memoryview | None]] | None = None
         self._values: list[memoryview | None] | None = None
         self._until_s = 0.0
         self._budget: InFlightBudget | None = None

@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS, TIER_FAILURES
 from skymemory.cache.patience import Latencies, patience_s
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.circuit_breaker import BreakerConfig, CircuitBreaker
 from skymemory.kv.block import Place
 from skymemory.metrics import Counters
@@ -110,7 +110,7 @@ class Tier:
         self._logged_closed = True
         self._probe_key: bytes | None = None
         self._delete_retry = RetryTimer()
-        self._overdue: dict[Call[object], float] = {}
+        self._overdue: dict[WorkerCall[object], float] = {}
         """Given-up calls, with the time at which each counts as hanging."""
         self._latencies: dict[Kind, Latencies] = {"ask": Latencies(), "load": Latencies(), "store": Latencies()}
 
@@ -141,9 +141,9 @@ class Tier:
             return self.settings.ask_deadline_s
         return self.settings.load_deadline_s if kind == "load" else self.settings.store_deadline_s
 
-    def start(self, work: Callable[[], Result]) -> Call[Result] | None:
+    def start(self, work: Callable[[], Result]) -> WorkerCall[Result] | None:
         """Pass ``work`` to a thread, or run it if local. None: too many calls wait, which counts as a failure."""
-        call = Call(work)
+        call = WorkerCall(work)
         call.started_s = self.clock()
         if self.settings.local:
             call.run()
@@ -154,7 +154,7 @@ class Tier:
 
     def result_by(
         self,
-        call: Call[Result] | None,
+        call: WorkerCall[Result] | None,
         until_s: float,
         on_late: Callable[[Result | None], object] = lambda result: None,
         *,
@@ -289,7 +289,7 @@ class Tier:
             is_due = key is not None and self.breaker.probe_due(self.clock())
         if is_due and key is not None:
             self.counters.add("tier_probes_total", label=self.name)
-            if not self._workers.submit(Call(lambda: self._probe(key))):
+            if not self._workers.submit(WorkerCall(lambda: self._probe(key))):
                 self._probed(False)
 
     def _probe(self, key: bytes) -> None:

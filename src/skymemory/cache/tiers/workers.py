@@ -20,7 +20,7 @@ _MOST_LATE_S = 1.0
 _LATE_STEP_S = 0.001
 
 
-class Call(Generic[Result]):
+class WorkerCall(Generic[Result]):
     """Work for another thread. The caller either sees its end (``wait``) or gives it up, never both."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -99,13 +99,13 @@ class TierWorkers:
         self._name = name
         self._threads = threads
         self._waiting = waiting
-        self._calls: queue.SimpleQueue[Call[object] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[WorkerCall[object] | None] = queue.SimpleQueue()
         self._started = 0
         self._open = 0
-        self._running: set[Call[object]] = set()
+        self._running: set[WorkerCall[object]] = set()
         self._lock = threading.Lock()
 
-    def submit(self, call: Call[object]) -> bool:
+    def submit(self, call: WorkerCall[object]) -> bool:
         with self._lock:
             if self._calls.qsize() >= self._waiting:
                 return False
@@ -116,7 +116,7 @@ class TierWorkers:
             self._calls.put(call)
         return True
 
-    def wait(self, call: Call[Result], timeout_s: float) -> bool:
+    def wait(self, call: WorkerCall[Result], timeout_s: float) -> bool:
         """Return True if it ended within ``timeout_s``, extended while its thread lacked a processor."""
         excused_s = 0.0
         while not call.wait(timeout_s):

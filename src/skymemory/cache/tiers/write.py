@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from skymemory.cache.tiers.outbound import Moving, Outbound
 from skymemory.cache.tiers.tier import Tier
-from skymemory.cache.tiers.workers import Call
+from skymemory.cache.tiers.workers import WorkerCall
 from skymemory.errors import ValueTooLarge
 from skymemory.kv.block import Place
 from skymemory.store.base import Buffer, Places, StoreTicket
@@ -143,7 +143,7 @@ class TierWrite:
         self.too_large: _TooLarge = {}
         self._tickets: _Tickets = []
         self._left: list[int] = []
-        self._call: Call[list[list[bool]]] | None = None
+        self._call: WorkerCall[list[list[bool]]] | None = None
         self.given_up = False
 
     @classmethod

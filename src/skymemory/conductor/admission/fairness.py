@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal, RuleAround
+from skymemory.conductor.scheduler import RETRY_S, Admission, Refusal, RuleAround, ScheduledRequest
 from skymemory.errors import InvalidInput
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -50,10 +50,10 @@ class Fair(RuleAround):
         super().__init__(rule)
         self.slo = slo
         self.name = f"{rule.name}+fair"
-        self._shares = Shares(settings.share_window_s, settings.weights)
+        self._shares = TenantShares(settings.share_window_s, settings.weights)
         self._levels: dict[int, float] = {}
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         load = self._load(placement)
         # The order of precedence: the operator's priorities, fairness, then throughput (the wrapped rule).
         refusal = self._priority_refusal(placement.request.priority, load, now_s) or self._share_refusal(
@@ -70,22 +70,22 @@ class Fair(RuleAround):
             return None
         return refusal
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self._record_request(placement, False, now_s)
         super().refused(placement, refusal, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._record_request(placement, True, now_s)
         super().accepted(placement, now_s)
 
-    def _record_request(self, placement: Placement, admitted: bool, now_s: float) -> None:
+    def _record_request(self, placement: ScheduledRequest, admitted: bool, now_s: float) -> None:
         self._shares.record_request(placement.request.tenant, _cost_s(placement), admitted, now_s)
         self._levels[placement.request.priority] = now_s
         if len(self._levels) > 1:
             since_s = now_s - self.settings.share_window_s
             self._levels = {level: at_s for level, at_s in self._levels.items() if at_s >= since_s}
 
-    def _load(self, placement: Placement) -> float:
+    def _load(self, placement: ScheduledRequest) -> float:
         ttft_s = placement.prefill.estimated_ttft_s or 0.0
         tbt_s = None if placement.decode is None else placement.decode.estimated_tbt_s
         slo = placement.slo(self.slo)
@@ -104,7 +104,7 @@ class Fair(RuleAround):
         reason = f"priority {priority} is admitted up to a load of {limit:.2f}; the load is {load:.2f}"
         return Refusal(reason, self._retry_s(load - limit), kind="priority")
 
-    def _share_refusal(self, placement: Placement, load: float) -> Refusal | None:
+    def _share_refusal(self, placement: ScheduledRequest, load: float) -> Refusal | None:
         if load < self.settings.overload:
             return None
         used_s, share_s = self._shares.of(placement.request.tenant)
@@ -119,7 +119,7 @@ class Fair(RuleAround):
         return max(RETRY_S, excess * self.slo.ttft_s)
 
 
-def _cost_s(placement: Placement) -> float:
+def _cost_s(placement: ScheduledRequest) -> float:
     """Return compute seconds, or without an estimate thousands of uncached tokens."""
     seconds = placement.prefill.estimated_compute_s
     return (placement.request.prompt.tokens - placement.prefill.matched_tokens) / 1000 if seconds is None else seconds
@@ -136,7 +136,7 @@ class _Account:
     requests: int = 0
 
 
-class Shares:
+class TenantShares:
     """Demand, usage and share per tenant in a sliding window."""
 
     def __init__(self, window_s: float, weights: Mapping[str, float]) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from skymemory.conductor.admission.mooncake import too_late, too_slow
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, Placement, Refusal
+from skymemory.conductor.scheduler import RETRY_S, Admission, Refusal, ScheduledRequest
 from skymemory.errors import InvalidInput
 
 
@@ -64,7 +64,7 @@ class Goodput(Admission):
         self._late: set[int] = set()
         """Requests with a late first token, whose miss does not count against decoding."""
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         # The order of the module's rules: a request that would be late anyway is not judged by its cost.
         estimated_s = placement.prefill.estimated_ttft_s
         ttft_s = None if estimated_s is None else self._ttft.corrected_s(estimated_s)
@@ -79,41 +79,41 @@ class Goodput(Admission):
             or self._context_too_large(placement, tbt_s, now_s)
         )
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         if placement.decode is None:
             return None
         return too_slow(placement.decode.estimated_tbt_s, self._limit_s(placement), placement.forecast, now_s)
 
-    def refused(self, placement: Placement, refusal: Refusal, now_s: float) -> None:
+    def refused(self, placement: ScheduledRequest, refusal: Refusal, now_s: float) -> None:
         self._record_request(placement, now_s)
 
-    def accepted(self, placement: Placement, now_s: float) -> None:
+    def accepted(self, placement: ScheduledRequest, now_s: float) -> None:
         self._record_request(placement, now_s)
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.entered(placement.request.prompt.tokens, placement.decode.estimated_tbt_s, now_s)
 
-    def prefilled(self, placement: Placement, now_s: float) -> None:
+    def prefilled(self, placement: ScheduledRequest, now_s: float) -> None:
         if placement.prefill.estimated_ttft_s is not None:
             self._ttft.record_ttft(placement.prefill.estimated_ttft_s, now_s - placement.prefill.at_s)
         if placement.decode is not None and now_s - placement.prefill.at_s > placement.slo(self.slo).ttft_s:
             self._late.add(id(placement.request))  # alive until ``on_request_end``
 
-    def on_request_end(self, placement: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, placement: ScheduledRequest, now_s: float, met: bool | None) -> None:
         if placement.decode is not None and placement.decode.estimated_tbt_s is not None:
             self._batches.record_end(placement.request.prompt.tokens, now_s)
             if met is not None and id(placement.request) not in self._late:
                 self._headroom.record_outcome(placement.decode.estimated_tbt_s / placement.slo(self.slo).tbt_s, met)
         self._late.discard(id(placement.request))
 
-    def _record_request(self, placement: Placement, now_s: float) -> None:
+    def _record_request(self, placement: ScheduledRequest, now_s: float) -> None:
         self._prefills.record_request(placement.prefill.estimated_compute_s or 0.0, now_s)
         if placement.decode is not None:
             self._contexts.record_request(placement.request.prompt.tokens, now_s)
 
-    def _limit_s(self, placement: Placement) -> float:
+    def _limit_s(self, placement: ScheduledRequest) -> float:
         return placement.slo(self.slo).tbt_s * self._headroom.share
 
-    def _prefill_too_long(self, placement: Placement, now_s: float) -> Refusal | None:
+    def _prefill_too_long(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         compute_s, ttft_s = placement.prefill.estimated_compute_s, placement.prefill.estimated_ttft_s
         if compute_s is None or ttft_s is None:
             return None
@@ -128,7 +128,7 @@ class Goodput(Admission):
         reason = f"it takes {compute_s:.3g} s of compute; prefills up to {max_cost_s:.3g} s fit"
         return Refusal(reason, max(RETRY_S, compute_s), kind="cost")
 
-    def _context_too_large(self, placement: Placement, tbt_s: float | None, now_s: float) -> Refusal | None:
+    def _context_too_large(self, placement: ScheduledRequest, tbt_s: float | None, now_s: float) -> Refusal | None:
         if tbt_s is None or tbt_s < self.settings.batch_share * self._limit_s(placement):
             return None
         # Little's law: batches of ``most`` tokens that stay for ``stay_s`` admit ``most / stay_s`` tokens per second.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skymemory.conductor.request import Slo
-from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Placement, Refusal
+from skymemory.conductor.scheduler import RETRY_S, Admission, DecodeForecast, Refusal, ScheduledRequest
 
 _LOOKAHEADS = 12
 
@@ -46,13 +46,13 @@ class Baseline(Admission):
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return too_late(placement.prefill.estimated_ttft_s, placement.slo(self.slo).ttft_s)
 
-    def before_decode(self, placement: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return self._too_slow(placement.decoder.estimated_tbt_s, placement, now_s)
 
-    def _too_slow(self, tbt_s: float | None, placement: Placement, now_s: float) -> Refusal | None:
+    def _too_slow(self, tbt_s: float | None, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         return too_slow(tbt_s, placement.slo(self.slo).tbt_s, placement.forecast, now_s)
 
 
@@ -73,7 +73,7 @@ class Early(Baseline):
         super().__init__(slo)
         self.settings = settings or EarlySettings()
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
         tbt_s = placement.decoder.estimated_tbt_s
         if refusal is not None or tbt_s is None:
@@ -89,7 +89,7 @@ class Predicted(Baseline):
     name = "predicted"
     looks_ahead = True
 
-    def on_arrival(self, placement: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, placement: ScheduledRequest, now_s: float) -> Refusal | None:
         refusal, forecast = super().on_arrival(placement, now_s), placement.forecast
         tbt_s = placement.decoder.estimated_tbt_s
         if refusal is not None or tbt_s is None:

@@ -11,30 +11,30 @@ from skymemory.conductor.admission.goodput import Goodput, GoodputSettings
 from skymemory.conductor.admission.mooncake import Baseline, Early, EarlySettings, Predicted
 from skymemory.conductor.request import Slo
 from skymemory.conductor.scheduler import Admission, AdmitAll, OnArrival
-from skymemory.config import Entry, NoSettings, Registry, converted, defaults_of, read_options, suggestion
+from skymemory.config import NoSettings, Registry, RegistryEntry, converted, defaults_of, read_options, suggestion
 from skymemory.errors import InvalidInput
 
 Build = Callable[[Slo, Any], Admission]
 RULES: Registry[Build] = Registry(
     "admission rule",
     {
-        "all": Entry("refuses nothing", NoSettings, lambda slo, settings: AdmitAll()),
-        "baseline": Entry(
+        "all": RegistryEntry("refuses nothing", NoSettings, lambda slo, settings: AdmitAll()),
+        "baseline": RegistryEntry(
             "time to first token on arrival, decode load after the prefill (Mooncake's baseline)",
             NoSettings,
             lambda slo, settings: Baseline(slo),
         ),
-        "early": Entry(
+        "early": RegistryEntry(
             "time to first token and current decode load on arrival (Mooncake's early rejection)",
             EarlySettings,
             lambda slo, settings: Early(slo, settings),
         ),
-        "predicted": Entry(
+        "predicted": RegistryEntry(
             "time to first token and forecast decode load on arrival (Mooncake's, with prediction)",
             NoSettings,
             lambda slo, settings: Predicted(slo),
         ),
-        "goodput": Entry(
+        "goodput": RegistryEntry(
             "under overload admits the cheapest requests, so that most meet their objectives (ours)",
             GoodputSettings,
             lambda slo, settings: Goodput(slo, settings),

@@ -88,7 +88,7 @@ Event = BlocksStored | BlocksRemoved | AllCleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """Events published together, numbered from 0 without gaps."""
 
     sequence: int
@@ -114,7 +114,7 @@ class _Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _BlockRun:
     """Block of another size than our blocks."""
 
     blocks: int
@@ -129,8 +129,8 @@ class _Run:
 # Our hash is chained(our hash of the parent, tokens, extra keys). A block whose parent has no hash of ours has
 # none either: it waits as an orphan under its parent's name (``_children``), and ``_settle`` resolves whole subtrees.
 #
-# A block of another size (``_Run``) stands for several of ours. Its parts get artificial names (``_names``); if both
-# sizes end together, the last part has the engine's name, so that the next block finds its parent under that name.
+# A block of another size (``_BlockRun``) stands for several of ours. Its parts get artificial names (``_names``); if
+# both sizes end together, the last part has the engine's name, so that the next block finds its parent under that name.
 #
 # Invariants: a name keeps the first hash of ours that it got; it leaves a medium with the removal of its last copy; an
 # orphan's name is in no medium.
@@ -148,7 +148,7 @@ class EngineBlocks:
     counters: Counters = field(default_factory=Counters)
     _more_copies: dict[tuple[str, int], int] = field(default_factory=dict)
     """Additional copies: vLLM recomputes the last block of a fully cached prompt and reports both."""
-    _runs: dict[tuple[str, int], _Run] = field(default_factory=dict)
+    _runs: dict[tuple[str, int], _BlockRun] = field(default_factory=dict)
     _recent: dict[int, int] | None = None
     """Our hashes last stored in the GPU's memory, by the hash of their tokens."""
     _with_removals: set[str] = field(default_factory=set)
@@ -169,7 +169,7 @@ class EngineBlocks:
         medium = medium_of(event.medium)
         if medium != GPU and not event.tokens:
             return self._known(medium, event.hashes)
-        run: _Run | None = None
+        run: _BlockRun | None = None
         if event.block_tokens != self.block_tokens:
             if medium == GPU:
                 raise InvalidInput(
@@ -177,7 +177,7 @@ class EngineBlocks:
                     "router's block_tokens to the engine's --block-size"
                 )
             blocks, remainder = divmod(event.block_tokens, self.block_tokens)
-            run = _Run(blocks, remainder > 0)
+            run = _BlockRun(blocks, remainder > 0)
         if len(event.tokens) != len(event.hashes) * event.block_tokens or (run is not None and run.blocks == 0):
             if medium != GPU:
                 return self._left_out(len(event.hashes))
@@ -208,7 +208,7 @@ class EngineBlocks:
                 self._count_copy(medium, name)
                 yield from self._settle(medium, name, ours)
 
-    def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _Run | None) -> Iterator[Change]:
+    def _stored(self, event: BlocksStored, medium: str, tokens: bytes, run: _BlockRun | None) -> Iterator[Change]:
         names = [folded(engine_hash) for engine_hash in event.hashes]
         keys = None if event.extra_keys is None else [_own_keys(event, at) for at in range(len(names))]
         if event.parent is not None:
@@ -384,7 +384,7 @@ def folded(engine_hash: EngineHash) -> int:
     return int.from_bytes(engine_hash[-8:], "big")
 
 
-def _names(name: int, run: _Run) -> list[int]:
+def _names(name: int, run: _BlockRun) -> list[int]:
     parts = [(name ^ (at + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK for at in range(run.blocks)]
     if not run.rest:
         parts[-1] = name

@@ -27,11 +27,11 @@ from skymemory.conductor.prefix_index.events import (
     OTHER,
     REMOTE,
     AllCleared,
-    Batch,
     BlocksStored,
     Change,
     EngineBlocks,
     Event,
+    EventBatch,
     medium_of,
 )
 from skymemory.errors import InvalidInput
@@ -50,7 +50,7 @@ class _Engine:
     blocks: EngineBlocks
     expected: int = 0
     last_live: int = -1
-    waiting: dict[int, Batch] = field(default_factory=dict)
+    waiting: dict[int, EventBatch] = field(default_factory=dict)
     stale: bool = False
     trouble: str = ""
 
@@ -92,7 +92,7 @@ class PreciseIndex:
         self.forget(slot)
         self._engines[slot] = _Engine(EngineBlocks(model, self.block_tokens, counters=self.counters))
 
-    def apply(self, slot: int, batch: Batch, replayed: bool = False, more: bool = False) -> bool:
+    def apply(self, slot: int, batch: EventBatch, replayed: bool = False, more: bool = False) -> bool:
         """Apply a batch; return False if batches from ``missing(slot)`` on are missing.
 
         With ``more`` the next call continues the replayed batch under the same number.
@@ -140,7 +140,7 @@ class PreciseIndex:
         engine.stale = bool(engine.waiting) or engine.last_live >= engine.expected
         return not engine.stale
 
-    def _take(self, slot: int, engine: _Engine, batch: Batch, more: bool = False) -> None:
+    def _take(self, slot: int, engine: _Engine, batch: EventBatch, more: bool = False) -> None:
         engine.expected = batch.sequence + (not more)
         try:
             for event in batch.events:

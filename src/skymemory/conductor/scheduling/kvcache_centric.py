@@ -36,10 +36,10 @@ from skymemory.conductor.scheduling.prefill import (
     Estimates,
     FarTiers,
     LinkWaits,
-    Load,
     PlannedLinks,
     PrefillScheduler,
-    Source,
+    PrefixSource,
+    ServerLoad,
     deepest,
     tokens_of,
     undominated,
@@ -80,7 +80,7 @@ class _SplitCandidate(NamedTuple):
     floor_s: float
     """Lower bound of the finish."""
     at: int
-    source: Source
+    source: PrefixSource
     end: int
     in_wait_s: float
     load_s: float
@@ -151,8 +151,8 @@ class KvCacheCentric(PrefillScheduler):
     def _rate(self, estimates: Estimates) -> float:
         return self._price.rate(len(estimates.slots), estimates.now_s) if self._priced else 0.0
 
-    def _sources(self, estimates: Estimates, least: int) -> list[Source]:
-        sources: list[Source] = []
+    def _sources(self, estimates: Estimates, least: int) -> list[PrefixSource]:
+        sources: list[PrefixSource] = []
         blocks, now_s = estimates.request.prompt.blocks, estimates.now_s
         network = self._network
         if network is not None and len(blocks):
@@ -165,15 +165,15 @@ class KvCacheCentric(PrefillScheduler):
             # ``known``, not ``blocks``: blocks that are still under way to a server cannot be loaded from it.
             waits_s = self._link_waits.waits_out_s([server.slot for server in servers], now_s)
             for server, count, wait_s in deepest(servers, depths, waits_s, least):
-                sources.append(Source(server.name, server.slot, count, wait_s, network.latency_s, token_s))
+                sources.append(PrefixSource(server.name, server.slot, count, wait_s, network.latency_s, token_s))
         if self._far is not None and len(blocks):
             for tier, count, medium in self._far.far(blocks):
                 if count > least:
                     token_s = self._kv_token_bytes / medium.bytes_per_s
-                    sources.append(Source(tier, -1, count, 0.0, medium.latency_s, token_s))
+                    sources.append(PrefixSource(tier, -1, count, 0.0, medium.latency_s, token_s))
         return undominated(sources) if len(sources) > 1 else sources
 
-    def _by_ratio(self, estimates: Estimates, sources: list[Source]) -> None:
+    def _by_ratio(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
         prompt, threshold = estimates.request.prompt, self.settings.balancing_threshold
         # Algorithm 1 compares lengths, not load times; ``cheaper`` fixes that.
         best = sources[0]
@@ -187,9 +187,9 @@ class KvCacheCentric(PrefillScheduler):
                 load_s = best.load_s(end - held_tokens, self._link_waits.waits_in_s((slot,), estimates.now_s)[0])
                 rest_s = self.speeds.prefills_s((slot,), prompt.tokens, (end,))[0]
                 estimates.ttfts_s[at] = finish_s(estimates.waits_s[at], load_s, rest_s, self._layers)
-                estimates.loads[at] = Load(best, held_tokens, end, load_s, rest_s)
+                estimates.loads[at] = ServerLoad(best, held_tokens, end, load_s, rest_s)
 
-    def _by_seconds(self, estimates: Estimates, sources: list[Source]) -> None:
+    def _by_seconds(self, estimates: Estimates, sources: list[PrefixSource]) -> None:
         prompt, ttfts, waits = estimates.request.prompt, estimates.ttfts_s, estimates.waits_s
         layers, cake, gain = self._layers, self.settings.cake, self.settings.split_gain
         # 1. For each source and server: compute all, or load all that the source has more; keep the faster.
@@ -211,7 +211,7 @@ class KvCacheCentric(PrefillScheduler):
                 ttft_s = finish_s(wait_s, load_s, rest_s, layers)
                 if ttft_s < ttfts[at]:
                     ttfts[at] = ttft_s
-                    estimates.loads[at] = Load(source, held_tokens, end, load_s, rest_s)
+                    estimates.loads[at] = ServerLoad(source, held_tokens, end, load_s, rest_s)
                 # A load that is hidden by the queue or the computation leaves nothing to gain.
                 floor_s = wait_s + rest_s
                 if cake and floor_s < (1.0 - gain) * ttfts[at] and source.blocks > estimates.blocks[at] + 1:
@@ -285,7 +285,7 @@ class KvCacheCentric(PrefillScheduler):
             load_s = source.load_s(end - begin, in_wait_s)
             compute_s = alone_s - seconds(begin) + rest_s
             estimates.ttfts_s[at] = ttft_s
-            estimates.loads[at] = Load(source, begin, end, load_s, compute_s)
+            estimates.loads[at] = ServerLoad(source, begin, end, load_s, compute_s)
 
     def _seconds(self, slot: int, prompt: Prompt) -> Callable[[int], float]:
         tokens, speeds, slots = prompt.tokens, self.speeds, (slot,)

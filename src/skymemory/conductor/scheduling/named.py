@@ -23,7 +23,7 @@ from skymemory.conductor.scheduling.prefill import (
     RandomServer,
 )
 from skymemory.conductor.strategies.estimates import PrefillCost
-from skymemory.config import Entry, Registry
+from skymemory.config import Registry, RegistryEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class LocalSettings:
 SCHEDULERS: Registry[type[PrefillScheduler]] = Registry(
     "scheduler",
     {
-        "random": Entry("random, seeded", LocalSettings, RandomServer),
-        "load-balance": Entry("shortest estimated queue, ignoring caches", LocalSettings, LeastQueue),
-        "cache-aware": Entry("shortest queue plus compute of the uncached part", LocalSettings, CacheAware),
-        "kvcache-centric": Entry(
+        "random": RegistryEntry("random, seeded", LocalSettings, RandomServer),
+        "load-balance": RegistryEntry("shortest estimated queue, ignoring caches", LocalSettings, LeastQueue),
+        "cache-aware": RegistryEntry("shortest queue plus compute of the uncached part", LocalSettings, CacheAware),
+        "kvcache-centric": RegistryEntry(
             "shortest time to the first token; servers compute, load, or both (Mooncake's)",
             KvCacheCentricSettings,
             KvCacheCentric,

@@ -11,9 +11,9 @@ from skymemory import native
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Ranking, Server
 from skymemory.conductor.prefix_index.approximate import Blocks, PrefixIndex
-from skymemory.conductor.request import Plan, Prompt, Request
+from skymemory.conductor.request import Prompt, PromptPlan, Request
 from skymemory.conductor.strategies.base import Indexed, RequestNotes
-from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.estimates import GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
 
 
 class FarTiers(Protocol):
@@ -22,7 +22,7 @@ class FarTiers(Protocol):
         ...
 
 
-class Source(NamedTuple):
+class PrefixSource(NamedTuple):
     """Source of a prefix; ``slot`` is -1 for a tier."""
 
     name: str
@@ -37,10 +37,10 @@ class Source(NamedTuple):
         return max(self.wait_s, in_wait_s) + self.latency_s + tokens * self.token_s if tokens > 0 else 0.0
 
 
-def undominated(sources: Sequence[Source]) -> list[Source]:
+def undominated(sources: Sequence[PrefixSource]) -> list[PrefixSource]:
     """Return the undominated sources; of equal sources the first."""
     # Sorted by blocks: all kept sources hold at least as much as the next, so the other three figures decide.
-    best: list[Source] = []
+    best: list[PrefixSource] = []
     for one in sorted(sources, key=lambda one: (-one.blocks, one.wait_s + one.latency_s, one.token_s)):
         if not any(
             other.wait_s <= one.wait_s and other.latency_s <= one.latency_s and other.token_s <= one.token_s
@@ -110,8 +110,8 @@ OVERDUE = 0.1
 UNDER_WAY_BLOCKS = 4096
 
 
-class Load(NamedTuple):
-    source: Source
+class ServerLoad(NamedTuple):
+    source: PrefixSource
     split_tokens: int
     end_tokens: int
     load_s: float
@@ -138,15 +138,15 @@ class Estimates:
     alone_s: list[float]
     ttfts_s: list[float]
     now_s: float
-    loads: dict[int, Load] = field(default_factory=dict)
+    loads: dict[int, ServerLoad] = field(default_factory=dict)
 
-    def plan(self, at: int) -> Plan:
+    def plan(self, at: int) -> PromptPlan:
         held_tokens, wait_s = self.held[at], self.waits_s[at]
         load = self.loads.get(at)
         if load is None:
-            return Plan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
+            return PromptPlan(held_tokens, held_tokens, 0, "", wait_s, 0.0, self.alone_s[at])
         source, split, end = load.source.name, load.split_tokens, load.end_tokens
-        return Plan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
+        return PromptPlan(held_tokens, split, end - split, source, wait_s, load.load_s, load.compute_s)
 
 
 @runtime_checkable
@@ -159,7 +159,7 @@ class PipelineCost(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Sent:
     prefill: int
-    plan: Plan
+    plan: PromptPlan
 
 
 class PrefillScheduler(Indexed, ABC):
@@ -175,7 +175,7 @@ class PrefillScheduler(Indexed, ABC):
         under_way_blocks: int = UNDER_WAY_BLOCKS,
     ) -> None:
         super().__init__(index, under_way_blocks)
-        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self.speeds: ServerSpeeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
         self._pipeline = cost if isinstance(cost, PipelineCost) else None
         self._queues = native.PrefillQueues(overdue)
         self._sent: RequestNotes[_Sent] = RequestNotes()

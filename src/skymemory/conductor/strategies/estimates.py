@@ -20,7 +20,7 @@ class PrefillCost(Protocol):
     def prefill_s(self, tokens: float, cached: float = 0) -> float: ...
 
 
-class Speeds(ABC):
+class ServerSpeeds(ABC):
     """Prefill times per server, learnt from first bytes and from the totals that engines report."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Speeds(ABC):
         self._totals.pop(slot, None)
 
 
-class GivenSpeeds(Speeds):
+class GivenSpeeds(ServerSpeeds):
     """Cost model, corrected by a factor per server.
 
     Similar servers share a factor: otherwise no idle servers would tie, and noise would send nearly all requests to the
@@ -128,7 +128,7 @@ Point = tuple[float, float, float]
 """Prompt tokens, cached tokens, seconds."""
 
 
-class LearnedSpeeds(Speeds):
+class LearnedSpeeds(ServerSpeeds):
     """Curve per server through its latest observations, robust to outliers.
 
     n tokens, p of them cached, take ``fixed + s·(n − p)·(1 + bend·(n + p))`` seconds. A server with fewer than

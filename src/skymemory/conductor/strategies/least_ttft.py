@@ -2,7 +2,7 @@
 
 Ours, in the spirit of Mooncake's conductor (FAST'25, algorithm 1). Caches and queues are both seconds, so they need no
 weights, and hot prefixes replicate by themselves. It adds the delay of later requests (``DelayPrice``), a limit on each
-server's share of recent requests (``guard_…``), and the loading of blocks outside the GPU's memory (``Loads``).
+server's share of recent requests (``guard_…``), and the loading of blocks outside the GPU's memory (``LoadingCosts``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skymemory.conductor.prefix_index.events import CPU, DISK, OTHER, REMOTE
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.conductor.request import Prompt, Request
 from skymemory.conductor.strategies.base import GainThreshold, Indexed, RequestNotes
-from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, Speeds
+from skymemory.conductor.strategies.estimates import DelayPrice, GivenSpeeds, LearnedSpeeds, PrefillCost, ServerSpeeds
 from skymemory.errors import InvalidInput
 from skymemory.native.twin.ttft import FIGURES, SET_BACK_S
 
@@ -69,7 +69,7 @@ class LeastTtftSettings:
         return {CPU: self.cpu_load_s, DISK: self.disk_load_s, REMOTE: self.remote_load_s}
 
 
-def saved_tokens(prompt: Prompt, cached: int, load: Load) -> int:
+def saved_tokens(prompt: Prompt, cached: int, load: CacheLoading) -> int:
     """Return the cached tokens, less those that loading costs."""
     return cached if load is NOTHING else max(0, cached - round(load.blocks * prompt.block_tokens))
 
@@ -118,7 +118,7 @@ class _Ranked(Ranking):
 
 _figures_at, _ROW_BYTES = FIGURES.unpack_from, FIGURES.size
 _score_at = struct.Struct("=d").unpack_from
-_Estimated = tuple[int, int, float, float, "Load"]
+_Estimated = tuple[int, int, float, float, "CacheLoading"]
 """Ticket of the prefill, cached tokens, time of sending, seconds of wait, loading."""
 _Last = tuple[Request, Sequence[Server], bytes, int, int]
 """Request, servers, figures, best match if below the threshold, count of changes."""
@@ -147,8 +147,8 @@ class LeastTtft(Indexed):
     ) -> None:
         super().__init__(index)
         self.settings = settings = settings or LeastTtftSettings()
-        self.speeds: Speeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
-        self._loads = Loads(index, settings.load_s()) if isinstance(index, PreciseIndex) else None
+        self.speeds: ServerSpeeds = LearnedSpeeds() if cost is None else GivenSpeeds(cost)
+        self._loads = LoadingCosts(index, settings.load_s()) if isinstance(index, PreciseIndex) else None
         self._gain = GainThreshold(settings.min_match_tokens, settings.min_match_ratio)
         self._guard = native.ShareGuard(
             settings.guard_limit, settings.guard_window_s, settings.guard_requests, settings.guard_mean
@@ -225,7 +225,7 @@ class LeastTtft(Indexed):
             reasons.append(f"skipped, with {self.settings.guard_limit:g} × the mean of recent requests: {names}")
         return tuple(reasons)
 
-    def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[Load]:
+    def loads(self, prompt: Prompt, slots: Sequence[int]) -> list[CacheLoading]:
         """Return the loading costs per server; empty if nothing is loaded."""
         if self._loads is None or not len(prompt.blocks) or not self._loads.any:
             return []
@@ -357,21 +357,21 @@ As in llm-d (``llm-d-kv-cache-manager/pkg/kvcache/backend.go``) and Dynamo (``di
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CacheLoading:
     """Cost of loading: the sum of both fields."""
 
     blocks: float = 0.0
     """Equivalent in blocks to compute."""
     seconds: float = 0.0
 
-    def part(self, part: float) -> Load:
-        return self if part >= 1 else Load(self.blocks * part, self.seconds * part)
+    def part(self, part: float) -> CacheLoading:
+        return self if part >= 1 else CacheLoading(self.blocks * part, self.seconds * part)
 
 
-NOTHING = Load()
+NOTHING = CacheLoading()
 
 
-class Loads:
+class LoadingCosts:
     """Loading costs by an index with media; ``load_s`` is per block."""
 
     def __init__(self, index: PreciseIndex, load_s: Mapping[str, float]) -> None:
@@ -383,17 +383,17 @@ class Loads:
     def any(self) -> bool:
         return self._index.beyond_gpu
 
-    def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[Load]:
+    def of(self, blocks: Blocks, slots: Sequence[int], under_way: Sequence[int]) -> list[CacheLoading]:
         """Return the costs per slot; ``under_way`` has leading blocks or nothing."""
         loads = self._costs(blocks, slots)
         # Blocks under way will be in the GPU's memory when this prompt's turn comes: they cost nothing.
         for at, depth in enumerate(under_way):
             if depth and loads[at] is not NOTHING:
                 (free,) = self._costs(blocks[:depth], slots[at : at + 1])
-                loads[at] = Load(loads[at].blocks - free.blocks, loads[at].seconds - free.seconds)
+                loads[at] = CacheLoading(loads[at].blocks - free.blocks, loads[at].seconds - free.seconds)
         return loads
 
-    def _costs(self, blocks: Blocks, slots: Sequence[int]) -> list[Load]:
+    def _costs(self, blocks: Blocks, slots: Sequence[int]) -> list[CacheLoading]:
         counts = self._index.costs(blocks, slots, self._blocks)
         seconds = self._index.costs(blocks, slots, self._seconds) if self._seconds else [0.0] * len(counts)
-        return [Load(*parts) if any(parts) else NOTHING for parts in zip(counts, seconds, strict=True)]
+        return [CacheLoading(*parts) if any(parts) else NOTHING for parts in zip(counts, seconds, strict=True)]

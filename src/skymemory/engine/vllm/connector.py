@@ -37,9 +37,9 @@ from skymemory.engine.vllm import register
 from skymemory.engine.vllm.announcements import Announced, Announcements
 from skymemory.engine.vllm.copier import STAGING_BYTES, BlockCopier, PartCopier, copier_of, states_of
 from skymemory.engine.vllm.identity import EngineReport, Seeds, block_bytes_of, context_of, layout_of
-from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Outcome, Plan, Shape, added
+from skymemory.engine.vllm.plan import COUNTS, WITH_REASON, Shape, StepPlan, WorkerOutcome, added
 from skymemory.engine.vllm.scheduler import SchedulerSide
-from skymemory.engine.vllm.settings import TESTED_VERSIONS, Settings, check_engine, is_tested, parts_of
+from skymemory.engine.vllm.settings import TESTED_VERSIONS, ConnectorSettings, check_engine, is_tested, parts_of
 from skymemory.engine.vllm.trial import check_interface, try_copier
 from skymemory.engine.vllm.worker import WorkerSide
 from skymemory.errors import InvalidInput
@@ -58,7 +58,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.read(transfer.kv_connector_extra_config)
+        settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
         self._groups = kv_cache_config.kv_cache_groups
         check_engine(vllm_config, self._groups)
         if role is KVConnectorRole.SCHEDULER and not is_tested(vllm.__version__):
@@ -171,13 +171,13 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         self._scheduler.allocated(request, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         assert self._scheduler is not None
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
-        if isinstance(connector_output.kv_connector_worker_meta, Outcome):
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerOutcome):
             self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -291,7 +291,7 @@ class SkyMemoryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         return self._worker.invalid_blocks()
 
-    def build_connector_worker_meta(self) -> Outcome | None:
+    def build_connector_worker_meta(self) -> WorkerOutcome | None:
         assert self._worker is not None
         return self._worker.outcome()
 

@@ -145,7 +145,7 @@ class Host:
         return torch.tensor(blocks)
 
 
-class _Recorded:
+class _RecordedEvent:
     """CUDA event; a waiting thread sleeps."""
 
     def __init__(self, stream: Any) -> None:
@@ -160,7 +160,7 @@ class _Recorded:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def seconds_after(self, earlier: _Recorded) -> float:
+    def seconds_after(self, earlier: _RecordedEvent) -> float:
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -179,10 +179,10 @@ class Cuda:
         on = self._streams.get(stream) or torch.cuda.current_stream(self._device)
         with torch.cuda.stream(on):
             for mark in after:
-                if isinstance(mark, _Recorded):
+                if isinstance(mark, _RecordedEvent):
                     on.wait_event(mark.event)
             work()
-            return _Recorded(on)
+            return _RecordedEvent(on)
 
     def memory(self, size_bytes: int) -> Any:
         import torch

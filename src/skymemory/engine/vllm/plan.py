@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadRequest:
     """Values to be loaded into a request's blocks during this and the following steps."""
 
     request: str
@@ -82,8 +82,8 @@ class Save:
 
 
 @dataclass(slots=True)
-class Plan:
-    loads: list[Load] = field(default_factory=list)
+class StepPlan:
+    loads: list[LoadRequest] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     tokens: int = 0
     fences: dict[str, int] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Outcome:
+class WorkerOutcome:
     """Message from the workers about the time since the last step."""
 
     loaded: dict[str, Loaded] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Outcome:
     """Keys that the store now has; once by each rank."""
     unsaved: list[bytes] = field(default_factory=list)
 
-    def aggregate(self, other: Outcome) -> Outcome:
+    def aggregate(self, other: WorkerOutcome) -> WorkerOutcome:
         """Combine workers' outcomes: a value is in place if all ranks have their share (called by vLLM)."""
         loaded: dict[str, Loaded] = dict(self.loaded)
         for request, theirs in other.loaded.items():
@@ -139,7 +139,7 @@ class Outcome:
             seconds = max(ours.seconds, theirs.seconds)
             loaded[request] = Loaded(failed.lost, failed.reason, size_bytes, seconds, missing, ours.waited)
         lowest = {name: max(self.lowest[name], block) for name, block in other.lowest.items() if name in self.lowest}
-        return Outcome(
+        return WorkerOutcome(
             loaded,
             lowest,
             max(self.step_s, other.step_s),

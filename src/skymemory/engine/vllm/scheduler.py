@@ -25,19 +25,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skymemory.cache.blocks import Part, Parts, PrefixSearch
+from skymemory.cache.blocks import BlockLookup, Part, Parts
 from skymemory.cache.patience import Latencies, patience_s, recompute_cost
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.announcements import Announcements
 from skymemory.engine.vllm.plan import (
     GIVEN_UP,
-    Load,
     Loaded,
-    Outcome,
+    LoadRequest,
     Piece,
-    Plan,
     Save,
     Shape,
+    StepPlan,
+    WorkerOutcome,
     part_key,
     rank_key,
 )
@@ -110,7 +110,7 @@ class CakeDoor(Protocol):
 class Lookup:
     first: int
     asked_s: float
-    call: Call[object]
+    call: WorkerCall[object]
     latencies: Latencies
     found: int | None = None
 
@@ -206,7 +206,7 @@ class SchedulerSide:
         self._clock = clock
         self._has_warned = False
         self._known: dict[str, Known] = {}
-        self._planned: list[Load] = []
+        self._planned: list[LoadRequest] = []
         self._sent: OrderedDict[bytes, None] = OrderedDict()
         self._lookups = TierWorkers("vllm lookup", 2)
         self._latencies = Latencies()
@@ -218,7 +218,7 @@ class SchedulerSide:
         self._saving, self._saved_s = 0, clock()
         """Number of values that the workers hold, and time of its last change."""
         self.store_kind = ""
-        self._lookups.submit(Call(lambda: self._greet(kind_of_store)))
+        self._lookups.submit(WorkerCall(lambda: self._greet(kind_of_store)))
 
     def _greet(self, kind_of_store: Callable[[], str]) -> None:
         """Connect and measure a lookup: else the first request would give up a distant store."""
@@ -339,7 +339,9 @@ class SchedulerSide:
             return
         start, end = known.computed_tokens, known.computed_tokens + external_tokens
         pieces = self._pieces(known, start, end)
-        self._planned.append(Load(request.request_id, pieces, external_tokens, backward is not None, known.waits_s))
+        self._planned.append(
+            LoadRequest(request.request_id, pieces, external_tokens, backward is not None, known.waits_s)
+        )
         if known.waits_s:
             known.waits_s, known.waited = 0.0, True
             self._waiting_since_s[request.request_id] = self._clock()
@@ -367,8 +369,8 @@ class SchedulerSide:
             pieces.append(Piece(number, keys, values.start, skipped, where, blocks.start))
         return tuple(piece for piece in pieces if piece.keys)
 
-    def plan(self, output: Any) -> Plan:
-        plan, self._planned = Plan(self._planned, tokens=output.total_num_scheduled_tokens), []
+    def plan(self, output: Any) -> StepPlan:
+        plan, self._planned = StepPlan(self._planned, tokens=output.total_num_scheduled_tokens), []
         plan.loads = [load for load in plan.loads if not load.backward or self._begins(load, output)]
         started = {load.request for load in plan.loads if load.backward}
         for request_id in output.preempted_req_ids or ():
@@ -388,7 +390,7 @@ class SchedulerSide:
                     plan.saves += self._completed(known, tokens)
         return plan
 
-    def _begins(self, load: Load, output: Any) -> bool:
+    def _begins(self, load: LoadRequest, output: Any) -> bool:
         """Return True if the request is computed from the expected token: another connector may have loaded into its
         blocks.
         """
@@ -425,7 +427,7 @@ class SchedulerSide:
         known.settled = complete_values
         return saves
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, outcome: WorkerOutcome) -> None:
         if outcome.step_tokens:
             self._compute.record(outcome.step_tokens, outcome.step_s)
             if self._cake is not None and outcome.step_tokens >= _FULL * self._cake.step_tokens:
@@ -664,7 +666,7 @@ class SchedulerSide:
         lookup = known.lookup
         if lookup is None or lookup.first != first or (lookup.found is not None and now_s > lookup.asked_s + _FRESH_S):
             keys = known.keys[:wanted]
-            call: Call[object] = Call(lambda: self._prefix(keys, first, limit_tokens))
+            call: WorkerCall[object] = WorkerCall(lambda: self._prefix(keys, first, limit_tokens))
             lookup = known.lookup = Lookup(first, now_s, call, self._latencies)
             self._counts["lookups"] += 1
             if self._lookups.all_hung or not self._lookups.submit(lookup.call):
@@ -696,7 +698,7 @@ class SchedulerSide:
             for rank in range(self._ranks):
                 parts.append(part)
                 chains.append([rank_key(part_key(key, number), rank) for key in keys])
-        return PrefixSearch(parts, chains, limit_tokens, first).find_prefix(len(keys))
+        return BlockLookup(parts, chains, limit_tokens, first).find_prefix(len(keys))
 
 
 def _content_of(request: Any) -> dict[int, bytes]:

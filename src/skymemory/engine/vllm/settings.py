@@ -15,7 +15,7 @@ _ONE_PROCESS = ("memory", "disk", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     store: str = setting("store", text, "", "address of the store, such as unix:///run/sky.sock of a store daemon")
     value_tokens: int = setting(
         "value_tokens", whole_number, 128, "tokens stored under one key; whole blocks of vLLM's"
@@ -36,7 +36,7 @@ class Settings:
             raise InvalidInput("queue: expected a size above 0")
 
     @classmethod
-    def read(cls, extra_config: Mapping[str, Any]) -> Settings:
+    def read(cls, extra_config: Mapping[str, Any]) -> ConnectorSettings:
         return filled(cls, extra_config, "kv_connector_extra_config")
 
     def blocks_per_value(self, block_tokens: int) -> int:
@@ -53,9 +53,9 @@ def transfer_config(extra_config: Mapping[str, Any], role: str = "both") -> dict
     """Return vLLM's ``--kv-transfer-config``: a ``producer`` only saves, a ``consumer`` only loads.
 
     Raises:
-        InvalidInput: what ``Settings.read`` refuses.
+        InvalidInput: what ``ConnectorSettings.read`` refuses.
     """
-    Settings.read(extra_config)
+    ConnectorSettings.read(extra_config)
     return {
         "kv_connector": "SkyMemoryConnector",
         "kv_connector_module_path": "skymemory.engine.vllm",

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 
 NOT_YET = frozenset({"absent", "uncertain", "missing"})
 """Miss reasons that pass while another engine stores the value."""
@@ -25,7 +25,7 @@ _QUICK_S = 0.25
 """Limit for a question: after a slower question the next asks for fewer values."""
 
 
-class Pace:
+class PollInterval:
     __slots__ = ("_pause_s", "values")
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class DelayedCalls:
 
     def call(self, work: Callable[[], None], after_s: float = 0.0) -> None:
         """Start ``work`` in ``after_s`` seconds, or later if all threads are busy."""
-        if after_s <= 0 and not self._closed and self._workers.submit(Call(work)):
+        if after_s <= 0 and not self._closed and self._workers.submit(WorkerCall(work)):
             return
         with self._changed:
             if self._closed:

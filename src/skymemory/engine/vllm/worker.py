@@ -22,10 +22,20 @@ from dataclasses import dataclass
 
 from skymemory.cache.blocks import TIER_FAILURES, LoadTally, Parts, PhaseClock
 from skymemory.cache.patience import Latencies, patience_while_computing_s
-from skymemory.cache.tiers.workers import Call, TierWorkers
+from skymemory.cache.tiers.workers import TierWorkers, WorkerCall
 from skymemory.engine.vllm.copier import Mark, Now, PartCopier
-from skymemory.engine.vllm.plan import GIVEN_UP, Load, Loaded, Outcome, Piece, Plan, Save, Shape, rank_key
-from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, Pace
+from skymemory.engine.vllm.plan import (
+    GIVEN_UP,
+    Loaded,
+    LoadRequest,
+    Piece,
+    Save,
+    Shape,
+    StepPlan,
+    WorkerOutcome,
+    rank_key,
+)
+from skymemory.engine.vllm.waiting import ABORTED, NOT_STORED, NOT_YET, DelayedCalls, PollInterval
 from skymemory.kv.block import Place
 from skymemory.kv.value import PAYLOAD_AT, block_header
 from skymemory.store.base import Presence
@@ -61,7 +71,7 @@ class _Job:
 
     def __init__(
         self,
-        load: Load,
+        load: LoadRequest,
         copiers: Sequence[PartCopier],
         after: Mark,
         blocks_per_value: int,
@@ -120,10 +130,10 @@ class _Job:
 
 class _WaitingJob(_Job):
     def __init__(
-        self, load: Load, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
+        self, load: LoadRequest, copiers: Sequence[PartCopier], after: Mark, blocks_per_value: int, began_s: float
     ) -> None:
         super().__init__(load, copiers, after, blocks_per_value, began_s, began_s + load.wait_s)
-        self.pace = Pace()
+        self.pace = PollInterval()
         self.size_bytes = 0
 
     @property
@@ -142,7 +152,7 @@ class _BackwardJob(_Job):
 
     def __init__(
         self,
-        load: Load,
+        load: LoadRequest,
         copiers: Sequence[PartCopier],
         after: Mark,
         blocks_per_value: int,
@@ -208,7 +218,7 @@ class _BackwardJob(_Job):
         return self.first_block(self.load.values - self.placed)
 
 
-class _From:
+class _LoadOffsetSink:
     def __init__(self, job: _Job, first: int) -> None:
         self._job = job
         self._first = first
@@ -248,10 +258,10 @@ class WorkerSide:
         self._ended = threading.Condition()
         self._jobs: list[_Job] = []
         self._backward: dict[str, _BackwardJob] = {}
-        self._plan = Plan()
+        self._plan = StepPlan()
         self._began: Mark = Now()
         self._timed: deque[tuple[int, Mark, Mark]] = deque()
-        self._outcome = Outcome()
+        self._outcome = WorkerOutcome()
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._finished: set[str] = set()
@@ -261,7 +271,7 @@ class WorkerSide:
 
     # --- one step ---
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._plan, self._began = plan, self._copiers[0].mark()
         for request in plan.ends:
             if (job := self._backward.pop(request, None)) is not None:
@@ -283,7 +293,7 @@ class WorkerSide:
 
     def end(self) -> None:
         """Copy out completed values after the forward pass, which is done or queued."""
-        plan, self._plan = self._plan, Plan()
+        plan, self._plan = self._plan, StepPlan()
         for save in plan.saves:
             self._saver.save(save, self._copiers[save.part], rank_key(save.key, self._rank))
         if plan.tokens:
@@ -316,8 +326,8 @@ class WorkerSide:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def outcome(self) -> Outcome | None:
-        outcome, self._outcome = self._outcome, Outcome()
+    def outcome(self) -> WorkerOutcome | None:
+        outcome, self._outcome = self._outcome, WorkerOutcome()
         self._saver.report(outcome)
         with self._ended:
             waited_values, self._waited_values = self._waited_values, 0
@@ -336,7 +346,7 @@ class WorkerSide:
 
     # --- loads ---
 
-    def _start(self, load: Load) -> _Job:
+    def _start(self, load: LoadRequest) -> _Job:
         size_bytes = self._bytes(load, load.values)
         computing_s = self._compute.seconds(load.tokens)
         patience_s = (
@@ -347,7 +357,7 @@ class WorkerSide:
         now_s = self._clock()
         job = _Job(load, self._copiers, self._began, self.shape.blocks_per_value, now_s, now_s + patience_s)
         self._jobs.append(job)
-        if not self._loaders.submit(Call(lambda: self._run(job, computing_s))):
+        if not self._loaders.submit(WorkerCall(lambda: self._run(job, computing_s))):
             self._end(job, "too many loads", 0)
         return job
 
@@ -379,16 +389,16 @@ class WorkerSide:
     ) -> None:
         blocks = self._parts.parts[piece.part].blocks
         ours = [rank_key(key, self._rank) for key in keys]
-        blocks.load_found(ours, _From(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
+        blocks.load_found(ours, _LoadOffsetSink(job, first), tally, PhaseClock(time.perf_counter, {}), computing_s)
 
-    def _bytes(self, load: Load, values: int) -> int:
+    def _bytes(self, load: LoadRequest, values: int) -> int:
         size_bytes = 0
         for piece in load.pieces:
             size_bytes += min(values, len(piece.keys)) * self._parts.parts[piece.part].blocks.layout.block_bytes
             values -= min(values, len(piece.keys))
         return size_bytes
 
-    def _start_waiting(self, load: Load) -> None:
+    def _start_waiting(self, load: LoadRequest) -> None:
         job = _WaitingJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock())
         self._jobs.append(job)
         self._waiters.call(lambda: self._ask(job))
@@ -430,14 +440,14 @@ class WorkerSide:
                 job.end = self._end_of(job, reason, job.size_bytes, self._clock() - job.began_s)
             self._ended.notify_all()
 
-    def _start_backward(self, load: Load, fence: int) -> None:
+    def _start_backward(self, load: LoadRequest, fence: int) -> None:
         job = _BackwardJob(load, self._copiers, self._began, self.shape.blocks_per_value, self._clock(), fence)
         self._backward[load.request] = job
         self._join(job)
 
     def _join(self, job: _BackwardJob) -> None:
         with self._ended:
-            job.threads += self._loaders.submit(Call(lambda: self._run_backward(job)))
+            job.threads += self._loaders.submit(WorkerCall(lambda: self._run_backward(job)))
 
     def _run_backward(self, job: _BackwardJob) -> None:
         while (index := job.take()) is not None:
@@ -578,7 +588,7 @@ class Saver:
                 self._thread.start()
             self._changed.notify_all()
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, outcome: WorkerOutcome) -> None:
         with self._changed:
             outcome.saving = self._held
             outcome.counts, self._counts = dict(self._counts), Counter()

@@ -31,7 +31,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.auth import FLAG_AUTHENTICATED, Authority, ClientGate, answer_number
 from skymemory.protocol.client.gateway import Access, Gateway, access_named
 from skymemory.protocol.client.liveness import UNLIMITED, FailureDetector, Peers, Probes
-from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, Request
+from skymemory.protocol.client.requests import ALWAYS_SENT, STALE_S, InFlight, Operation, PacketRequest
 from skymemory.protocol.client.transfer import (
     CHUNK_OVERHEAD_BYTES,
     Absence,
@@ -167,7 +167,7 @@ def _steps_of_all(chunks: int, servers: int) -> bytes:
     return pack_steps(range(0, chunks, servers))
 
 
-def _passes_over(request: Request, transfer: ReadTransfer) -> bool:
+def _passes_over(request: PacketRequest, transfer: ReadTransfer) -> bool:
     if not isinstance(transfer, ReplicatedRead):
         return False
     return not transfer.missing or transfer.redirect(request.indices, request.satellite)
@@ -694,7 +694,7 @@ class ClientMachine:
 
     def receive_placed(self, tallies: Sequence[Tally], now_s: float) -> None:
         # All runs are counted before any operation ends, because its end drops its requests.
-        awaited_runs: list[tuple[Request, ReadTransfer, Tally]] = []
+        awaited_runs: list[tuple[PacketRequest, ReadTransfer, Tally]] = []
         for tally in tallies:
             request = self._in_flight.by_id.get(tally[0])
             if request is not None and isinstance(transfer := request.operation.transfer, ReadTransfer):
@@ -813,7 +813,7 @@ class ClientMachine:
             request.peer.declares(Capabilities.of_figures(messages.unpack_housekeeping(packet.body)), now_s)
         self._receive_answer(request, header, packet.body, now_s)
 
-    def _receive_answer(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+    def _receive_answer(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         operation, transfer = request.operation, request.operation.transfer
         if header.op is Op.UNREACHABLE and header.status is Status.REFUSED:
             self._finish(operation, "refused", now_s)
@@ -846,7 +846,7 @@ class ClientMachine:
         else:
             self.counters.add("packets_unexpected")
 
-    def _may_speak_for(self, speaker: SatelliteId, request: Request, status: Status) -> bool:
+    def _may_speak_for(self, speaker: SatelliteId, request: PacketRequest, status: Status) -> bool:
         """Return True if another satellite may answer the request so.
 
         Satellites sign refusals even of a stranger's packets; only the beam, which checks commands, may refuse.
@@ -854,13 +854,13 @@ class ClientMachine:
         beam = request.satellite if self._gateway is None else self._gateway.beam(request.satellite)
         return status is not Status.REFUSED or speaker == beam
 
-    def _receive_old(self, request: Request, header: SkyHeader, body: memoryview, now_s: float) -> None:
+    def _receive_old(self, request: PacketRequest, header: SkyHeader, body: memoryview, now_s: float) -> None:
         if header.op is Op.ACK and header.status is Status.OK:
             self._receive_answer(request, header, body, now_s)
         else:
             self.counters.add("packets_unexpected")
 
-    def _is_new(self, request: Request, answer: memoryview) -> bool:
+    def _is_new(self, request: PacketRequest, answer: memoryview) -> bool:
         """Return True if an answer is this request's latest, or without a gate."""
         if self._gate is None:
             return True
@@ -871,7 +871,7 @@ class ClientMachine:
         request.answer_number = number
         return True
 
-    def _record_answer(self, request: Request, echo_us: int, now_s: float) -> float:
+    def _record_answer(self, request: PacketRequest, echo_us: int, now_s: float) -> float:
         """Record an answer. Return the round trip, 0 if unknown."""
         elapsed_s = since_s(echo_us, now_s)
         request.peer.on_answer(elapsed_s, now_s)
@@ -879,7 +879,7 @@ class ClientMachine:
         return elapsed_s or 0.0
 
     def _stored(
-        self, request: Request, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
+        self, request: PacketRequest, transfer: WriteTransfer, indices: Sequence[int], credit: int, now_s: float
     ) -> None:
         newly_stored = transfer.acknowledge(transfer.of_request(indices, request.indices))
         if not newly_stored and self._gate is not None:  # perhaps a replay, which must not postpone the deadline
@@ -898,7 +898,7 @@ class ClientMachine:
             self._in_flight.extend(request, now_s)
 
     def _missed(
-        self, request: Request, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
+        self, request: PacketRequest, transfer: ReadTransfer, header: SkyHeader, selection: Selection, now_s: float
     ) -> None:
         # Only what this request asked for: a forged or stale MISS must not affect other chunks.
         requested = set(request.indices)
@@ -925,7 +925,7 @@ class ClientMachine:
             self._in_flight.retire(request)
         self._enqueue(request.operation)
 
-    def _failed(self, request: Request, failure: str, now_s: float) -> None:
+    def _failed(self, request: PacketRequest, failure: str, now_s: float) -> None:
         """Read a failed request's chunks elsewhere or leave them to copies; otherwise end the operation."""
         transfer = request.operation.transfer
         if isinstance(transfer, ReadTransfer):

@@ -82,7 +82,7 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PacketRequest:
     """Packets in flight. A repetition keeps the id, so that late answers count."""
 
     request_id: int
@@ -130,7 +130,7 @@ class InFlight:
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
-        self.by_id: dict[int, Request] = {}
+        self.by_id: dict[int, PacketRequest] = {}
         self.awaited: dict[int, Landing] = {}
         self.packets: list[tuple[SegmentBatch, SatelliteId]] = []
         self._peers = peers
@@ -172,7 +172,7 @@ class InFlight:
         moves: Moves,
         now_s: float,
         request_id: int = 0,
-    ) -> Request:
+    ) -> PacketRequest:
         window, peer = self.window(op, satellite), self._peers.peer(satellite)
         lane = None if op is Op.SET else self.lane(satellite)
         if peer.heard_s + STALE_S < now_s:
@@ -181,7 +181,7 @@ class InFlight:
         timeout_s = min(_timeout_s(peer, lane or window) + self._up_queue_s(op, satellite), self._give_up_s)
         if isinstance(operation.transfer, ReplicatedRead) and operation.transfer.hedge:
             timeout_s = min(timeout_s, max(operation.transfer.hedge * peer.round_trip.smoothed_s, _MIN_HEDGE_S))
-        request = Request(
+        request = PacketRequest(
             request_id or self._take_id(),
             operation,
             satellite,
@@ -207,7 +207,7 @@ class InFlight:
             lane.sent(size_bytes)
         return request
 
-    def transmit(self, requests: Sequence[Request], now_s: float) -> None:
+    def transmit(self, requests: Sequence[PacketRequest], now_s: float) -> None:
         """Pack an operation's requests, for chunks still missing."""
         for request in requests:
             request.sent_s = now_s
@@ -304,21 +304,21 @@ class InFlight:
 
     # --- answers ---
 
-    def answered(self, request: Request, size_bytes: int) -> None:
+    def answered(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.answered(size_bytes)
         if request.lane is not None:
             request.lane.answered(size_bytes)
 
-    def refused(self, request: Request, size_bytes: int) -> None:
+    def refused(self, request: PacketRequest, size_bytes: int) -> None:
         size_bytes = min(size_bytes, request.in_flight_bytes)
         request.in_flight_bytes -= size_bytes
         request.window.given_up(size_bytes)
         if request.lane is not None:
             request.lane.given_up(size_bytes)
 
-    def retire(self, request: Request) -> None:
+    def retire(self, request: PacketRequest) -> None:
         if self.by_id.pop(request.request_id, None) is not None:
             self.awaited.pop(request.request_id, None)
             request.operation.requests.discard(request.request_id)
@@ -332,17 +332,17 @@ class InFlight:
                 self.refused(request, request.in_flight_bytes)
         operation.requests.clear()
 
-    def extend(self, request: Request, now_s: float) -> None:
+    def extend(self, request: PacketRequest, now_s: float) -> None:
         request.deadline_s = now_s + _timeout_s(request.peer, request.link)
 
-    def hurry(self, request: Request, now_s: float) -> None:
+    def hurry(self, request: PacketRequest, now_s: float) -> None:
         """Shorten the deadline: an earlier part of the answer seems lost."""
         self._set_deadline(request, min(request.deadline_s, now_s + self._peers.grace_s(request.satellite, now_s)))
         request.gap_seen = True
         if request.gap_since_s is None:
             request.gap_since_s = now_s
 
-    def completed(self, request: Request, now_s: float) -> None:
+    def completed(self, request: PacketRequest, now_s: float) -> None:
         """Record an answer's last part. If it lagged without a loss (a repetition takes a round trip), the same lag is
         awaited next time.
         """
@@ -360,7 +360,7 @@ class InFlight:
         """Return when to check for overdue requests, or earlier."""
         return self._alarm_s if self.by_id else math.inf
 
-    def overdue(self, now_s: float) -> list[Request]:
+    def overdue(self, now_s: float) -> list[PacketRequest]:
         if now_s < self._alarm_s:
             return []
         # The alarm may be early, because deadlines are mostly postponed. Then nothing is overdue, and the next alarm is
@@ -370,11 +370,11 @@ class InFlight:
         self._alarm_s = min(later, default=math.inf)
         return overdue
 
-    def _set_deadline(self, request: Request, deadline_s: float) -> None:
+    def _set_deadline(self, request: PacketRequest, deadline_s: float) -> None:
         request.deadline_s = deadline_s
         self._alarm_s = min(self._alarm_s, deadline_s)
 
-    def hedge(self, request: Request, now_s: float) -> bool:
+    def hedge(self, request: PacketRequest, now_s: float) -> bool:
         transfer = request.operation.transfer
         if request.hedged or not isinstance(transfer, ReplicatedRead) or request.attempts > 1 or not transfer.hedge:
             return False
@@ -382,7 +382,7 @@ class InFlight:
         self._set_deadline(request, now_s + _timeout_s(request.peer, request.link))
         return transfer.ask_next(request.indices, request.satellite)
 
-    def repeat_or_give_up(self, request: Request, moves: Moves, now_s: float) -> str:
+    def repeat_or_give_up(self, request: PacketRequest, moves: Moves, now_s: float) -> str:
         """Settle or repeat an overdue request. Return why it is given up, or ""."""
         transfer = request.operation.transfer
         wanted: list[int] = []
@@ -417,7 +417,9 @@ class InFlight:
             self._repeat(request, wanted, moves, silent_until_s, now_s)
         return ""
 
-    def _repeat(self, request: Request, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float) -> None:
+    def _repeat(
+        self, request: PacketRequest, wanted: list[int], moves: Moves, silent_until_s: float, now_s: float
+    ) -> None:
         round_trip = request.peer.round_trip
         request.link.lost(now_s, round_trip.smoothed_s)
         # Back-off is for dead satellites: a live satellite gets lost packets again at once.
@@ -440,7 +442,7 @@ class InFlight:
         """Return the allowed silence: longer if recent answers were late."""
         return max(self._give_up_s, min(_MIN_TRIES * peer.round_trip.timeout_s(), _MAX_LATE * self._give_up_s))
 
-    def _ignored(self, request: Request) -> bool:
+    def _ignored(self, request: PacketRequest) -> bool:
         """Return True if a satellite that may not know this operation answered packets since its last repetition, sent
         beside a PING.
         """
@@ -456,7 +458,7 @@ class InFlight:
             if now_s >= since_s + _NEARLY_SILENT * self._silence_s(request.peer):
                 self._peers.suspects.add(request.satellite, now_s)
 
-    def _still_queued(self, request: Request, now_s: float) -> bool:
+    def _still_queued(self, request: PacketRequest, now_s: float) -> bool:
         """Return True if the satellite still answers earlier requests; the timeout then starts at its last answer."""
         satellite = request.satellite
         if request.gap_seen or self._peers.overtaken(satellite, request.sent_s):

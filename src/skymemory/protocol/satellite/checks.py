@@ -74,7 +74,7 @@ class Check(NamedTuple):
         ]
 
 
-class Found(IntEnum):
+class CheckResult(IntEnum):
     """Result of a check; frozen numbers."""
 
     WHOLE = 0
@@ -103,19 +103,19 @@ def unpack_checks(body: Buffer) -> list[Check]:
     return checks
 
 
-def pack_found(found: Sequence[Found]) -> bytes:
+def pack_found(found: Sequence[CheckResult]) -> bytes:
     return pack_verdicts(found)
 
 
-def unpack_found(body: Buffer) -> list[Found]:
-    return unpack_verdicts(body, Op.CHECKED, Found)
+def unpack_found(body: Buffer) -> list[CheckResult]:
+    return unpack_verdicts(body, Op.CHECKED, CheckResult)
 
 
 # --- Questions and answers ---
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckAnswer:
     """Results of ``place``.
 
     ``same_moves``: it counts the same moves. ``settled``: none of this is being handed over or written there.
@@ -123,12 +123,12 @@ class Answer:
 
     place: SatelliteId
     checks: list[Check]
-    found: list[Found]
+    found: list[CheckResult]
     same_moves: bool
     settled: bool
 
 
-OnAnswer = Callable[[Answer, float], None]
+OnAnswer = Callable[[CheckAnswer, float], None]
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class Checks:
         if question is not None and len(results) == len(question.checks):
             same_moves = (packet.header.slot_moves, packet.header.plane_moves) == self._locator.moves
             settled = bool(packet.header.flags & FLAG_SETTLED)
-            question.on_answer(Answer(question.place, question.checks, results, same_moves, settled), now_s)
+            question.on_answer(CheckAnswer(question.place, question.checks, results, same_moves, settled), now_s)
 
     def receive(self, packet: Packet, now_s: float) -> None:
         """Handle CHECK; free memory is offered once per packet."""
@@ -186,14 +186,14 @@ class Checks:
             missing = check.expected - len(held_indices)
             size_bytes = missing * (check.length_bytes + CHUNK_REF_BYTES)
             if missing <= 0:
-                results.append(Found.WHOLE)
+                results.append(CheckResult.WHOLE)
             elif (
                 size_bytes > room_bytes or self._dead.get(check.key) == check.setting or _taken_by_others(check, share)
             ):
-                results.append(Found.NO_ROOM)
+                results.append(CheckResult.NO_ROOM)
             else:
                 room_bytes -= size_bytes
-                results.append(Found.LACKING)
+                results.append(CheckResult.LACKING)
         self._outbox.reply(packet.header, Op.CHECKED, pack_found(results), now_s, flags=FLAG_SETTLED if settled else 0)
 
 
@@ -341,11 +341,11 @@ class LossProofs:
                 self._ask(place, place_questions[at : at + MAX_CHECKS_PER_PACKET], now_s)
 
     def _ask(self, place: SatelliteId, asked: Sequence[tuple[_Case, Check]], now_s: float) -> None:
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for (case, check), what in zip(asked, answer.found, strict=True):
                 if check.server not in case.left:
                     continue
-                if what is Found.WHOLE:
+                if what is CheckResult.WHOLE:
                     del case.left[check.server]
                     if not case.left:
                         case.on_proof(case.packed, False, answered_s)

@@ -49,7 +49,7 @@ _JOURNEY_BYTES = 20
 
 
 @dataclass(slots=True)
-class _Request:
+class _PendingAck:
     """Chunks of a request, acknowledged together."""
 
     header: SkyHeader
@@ -78,7 +78,7 @@ class ChunkService:
         self._here = state.address.pack().to_bytes(4, "big")
         beam = Address(state.address.plane, state.address.slot, GROUND_SHELL)
         self._by_our_beam = self._here + beam.pack().to_bytes(4, "big")
-        self._unanswered: dict[bytes, _Request] = {}
+        self._unanswered: dict[bytes, _PendingAck] = {}
         self._now_s = -math.inf
         self.waited_s = 0.0
         """Wait of the current packets in ``Postponed``."""
@@ -201,16 +201,16 @@ class ChunkService:
                 continue
             self._store_chunk(request, index, ref, bytes(segment[payload_at:]), now_s)
 
-    def _request(self, packet: memoryview, start: int, ref: bytes) -> _Request:
+    def _request(self, packet: memoryview, start: int, ref: bytes) -> _PendingAck:
         name = bytes(packet[start : start + _JOURNEY_BYTES]) + ref[:KEY_BYTES]
         request = self._unanswered.get(name)
         if request is None:
-            request = self._unanswered[name] = _Request(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
+            request = self._unanswered[name] = _PendingAck(SkyHeader.unpack(packet, start), ref[:KEY_BYTES])
             if request.header.op is Op.SET:
                 self._outbox.credit.record_sender(request.header.ground, self._now_s)
         return request
 
-    def _store_chunk(self, request: _Request, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
+    def _store_chunk(self, request: _PendingAck, index: int, ref: bytes, payload: bytes, now_s: float) -> None:
         migrated = request.header.op is Op.MIGRATE
         if migrated and self._history.is_deleted(ref, now_s - self.waited_s):
             return

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from skymemory.constellation.torus import SatelliteId, Torus
 from skymemory.errors import InvalidInput, MalformedPacket
 from skymemory.protocol.messages import KEY_BYTES, MAX_DEAD_PER_PACKET, Dead, join_dead, pack_dead, split_dead
-from skymemory.protocol.satellite.checks import Answer, Check, Checks, Found, LossProofs, Replicas
+from skymemory.protocol.satellite.checks import Check, CheckAnswer, CheckResult, Checks, LossProofs, Replicas
 from skymemory.protocol.satellite.memory import setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import TAG_OFFSET, Address, Buffer, ChunkRef, Op, Packet, microseconds
@@ -140,9 +140,9 @@ class Gossip:
             if missing and (ref := by_key.pop(check.key, None)):
                 doubtful.append((ref, missing))
 
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
-                places_left[check] -= what is not Found.WHOLE and answer.same_moves
+                places_left[check] -= what is not CheckResult.WHOLE and answer.same_moves
                 if places_left[check] == 0:
                     doubt(check)
             self._prove(doubtful, answered_s)

@@ -65,7 +65,7 @@ _GOLDEN = 0.6180339887498949
 
 
 @dataclass(slots=True, eq=False)
-class Burst:
+class MigrateBurst:
     """MIGRATE request in flight: chunks of a key."""
 
     request_id: int
@@ -86,7 +86,7 @@ MOST_REQUEST_ID = 0x3FFFFFFF
 """Greatest id of a burst; an UNREACHABLE with a higher id ends none."""
 
 
-class Handover:
+class ChunkHandover:
     def __init__(
         self,
         window_bursts: int,
@@ -114,7 +114,7 @@ class Handover:
         self._queue: deque[tuple[SatelliteId, list[Leaving]]] = deque()
         self._queued: set[Leaving] = set()
         self._renamed: dict[Leaving, AsCopy] = {}
-        self._in_flight: dict[int, Burst] = {}
+        self._in_flight: dict[int, MigrateBurst] = {}
         self._copied: dict[ChunkName, float] = {}
         self._strays: dict[Leaving, float] = {}
         self._stray_times: list[tuple[float, Leaving]] = []
@@ -260,7 +260,7 @@ class Handover:
     def window_bursts(self) -> int:
         return int(self._window)
 
-    def bursts_to_send(self, now_s: float) -> list[Burst]:
+    def bursts_to_send(self, now_s: float) -> list[MigrateBurst]:
         """Return overdue bursts, and new bursts while the window is open."""
         # 1. Retransmissions.
         to_send = []
@@ -297,7 +297,7 @@ class Handover:
                 names = [self._renamed.pop(name, name) for name in names]
             self._queued.difference_update(names)
             deadline_s = now_s + self._burst_timeout_s() + 2 * late_s
-            burst = Burst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
+            burst = MigrateBurst(self._next_request_id, destination, names, self._plans, now_s, deadline_s, now_s)
             self._next_request_id = self._next_request_id % MOST_REQUEST_ID + 1
             self._in_flight[burst.request_id] = burst
             to_send.append(burst)
@@ -314,7 +314,7 @@ class Handover:
     def _fresh_from_s(self) -> float:
         return max(self.fresh_from_s, self._pacer.next_s)
 
-    def forget(self, burst: Burst, gone: Iterable[Leaving]) -> None:
+    def forget(self, burst: MigrateBurst, gone: Iterable[Leaving]) -> None:
         absent = set(gone)
         burst.names = [name for name in burst.names if name not in absent]
         if not burst.names:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from skymemory.eviction import LeastRecentlyUsed, Replacement
 from skymemory.metrics import Counters
 from skymemory.placement.locate import Moves
-from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, Dead, Presence
+from skymemory.protocol.messages import KEY_BYTES, MOST_SINCE_S, WRITING_S, ChunkPresence, Dead
 from skymemory.protocol.satellite.overload import MOST_AGE_S
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, TAG_BYTES, TAG_OFFSET, ChunkRef
 
@@ -223,13 +223,13 @@ class ChunkStore:
         chunk = share.get(name[1]) if share is not None else None
         return None if chunk is None else StoredChunk._make(chunk)
 
-    def presence(self, key: bytes) -> Presence | None:
+    def presence(self, key: bytes) -> ChunkPresence | None:
         share = self.shares.get(key)
         if share is None:
             return None
         index = latest_index(share)
         ref = ChunkRef.unpack(share[index][0])
-        return Presence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
+        return ChunkPresence(index, ref.chunks, ref.length_bytes, ref.value_bytes, ref.value_crc, len(share), ref.tag)
 
     # --- Remove ---
 

@@ -12,7 +12,7 @@ from skymemory.constellation.torus import SatelliteId
 from skymemory.errors import InvalidInput
 from skymemory.protocol.congestion import Throttle
 from skymemory.protocol.messages import Selection
-from skymemory.protocol.satellite.handover import Burst, Leaving
+from skymemory.protocol.satellite.handover import Leaving, MigrateBurst
 from skymemory.protocol.satellite.memory import Chunk, ChunkName, as_copy
 from skymemory.protocol.satellite.retention import Retention
 from skymemory.protocol.satellite.state import SatelliteState
@@ -121,7 +121,7 @@ class Migration:
             self._store.relabel(name, copy)
             self._handover.leave_as(name, chunk.ref[REPLICA_OFFSET])
 
-    def _send(self, burst: Burst, now_s: float) -> None:
+    def _send(self, burst: MigrateBurst, now_s: float) -> None:
         self._sweep.hold_back(burst, now_s)
         chunks = {name: chunk for name in burst.names if (chunk := self._chunk(name)) is not None}
         if len(chunks) < len(burst.names):

@@ -32,7 +32,7 @@ _MOST_HOLDERS = 64
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _RetainTransfer:
     """RETAIN that follows chunks, repeated until acknowledged."""
 
     there: SatelliteId
@@ -51,7 +51,7 @@ class Retention:
         self._counters = state.counters
         self._lease_bytes = int(state.store.limit_bytes * _LEASE_SHARE)
         self._next_s = math.inf
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, _RetainTransfer] = {}
         """Transfers by request id, in the order of ``due_s``."""
         self._awaited: set[tuple[SatelliteId, bytes]] = set()
         self._next_request_id = 0x40000000 | state.config.first_request_id & 0x3FFFFFFF
@@ -159,7 +159,7 @@ class Retention:
         self._awaited.add((there, body))
         number = self._next_request_id
         self._next_request_id = 0x40000000 | (number + 1) & 0x3FFFFFFF
-        self._transfers[number] = _Transfer(there, body, now_s + _REPEAT_S)
+        self._transfers[number] = _RetainTransfer(there, body, now_s + _REPEAT_S)
         self._outbox.command(Op.RETAIN, there, number, body, now_s)
 
     def _repeat(self, number: int, now_s: float) -> None:

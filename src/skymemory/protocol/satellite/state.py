@@ -11,7 +11,7 @@ from skymemory.eviction import DEFAULT_REPLACEMENT, replacement_named
 from skymemory.metrics import Counters
 from skymemory.protocol.auth import Authority
 from skymemory.protocol.clock import Locator, MoveClock, SkyMap
-from skymemory.protocol.satellite.handover import Handover, Pacer, phase_of
+from skymemory.protocol.satellite.handover import ChunkHandover, Pacer, phase_of
 from skymemory.protocol.satellite.memory import ChunkStore, KeyHistory
 from skymemory.protocol.satellite.outbox import Outbox
 from skymemory.protocol.satellite.overload import Lateness, Postponed
@@ -126,7 +126,7 @@ class SatelliteState:
         self.outbox = Outbox(
             self.address, self.locator, self.router, self.counters, config.credit_bytes, config.authority
         )
-        self.handover = Handover(
+        self.handover = ChunkHandover(
             config.handover_window_bursts,
             config.handover_timeout_s,
             config.handover_grace_s,

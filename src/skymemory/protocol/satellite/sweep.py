@@ -27,15 +27,15 @@ from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Dead
 from skymemory.protocol.satellite.checks import (
     ANSWER_S,
     MAX_CHECKS_PER_PACKET,
-    Answer,
     Check,
+    CheckAnswer,
+    CheckResult,
     Checks,
-    Found,
     LossProofs,
     Replicas,
 )
 from skymemory.protocol.satellite.gossip import Gossip
-from skymemory.protocol.satellite.handover import Burst
+from skymemory.protocol.satellite.handover import MigrateBurst
 from skymemory.protocol.satellite.memory import as_copy, latest_ref, names_by_tag, setting_of
 from skymemory.protocol.satellite.state import SatelliteState
 from skymemory.protocol.wire import CHUNK_REF_BYTES, REPLICA_OFFSET, ChunkRef, Op, Packet
@@ -145,7 +145,7 @@ class Sweep:
     def _asking(self) -> bool:
         return bool(self._questions) or self._checks.asking
 
-    def hold_back(self, burst: Burst, now_s: float) -> None:
+    def hold_back(self, burst: MigrateBurst, now_s: float) -> None:
         if not self._suspects or not burst.names:
             return
         key = burst.names[0][0]
@@ -220,10 +220,10 @@ class Sweep:
         places_left: dict[tuple[bytes, int], int] = {}
         question_count, unasked = 0, list[bytes]()
 
-        def on_answer(answer: Answer, answered_s: float) -> None:
+        def on_answer(answer: CheckAnswer, answered_s: float) -> None:
             for check, what in zip(answer.checks, answer.found, strict=True):
                 name = check.key, check.server
-                if what is Found.WHOLE:
+                if what is CheckResult.WHOLE:
                     places_left[name] = _FOUND
                     self._clear(check.key, check.server)
                 elif answer.same_moves:
@@ -433,11 +433,11 @@ class ReplicaRepair:
         checks = {name: (Check.of(latest, name[0]), indices) for name, indices in sorted(groups.items())}
         return {name: entry for name, entry in checks.items() if len(entry[1]) == entry[0].expected}
 
-    def _send_lacking(self, answer: Answer, now_s: float) -> None:
+    def _send_lacking(self, answer: CheckAnswer, now_s: float) -> None:
         if not answer.same_moves:
             return
         for check, what in zip(answer.checks, answer.found, strict=True):
-            if what is not Found.LACKING or self._left_bytes <= 0:
+            if what is not CheckResult.LACKING or self._left_bytes <= 0:
                 continue
             for (server, replica), (ours, indices) in self._find_whole_shares(check.key).items():
                 copy = (replica + 1) % self._replicas

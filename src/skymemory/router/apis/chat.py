@@ -25,7 +25,7 @@ class UnreadableAnswer(Exception): ...
 
 
 @dataclass(slots=True)
-class Part:
+class ContentPart:
     kind: str
     number: int
     call_id: str = ""
@@ -42,7 +42,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class PartEvent:
     what: str
-    part: Part
+    part: ContentPart
     text: str = ""
     logprobs: tuple[Mapping[str, Any], ...] = ()
 
@@ -66,9 +66,9 @@ class PartReader:
         self.stop_text = ""
         """Stop sequence: vLLM's ``stop_reason``, SGLang's ``matched_stop``."""
         self.usage: ChatUsage | None = None
-        self.parts: list[Part] = []
-        self._open: Part | None = None
-        self._tools: dict[int, Part] = {}
+        self.parts: list[ContentPart] = []
+        self._open: ContentPart | None = None
+        self._tools: dict[int, ContentPart] = {}
         self._held: dict[int, list[str]] = {}
 
     def read(self, chunk: Mapping[str, Any]) -> Iterator[PartEvent]:
@@ -149,7 +149,7 @@ class PartReader:
         part = self._tools.get(index)
         if part is None:
             name, call_id = _text(function.get("name")), _text(call.get("id"))
-            part = self._tools[index] = Part(TOOL, -1, call_id or f"call_{self.id}_{index}", name)
+            part = self._tools[index] = ContentPart(TOOL, -1, call_id or f"call_{self.id}_{index}", name)
             self._held[index] = []
             if self._open is None or self._open.kind != TOOL or _is_whole(self._open.text):
                 yield from self._close()
@@ -178,13 +178,13 @@ class PartReader:
         part = self._open
         if part is None or part.kind != kind:
             yield from self._close()
-            part = Part(kind, -1)
+            part = ContentPart(kind, -1)
             yield from self._begin(part)
         part.logprobs += logprobs
         part.pieces.append(text)
         yield PartEvent(PIECE, part, text, logprobs)
 
-    def _begin(self, part: Part) -> Iterator[PartEvent]:
+    def _begin(self, part: ContentPart) -> Iterator[PartEvent]:
         part.number = len(self.parts)
         self.parts.append(part)
         self._open = part

@@ -19,7 +19,7 @@ from skymemory.router.apis.chat import (
     TEXT,
     TOOL,
     ChatUsage,
-    Part,
+    ContentPart,
     PartEvent,
     PartReader,
     event,
@@ -67,7 +67,7 @@ def chat_request(fields: Fields, strict: bool = True, needs_limit: bool = False)
     body |= without_none(
         model=fields.get("model"), max_tokens=fields.get("max_tokens"), stop=fields.get("stop_sequences")
     )
-    body["messages"] = _Turns(strict).read(fields)
+    body["messages"] = _MessageTurns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
     metadata = fields.get("metadata")
@@ -133,7 +133,7 @@ def _output_settings(fields: Fields) -> dict[str, Any]:
     return body
 
 
-class _Turns:
+class _MessageTurns:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
 
@@ -317,7 +317,7 @@ def _message(fields: Fields, reader: PartReader, content: list[dict[str, Any]]) 
     }
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": part.text}
     if part.kind == REASONING:
@@ -325,7 +325,7 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
 
-def _empty_block(part: Part) -> dict[str, Any]:
+def _empty_block(part: ContentPart) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text", "text": ""}
     if part.kind == REASONING:
@@ -333,7 +333,7 @@ def _empty_block(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
 
 
-def _delta(part: Part, text: str) -> dict[str, Any]:
+def _delta(part: ContentPart, text: str) -> dict[str, Any]:
     if part.kind == TEXT:
         return {"type": "text_delta", "text": text}
     if part.kind == REASONING:

@@ -18,7 +18,7 @@ from skymemory.router.apis.chat import (
     TEXT,
     TOOL,
     ChatUsage,
-    Part,
+    ContentPart,
     PartEvent,
     PartReader,
     event,
@@ -85,7 +85,7 @@ def chat_request(fields: Fields, strict: bool = True) -> dict[str, Any]:
     check(fields)
     body: dict[str, Any] = further(fields, _KNOWN)
     body |= without_none(model=fields.get("model"), max_tokens=fields.get("max_output_tokens"))
-    body["messages"] = _Turns(strict).read(fields)
+    body["messages"] = _InputTurns(strict).read(fields)
     if tools := _tools(fields, strict):
         body["tools"] = tools
     if strict:
@@ -174,7 +174,7 @@ def _text_settings(text: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-class _Turns:
+class _InputTurns:
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._turns: list[dict[str, Any]] = []
@@ -357,7 +357,7 @@ class ResponseStream:
             yield self._event(f"{about}.done", **at, name=part.name, arguments=part.text)
             yield self._done(part)
 
-    def _done(self, part: Part) -> bytes:
+    def _done(self, part: ContentPart) -> bytes:
         item = self._builder.item(part, "completed")
         self._items.append(item)
         return self._event("response.output_item.done", output_index=part.number, item=item)
@@ -376,10 +376,10 @@ class _Builder:
     def _base(self) -> str:
         return self._reader.id.removeprefix("chatcmpl-") or "0"
 
-    def item_id(self, part: Part) -> str:
+    def item_id(self, part: ContentPart) -> str:
         return f"{_ITEM_IDS[part.kind]}_{self._base}_{part.number}"
 
-    def item(self, part: Part, status: str) -> dict[str, Any]:
+    def item(self, part: ContentPart, status: str) -> dict[str, Any]:
         own = {"id": self.item_id(part), "status": status or "in_progress"}
         content = [self.content(part, part.text)] if status else []
         if part.kind == TEXT:
@@ -388,7 +388,7 @@ class _Builder:
             return {**own, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**own, "type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.text}
 
-    def content(self, part: Part, text: str) -> dict[str, Any]:
+    def content(self, part: ContentPart, text: str) -> dict[str, Any]:
         if part.kind == REASONING:
             return {"type": "reasoning_text", "text": text}
         logprobs = [_logprob(token) for token in part.logprobs] if text else []

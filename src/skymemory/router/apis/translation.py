@@ -21,7 +21,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class _Stream(Protocol):
+class _TranslatedStream(Protocol):
     @property
     def finish(self) -> str: ...
 
@@ -74,7 +74,7 @@ class Translation:
 
 
 class StreamTranslation:
-    def __init__(self, made: _Stream) -> None:
+    def __init__(self, made: _TranslatedStream) -> None:
         self._made = made
         self._lines = EventLines()
         self.has_ended = False

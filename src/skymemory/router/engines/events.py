@@ -25,7 +25,7 @@ from skymemory.conductor.strategies.named import DEFAULT, STRATEGIES
 from skymemory.errors import InvalidInput
 from skymemory.router.backends import Backends, KnownServer
 from skymemory.router.engines.feed import Feed, FeedState
-from skymemory.router.engines.follower import Follower, Pace
+from skymemory.router.engines.follower import Follower, ReplayTimeouts
 from skymemory.router.metrics import Family, family
 from skymemory.router.settings import Settings
 from skymemory.router.tasks import cancel
@@ -170,10 +170,10 @@ class EventsWatch(Collector):
 class KvEvents:
     """Followers of engines. Bound to one event loop."""
 
-    def __init__(self, index: PreciseIndex, pace: Pace | None = None) -> None:
+    def __init__(self, index: PreciseIndex, pace: ReplayTimeouts | None = None) -> None:
         self.feeds: dict[str, Feed] = {}
         self._index = index
-        self._pace = Pace() if pace is None else pace
+        self._pace = ReplayTimeouts() if pace is None else pace
         self._context = zmq.asyncio.Context()
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skymemory.conductor.prefix_index.events import OTHER, AllCleared, Batch, BlocksStored, Event, medium_of
+from skymemory.conductor.prefix_index.events import OTHER, AllCleared, BlocksStored, Event, EventBatch, medium_of
 from skymemory.conductor.prefix_index.precise import PreciseIndex
 from skymemory.errors import InvalidInput
 from skymemory.router.engines.wire import BLOCKS, MalformedEvents, Piece, Tally, TooLong, pieces
@@ -208,9 +208,9 @@ class Feed:
             counts.batches += 1
             self._reading = None
         if events or not more:
-            self._apply(Batch(number, events), more)
+            self._apply(EventBatch(number, events), more)
 
-    def _apply(self, batch: Batch, more: bool) -> None:
+    def _apply(self, batch: EventBatch, more: bool) -> None:
         counts = self.counts
         self._name_media(batch)
         if not self._ready:
@@ -228,7 +228,7 @@ class Feed:
             self._index.follow(self.slot, self.model)
             self._ready = False
 
-    def _name_media(self, batch: Batch) -> None:
+    def _name_media(self, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, AllCleared) or medium_of(event.medium) != OTHER:
                 continue

@@ -93,7 +93,7 @@ def _waiting(socket: zmq.Socket[bytes], endpoint: str) -> tuple[list[tuple[int, 
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplayTimeouts:
     patience_s: float = 0.05
     """Time for a missing message to arrive before a replay is requested."""
     probe_s: float = 10.0
@@ -110,7 +110,7 @@ class Follower:
         endpoint: str,
         replay_endpoint: str,
         topic: str,
-        pace: Pace,
+        pace: ReplayTimeouts,
         context: zmq.asyncio.Context,
         one_at_a_time: asyncio.Lock,
     ) -> None:

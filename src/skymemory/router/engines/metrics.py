@@ -1,4 +1,4 @@
-"""Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``LoadReport``s.
+"""Load of engines, scraped from their ``/metrics`` (vLLM and SGLang) into ``ReportedLoad``s.
 
 Each engine is scraped in its own task. Reports have times of ``time.monotonic``, and age until ``Server.fresh_report``
 ignores them. Of up to hundreds of kilobytes, only the dozen relevant names are searched; tests compare with
@@ -23,7 +23,7 @@ from typing import Protocol
 import aiohttp
 from yarl import URL
 
-from skymemory.conductor.picker import LoadReport, PrefillTotals, Server
+from skymemory.conductor.picker import PrefillTotals, ReportedLoad, Server
 from skymemory.errors import SkyMemoryError, connection_reason
 from skymemory.router.tasks import cancel
 from skymemory.router.tls import Access
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    report: LoadReport
+    report: ReportedLoad
     dialect: str
     missing: tuple[str, ...]
     """Metrics that this engine lacks; the report has defaults."""
@@ -141,7 +141,7 @@ def read_metrics(text: bytes, at_s: float) -> EngineMetrics:
     if blocks is None or block_tokens is None:
         missing.append(dialect.cache_info)
     adapters, max_adapters = _adapters(text, dialect)
-    report = LoadReport(
+    report = ReportedLoad(
         at_s=at_s,
         waiting=round(sum(waiting)),
         running=round(sum(running)),

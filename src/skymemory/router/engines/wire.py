@@ -25,10 +25,10 @@ from skymemory.conductor.prefix_index.events import (
     GPU,
     REMOTE,
     AllCleared,
-    Batch,
     BlocksRemoved,
     BlocksStored,
     Event,
+    EventBatch,
     medium_of,
 )
 from skymemory.errors import SkyMemoryError
@@ -68,7 +68,7 @@ class Tally(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    batch: Batch
+    batch: EventBatch
     unknown: int
     unusable: int
 
@@ -189,7 +189,7 @@ def decode(sequence: int, payload: bytes) -> Decoded:
                 events.append(AllCleared())
     except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeDecodeError) as error:
         raise MalformedEvents(f"not a batch of KV events: {error}") from error
-    return Decoded(Batch(sequence, events), unknown, unusable)
+    return Decoded(EventBatch(sequence, events), unknown, unusable)
 
 
 def _is_map(data: bytes) -> bool:

@@ -19,7 +19,7 @@ from skymemory.router.settings import BOTH, Backend, PickerSettings
 _TRUTH = {"true": True, "false": False}
 
 
-class Source(Protocol):
+class EndpointSource(Protocol):
     async def endpoints(self) -> tuple[Backend, ...] | None:
         """Return the endpoints; None: they cannot be read now."""
         ...
@@ -177,7 +177,7 @@ class NameSource:
 class BothSources:
     """Endpoints of two sources, if both can be read."""
 
-    def __init__(self, first: Source, second: Source) -> None:
+    def __init__(self, first: EndpointSource, second: EndpointSource) -> None:
         self._sources = first, second
 
     async def endpoints(self) -> tuple[Backend, ...] | None:

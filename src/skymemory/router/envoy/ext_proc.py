@@ -1,7 +1,7 @@
 """Requests of the endpoint picker, as Envoy reports them (ext_proc). No I/O.
 
-1. An ``Exchange`` collects headers and body. Full-duplex bodies are answered at their end, buffered bodies message by
-   message. If Envoy sends no body before an answer, the request is routed by load alone.
+1. An ``ExtProcExchange`` collects headers and body. Full-duplex bodies are answered at their end, buffered bodies
+   message by message. If Envoy sends no body before an answer, the request is routed by load alone.
 2. ``PickerService`` picks a server (or queues the request).
 3. The response's messages update the request's account.
 """
@@ -17,7 +17,7 @@ from itertools import chain
 
 from skymemory.conductor.picker import NoServer, Picker
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 from skymemory.conductor.strategies.base import requests_at
 from skymemory.errors import missing_extra
 from skymemory.metrics import Counters
@@ -33,7 +33,7 @@ from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.prompts.reader import PROMPT_PATHS, PromptReader, without_prompt
 from skymemory.router.prompts.splitting import fields_of, why_whole
 from skymemory.router.prompts.unpacking import is_packed, unpacked
-from skymemory.router.queue import Entry, QueueSettings, RequestQueue
+from skymemory.router.queue import QueueEntry, QueueSettings, RequestQueue
 from skymemory.router.request_account import DeferredWork, ObservedPair, RequestAccount, UsageReader
 from skymemory.router.settings import PickerSettings
 from skymemory.router.waiting_room import WaitingRoom
@@ -142,7 +142,7 @@ class PickerService:
 
     def choose(
         self, request: Request, among: Collection[str] | None, now_s: float, splits: bool = False, client: str = ""
-    ) -> Placement:
+    ) -> ScheduledRequest:
         """Choose the server or servers of a request.
 
         Args:
@@ -186,7 +186,7 @@ class PickerService:
             self.counters.add("two_steps_total")
         return placement
 
-    def book(self, placement: Placement, now_s: float) -> RequestAccount:
+    def book(self, placement: ScheduledRequest, now_s: float) -> RequestAccount:
         if placement.decode is not None:
             return ObservedPair(self.scheduler, placement, now_s)
         return RequestAccount(self.alone or self.scheduler, placement, now_s, self.deferred)
@@ -232,7 +232,7 @@ def _prompt_path(headers: Mapping[str, str]) -> str | None:
     return prompt_path if headers.get(":method") == "POST" else None
 
 
-class Exchange:
+class ExtProcExchange:
     """A request and its response. ``receive`` every message, then call ``closed`` once."""
 
     def __init__(self, service: PickerService, later: Callable[[Iterable[bytes]], None] = lambda answers: None) -> None:
@@ -254,7 +254,7 @@ class Exchange:
         self._answered = False
         self._read: Request | ApiError | None = None
         self._waiting: tuple[Request, bytes, bool, bool] | None = None
-        self._entry: Entry | None = None
+        self._entry: QueueEntry | None = None
         self._began_s = self._first_s = 0.0
         self._account: RequestAccount | None = None
         self._attempts = Attempts("")

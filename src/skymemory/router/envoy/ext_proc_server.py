@@ -24,7 +24,7 @@ try:
         UNAVAILABLE,
         UNKNOWN,
         Answers,
-        Call,
+        GrpcCall,
         GrpcServer,
     )
 except ImportError as error:
@@ -32,7 +32,7 @@ except ImportError as error:
 
 from skymemory.addresses import host_and_port
 from skymemory.router.api_error import ApiError
-from skymemory.router.envoy.ext_proc import Exchange, PickerService
+from skymemory.router.envoy.ext_proc import ExtProcExchange, PickerService
 from skymemory.router.envoy.messages import LIVENESS, READINESS, SERVICE
 from skymemory.router.tls import PemCertificate, grpc_context
 
@@ -83,7 +83,7 @@ class PickerServer:
         long_bodies = asyncio.Lock()
         methods = {
             **self._health.methods(),
-            f"/{SERVICE}/Process": lambda answers: _Stream(self._service, answers, long_bodies),
+            f"/{SERVICE}/Process": lambda answers: _ExtProcStream(self._service, answers, long_bodies),
         }
         # Envoy's pieces are at most its buffer, by default 1 MiB.
         server = self._grpc_server(
@@ -107,7 +107,7 @@ class PickerServer:
         self._service.close()
 
     def _grpc_server(
-        self, methods: Mapping[str, Callable[[Answers], Call]], most_bytes: int, most_streams: int
+        self, methods: Mapping[str, Callable[[Answers], GrpcCall]], most_bytes: int, most_streams: int
     ) -> GrpcServer:
         server = GrpcServer(
             methods,
@@ -140,11 +140,11 @@ class PickerServer:
             self._health.set(name, SERVING if ready else NOT_SERVING)
 
 
-class _Stream(Call):
+class _ExtProcStream(GrpcCall):
     def __init__(self, service: PickerService, answers: Answers, long_bodies: asyncio.Lock | None = None) -> None:
         """Create it. ``long_bodies`` is held while a body of ``LONG_BODY_BYTES`` or more is read."""
         self._service, self._answers, self._long_bodies = service, answers, long_bodies
-        self._exchange: Exchange | None = Exchange(service, self._send)
+        self._exchange: ExtProcExchange | None = ExtProcExchange(service, self._send)
         self._reading: asyncio.Task[None] | None = None
 
     def message(self, data: bytes) -> None:
@@ -188,7 +188,7 @@ class _Stream(Call):
         else:
             self._answers.send_all(answers)
 
-    async def _read_in_thread(self, exchange: Exchange, message: ProcessingRequest) -> None:
+    async def _read_in_thread(self, exchange: ExtProcExchange, message: ProcessingRequest) -> None:
         many = self._long_bodies is not None and exchange.may_be_longer_than(LONG_BODY_BYTES)
         try:
             async with self._long_bodies if many and self._long_bodies is not None else nullcontext():
@@ -211,7 +211,7 @@ class HealthBook:
         self._states: dict[str, int] = {}
         self._watches: set[_Watch] = set()
 
-    def methods(self) -> Mapping[str, Callable[[Answers], Call]]:
+    def methods(self) -> Mapping[str, Callable[[Answers], GrpcCall]]:
         service = "/grpc.health.v1.Health"
         return {
             f"{service}/Check": lambda answers: _Check(self, answers),
@@ -240,7 +240,7 @@ class HealthBook:
         self._watches.discard(watch)
 
 
-class _Check(Call):
+class _Check(GrpcCall):
     def __init__(self, book: HealthBook, answers: Answers) -> None:
         self._book, self._answers = book, answers
 
@@ -262,7 +262,7 @@ class _Check(Call):
         pass
 
 
-class _Watch(Call):
+class _Watch(GrpcCall):
     name: str | None = None
 
     def __init__(self, book: HealthBook, answers: Answers) -> None:

@@ -30,10 +30,10 @@ from skymemory.router.engines.events import EventsWatch, event_index
 from skymemory.router.engines.metrics import MetricsWatch, fetch
 from skymemory.router.envoy.endpoints import (
     BothSources,
+    EndpointSource,
     FileSource,
     NameSource,
     SettingsSource,
-    Source,
     completed,
 )
 from skymemory.router.envoy.ext_proc import PickerService
@@ -69,7 +69,7 @@ class EndpointPicker:
     def __init__(
         self,
         service: PickerService,
-        source: Source,
+        source: EndpointSource,
         settings: Settings,
         say: Callable[[str], None],
         prefix_state: PrefixState | None = None,
@@ -233,7 +233,7 @@ def needs_restart(now: Settings, then: Settings) -> list[str]:
     ]
 
 
-def _source(settings: Settings, say: Callable[[str], None]) -> Source:
+def _source(settings: Settings, say: Callable[[str], None]) -> EndpointSource:
     picker = settings.picker
     if [bool(settings.backends), picker.endpoints is not None, bool(picker.discover)].count(True) != 1:
         raise InvalidInput(

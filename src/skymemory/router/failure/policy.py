@@ -28,7 +28,7 @@ from skymemory.router.failure.silence import (
     LEAST_SILENT_S,
     LEAST_WHOLE_SILENT_S,
     WHOLE,
-    Sent,
+    SentRequest,
     UsualWait,
     expected_s,
     lost_after_s,
@@ -54,13 +54,13 @@ NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FailureLimits:
     failures: int = 3
     successes: int = 2
     max_ejected: float = 0.5
 
 
-class Decision(NamedTuple):
+class ServerDecision(NamedTuple):
     """``kind``: "eject", "return", "use", "leave" (no requests), "check" (now) or "move"."""
 
     kind: str
@@ -105,7 +105,7 @@ class _Record:
     def __init__(self, name: str, group: object) -> None:
         self.name, self.group = name, group
         self.evidence = Evidence()
-        self.unanswered: dict[Attempts, Sent] = {}
+        self.unanswered: dict[Attempts, SentRequest] = {}
         """Oldest first."""
         self.streams: dict[Attempts, tuple[float, float]] = {}
         """Times of sending and of the first byte."""
@@ -133,7 +133,7 @@ class _Record:
 class FailurePolicy:
     """Policy of a router. Not thread-safe; ``now_s`` must not decrease."""
 
-    def __init__(self, limits: Limits = Limits(), *, are_checked: bool = True) -> None:
+    def __init__(self, limits: FailureLimits = FailureLimits(), *, are_checked: bool = True) -> None:
         """Create a policy. Without ``are_checked``, rests end by themselves."""
         self.limits = limits
         self._are_checked = are_checked
@@ -145,7 +145,7 @@ class FailurePolicy:
         self._slow_s = 0.0
         self._client, self._client_s, self._other_s = "", -math.inf, -math.inf
         self.sweep_s = 0.0
-        self.decisions: list[Decision] = []
+        self.decisions: list[ServerDecision] = []
 
     # -- membership
 
@@ -184,7 +184,7 @@ class FailurePolicy:
         record = self._records.get(server)
         if record is None:
             return
-        record.unanswered[attempts] = tuple.__new__(Sent, (now_s, estimate_s, kind))
+        record.unanswered[attempts] = tuple.__new__(SentRequest, (now_s, estimate_s, kind))
         if record.is_new:
             self.doubted[server] = record
         if record.evidence.failures:
@@ -430,7 +430,7 @@ class FailurePolicy:
         has_pressure = any(not failure.accuses for failure in record.evidence.failures.values())
         return has_pressure and now_s < record.evidence.rests_until_s(None, self._clients(now_s))
 
-    def take_decisions(self) -> list[Decision]:
+    def take_decisions(self) -> list[ServerDecision]:
         decisions, self.decisions = self.decisions, []
         return decisions
 
@@ -530,10 +530,10 @@ class FailurePolicy:
             if other is not record
         )
 
-    def _expected_s(self, sent: Sent) -> float:
+    def _expected_s(self, sent: SentRequest) -> float:
         return expected_s(sent, self._waits[sent.kind].seconds)
 
-    def _silent_after_s(self, sent: Sent, record: _Record) -> float:
+    def _silent_after_s(self, sent: SentRequest, record: _Record) -> float:
         least_s = LEAST_WHOLE_SILENT_S if sent.kind == WHOLE and not record.has_metrics else LEAST_SILENT_S
         return silent_after_s(self._expected_s(sent), self._waits[sent.kind].longest_s, least_s)
 
@@ -544,7 +544,7 @@ class FailurePolicy:
         record.is_check_due = self._are_checked and now_s - record.asked_s < CHECK_S
         if self._are_checked and not record.is_check_due:
             record.asked_s = now_s
-            self.decisions.append(Decision("check", record.name))
+            self.decisions.append(ServerDecision("check", record.name))
 
     def _of(self, group: object) -> Iterable[_Record]:
         return (record for record in self._records.values() if record.group == group)
@@ -563,11 +563,11 @@ class FailurePolicy:
         if is_ejected and not record.is_ejected:
             record.why = record.why if record.is_bad else why
             record.is_ejected = True
-            self.decisions.append(Decision("eject", record.name, record.why))
+            self.decisions.append(ServerDecision("eject", record.name, record.why))
             self._use(record.group)
         elif not is_ejected and record.is_ejected:
             record.is_ejected = False
-            self.decisions.append(Decision("return", record.name, "gone" if record.is_gone else ""))
+            self.decisions.append(ServerDecision("return", record.name, "gone" if record.is_gone else ""))
             record.is_gone = False
             self._use(record.group)
         elif record.is_ejected:
@@ -588,7 +588,7 @@ class FailurePolicy:
             is_used = record in used
             if is_used != record.is_used:
                 record.is_used = is_used
-                self.decisions.append(Decision("use" if is_used else "leave", record.name, record.why))
+                self.decisions.append(ServerDecision("use" if is_used else "leave", record.name, record.why))
                 waiting = (*record.unanswered, *record.streams)
                 if not is_used and waiting:
-                    self.decisions.append(Decision("move", record.name, record.why, waiting))
+                    self.decisions.append(ServerDecision("move", record.name, record.why, waiting))

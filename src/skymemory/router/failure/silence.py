@@ -34,7 +34,7 @@ server's prefill.
 """
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     sent_s: float
     estimate_s: float
     """Time to first token; 0: unknown."""
@@ -71,7 +71,7 @@ class UsualWait:
             self._seconds = ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
 
 
-def expected_s(sent: Sent, usual_s: float | None) -> float:
+def expected_s(sent: SentRequest, usual_s: float | None) -> float:
     return max(sent.estimate_s, UNKNOWN_S if usual_s is None else usual_s)
 
 

@@ -100,7 +100,7 @@ class Headers(Mapping[str, str]):
         return [word.strip().lower() for value in self.all_of(name) for word in value.split(b",")]
 
 
-class Listener(Protocol):
+class RequestHandler(Protocol):
     """Handler of a request."""
 
     def client_gone(self) -> None: ...
@@ -119,10 +119,10 @@ class Application(Protocol):
     least_rate: int
     keep_alive_s: float
     draining: bool
-    table: ConnectionTable[Connection]
-    arriving: HeldBytes[Incoming | Connection]
+    table: ConnectionTable[HttpConnection]
+    arriving: HeldBytes[Incoming | HttpConnection]
     """Request bodies and incomplete heads."""
-    unread: HeldBytes[Connection]
+    unread: HeldBytes[HttpConnection]
 
     def refusal(self, request: Incoming) -> ApiError | None:
         """Refuse a request by its head."""
@@ -132,11 +132,11 @@ class Application(Protocol):
 
     def refuse(self, request: Incoming, error: ApiError) -> None: ...
 
-    def opened(self, connection: Connection) -> None: ...
+    def opened(self, connection: HttpConnection) -> None: ...
 
     def evicted(self, limit: str) -> None: ...
 
-    def closed(self, connection: Connection) -> None: ...
+    def closed(self, connection: HttpConnection) -> None: ...
 
     def fault(self, what: str, error: BaseException | None) -> None: ...
 
@@ -157,14 +157,14 @@ class Incoming:
     """True if the router answers CORS, instead of the server."""
     tenant: Tenant | None = None
     refusal: ApiError | None = None
-    listener: Listener | None = None
+    listener: RequestHandler | None = None
     rate: LeastRate | None = None
     rated_bytes: int = 0
     tracked: bool = False
     _pieces: list[bytes] | None = None
 
     def __init__(
-        self, connection: Connection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
+        self, connection: HttpConnection, method: str, target: str, version: str, headers: Headers, keep_alive: bool
     ) -> None:
         """Create it. ``target``: path and query, as sent."""
         self.connection, self.method, self.target, self.version = connection, method, target, version
@@ -211,7 +211,7 @@ class Incoming:
         self.body, self._pieces = body, None
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     def __init__(self, app: Application, loop: asyncio.AbstractEventLoop) -> None:
         self._app = app
         self._loop = loop
@@ -240,7 +240,7 @@ class Connection(asyncio.Protocol):
         """Client address or IPv6 network, whose share it uses."""
         self.made = False
         self.accepted: socket.socket | None = None
-        self._seat: Seat[Connection] | None = None
+        self._seat: Seat[HttpConnection] | None = None
         self._head_bytes = 0
         self._slice_bytes = self._parsed_chunks = self._parsed_bytes = 0
         """Bytes of the current slice; chunks and bytes of bodies in it."""
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.made = True
-        self.deadline = Deadline(self._loop)
+        self.deadline = MovingTimeout(self._loop)
         self.accepted = None
         if self.closing:  # evicted meanwhile
             self._transport.abort()
@@ -516,7 +516,7 @@ class Connection(asyncio.Protocol):
         if self._reading is request and not self._discarding and (request is not None or self._in_head):
             self._refuse(error)
 
-    def _make_room(self, item: Incoming | Connection, holder: str) -> bool:
+    def _make_room(self, item: Incoming | HttpConnection, holder: str) -> bool:
         """Refuse incomplete requests until the holder has room; False: refuse ``item``."""
         arriving, now_s = self._app.arriving, time.monotonic()
         while not arriving.limit.has_room(holder, 0):
@@ -949,7 +949,7 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1", "replace")
 
 
-class Deadline:
+class MovingTimeout:
     """A timeout moved by two assignments: its timer is renewed only when it fires too early."""
 
     __slots__ = ("_due_s", "_loop", "_reached", "_timer")

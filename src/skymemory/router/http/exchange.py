@@ -27,7 +27,7 @@ from skymemory import native
 from skymemory.conductor.admission.named import weights_of
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Decision, Request
-from skymemory.conductor.scheduler import Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest, Scheduler
 from skymemory.router.admission import DECISION_HEADER, Overloaded, slo_outcome
 from skymemory.router.api_error import ApiError, error_event
 from skymemory.router.api_keys import QuotaLease
@@ -42,7 +42,7 @@ from skymemory.router.failure.silence import FIRST_TOKEN, NO_PROMPT, WHOLE
 from skymemory.router.http.access_control import AccessControl
 from skymemory.router.http.connection import Headers, Incoming, connection_line, header_lines, status_line
 from skymemory.router.http.translated import MISSING_STATUSES, MissingApis, TranslatedResponse
-from skymemory.router.http.upstream import Call, Pool, Pools, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Pool, Pools, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.http.via import Via
 from skymemory.router.limits.turns import Turns
 from skymemory.router.metrics import ProxyMetrics
@@ -57,7 +57,7 @@ from skymemory.router.prompts.reader import (
 )
 from skymemory.router.prompts.tokenizing import TooMuchNewText
 from skymemory.router.prompts.unpacking import unpacked
-from skymemory.router.queue import Entry
+from skymemory.router.queue import QueueEntry
 from skymemory.router.request_account import DeferredWork, RequestAccount, Usage, UsageReader
 from skymemory.router.settings import Settings
 from skymemory.router.waiting_room import WaitingRoom
@@ -144,7 +144,7 @@ class Exchange(Attempts):
     # Class attributes as defaults: most requests never set them.
     _reading: asyncio.Task[None] | None = None
     _account: RequestAccount | None = None
-    _call: Call | None = None
+    _call: UpstreamCall | None = None
     _is_counted = False
     _pause: asyncio.TimerHandle | None = None
     _status, _wait_s = 0, 0.0
@@ -154,7 +154,7 @@ class Exchange(Attempts):
     _stream: StreamContinuation | None = None
     _is_continued = False
     _waits = False
-    _entry: Entry | None = None
+    _entry: QueueEntry | None = None
     _streaming = False
     """True once the client has the head."""
     _translating: asyncio.Task[None] | None = None
@@ -314,7 +314,7 @@ class Exchange(Attempts):
 
     # -- attempts
 
-    def _try(self, before: Placement | None) -> None:
+    def _try(self, before: ScheduledRequest | None) -> None:
         try:
             self._send(self._place(before))
         except Overloaded as error:
@@ -326,7 +326,7 @@ class Exchange(Attempts):
         except Exception:
             self._fault()
 
-    def _place(self, before: Placement | None) -> Placement:
+    def _place(self, before: ScheduledRequest | None) -> ScheduledRequest:
         """Place the request. An admitted request is not refused later."""
         of, request = self._of, self._request
         max_waiting = of.settings.limits.max_waiting
@@ -345,7 +345,7 @@ class Exchange(Attempts):
         of.metrics.decided(placement.prefill)
         return placement
 
-    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
         """Choose an untried server.
 
         Raises:
@@ -361,7 +361,7 @@ class Exchange(Attempts):
     def _avoided(self, now_s: float) -> Set[str]:
         return self._of.backends.avoided(self.client, now_s, is_retry=bool(self._tried))
 
-    def _send(self, placement: Placement) -> None:
+    def _send(self, placement: ScheduledRequest) -> None:
         incoming, now_s = self.incoming, time.monotonic()
         account = self._account = RequestAccount(self._scheduler, placement, now_s)
         decision = account.decision
@@ -805,7 +805,7 @@ class Exchange(Attempts):
             self._stream = None
             self._pass_on(withheld, ended)
 
-    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation of a stream.
 
         Raises:
@@ -823,7 +823,7 @@ class Exchange(Attempts):
             name for name in names if any(model.get("owned_by") in ENGINES for model in known[name].models.values())
         ]
 
-    def _ask_rest(self, placement: Placement, rest: Rest, now_s: float) -> None:
+    def _ask_rest(self, placement: ScheduledRequest, rest: Rest, now_s: float) -> None:
         incoming, before, of = self.incoming, self._account, self._of
         assert before is not None
         self._is_continued = True

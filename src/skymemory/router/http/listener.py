@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 
 from skymemory.errors import os_reason
-from skymemory.router.http.connection import Connection
+from skymemory.router.http.connection import HttpConnection
 
 log = logging.getLogger("skymemory.router")
 
@@ -26,8 +26,8 @@ PAUSE_S = 0.1
 class Listener:
     def __init__(
         self,
-        connection: Callable[[], Connection],
-        admit: Callable[[Connection, str], None],
+        connection: Callable[[], HttpConnection],
+        admit: Callable[[HttpConnection, str], None],
         context: ssl.SSLContext | None,
         handshake_s: Callable[[], float],
         on_files_short: Callable[[], None] = lambda: None,
@@ -101,7 +101,7 @@ class Listener:
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
-    async def _set_up(self, connection: Connection, accepted: socket.socket, handshake_s: float) -> None:
+    async def _set_up(self, connection: HttpConnection, accepted: socket.socket, handshake_s: float) -> None:
         limit_s = None if self._context is None else handshake_s
         try:
             await self._loop.connect_accepted_socket(

@@ -26,7 +26,7 @@ class Pages:
         self._known: dict[str, _Page] = {}
 
     async def fetch(self, url: str, access: Access, *, timeout_s: float, max_bytes: int) -> bytes:
-        response = _Response(max_bytes)
+        response = _PageResponse(max_bytes)
         try:
             page = self._page(url, access)
             page.pool.connect_s = timeout_s
@@ -70,7 +70,7 @@ async def get_status(url: str, access: Access, timeout_s: float) -> int:
         UpstreamError: no connection, or no response.
         ValueError: a malformed URL.
     """
-    page, response = _page(url, access, timeout_s, _CLOSE), _Response(0)
+    page, response = _page(url, access, timeout_s, _CLOSE), _PageResponse(0)
     try:
         await _get(page, response, timeout_s)
     finally:
@@ -97,7 +97,7 @@ def _page(url: str, access: Access, connect_s: float = 0.0, more: bytes = b"") -
     return _Page(access, pool, _HEAD % (target.encode("ascii"), pool.host, pool.authorization, more))
 
 
-async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
+async def _get(page: _Page, response: _PageResponse, timeout_s: float) -> None:
     """Wait for the complete response.
 
     Raises:
@@ -116,7 +116,7 @@ async def _get(page: _Page, response: _Response, timeout_s: float) -> None:
         raise TimeoutError if isinstance(response.error.__cause__, TimeoutError) else response.error
 
 
-class _Response:
+class _PageResponse:
     __slots__ = ("_max_bytes", "body", "ended", "error", "is_coded", "is_good", "status")
 
     def __init__(self, max_bytes: int) -> None:

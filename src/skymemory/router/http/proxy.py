@@ -20,7 +20,7 @@ from skymemory.router.api_keys import KeyFile
 from skymemory.router.backends import Backends
 from skymemory.router.decoding import alone_schedulers
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Connection, Incoming
+from skymemory.router.http.connection import HttpConnection, Incoming
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import UNANSWERED, Exchange, Exchanges, RequestLog, outcome_of, send_error
 from skymemory.router.http.health import HealthWatch
@@ -68,11 +68,11 @@ class Proxy:
     ) -> None:
         self.draining = False
         self._last_call_s = math.inf
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[HttpConnection, None] = {}
         """Oldest first."""
-        self.table: ConnectionTable[Connection] = ConnectionTable(LEAST_CONNECTIONS)
-        self.arriving: HeldBytes[Incoming | Connection] = HeldBytes(0)
-        self.unread: HeldBytes[Connection] = HeldBytes(MAX_UNREAD_BYTES)
+        self.table: ConnectionTable[HttpConnection] = ConnectionTable(LEAST_CONNECTIONS)
+        self.arriving: HeldBytes[Incoming | HttpConnection] = HeldBytes(0)
+        self.unread: HeldBytes[HttpConnection] = HeldBytes(MAX_UNREAD_BYTES)
         self._slots = SharedLimit(0)
         self.metrics = metrics
         self.backends = backends
@@ -148,7 +148,7 @@ class Proxy:
 
     # -- from connections (`connection.Application`)
 
-    def admit(self, connection: Connection, address: str) -> None:
+    def admit(self, connection: HttpConnection, address: str) -> None:
         """Seat a connection, and evict others, or this one, from an over-full table."""
         connection.sit(address)
         table, now_s = self.table, time.monotonic()
@@ -172,10 +172,10 @@ class Proxy:
             self.evicted("files")
             seat.owner.evict()
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: HttpConnection) -> None:
         self.connections[connection] = None
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         self.connections.pop(connection, None)
 
     def evicted(self, limit: str) -> None:

@@ -21,7 +21,7 @@ from skymemory.router.backends import Backends
 from skymemory.router.decoding import decode_picker, forecast_of
 from skymemory.router.engines.events import EventsWatch
 from skymemory.router.http.access_control import AccessControl
-from skymemory.router.http.connection import Connection
+from skymemory.router.http.connection import HttpConnection
 from skymemory.router.http.elastic import ElasticRoles
 from skymemory.router.http.exchange import Exchange
 from skymemory.router.http.health import HealthWatch
@@ -108,7 +108,7 @@ class ProxyServer:
             self.proxy = self._proxy(deferred)
             await self.prefix_state.start()
             context = None if self._certificate is None else self._certificate.context
-            connection = partial(Connection, self.proxy, loop)
+            connection = partial(HttpConnection, self.proxy, loop)
             proxy = self.proxy
             self._listener = Listener(connection, proxy.admit, context, lambda: proxy.head_s, proxy.close_idle)
             try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from skymemory.router.apis.chat import MAX_ANSWER_BYTES, UnreadableAnswer
 from skymemory.router.apis.translation import StreamTranslation, Translation
 from skymemory.router.http.connection import Headers
-from skymemory.router.http.upstream import Call, Receiver, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Receiver, ResponseHead, UpstreamCall, UpstreamError
 
 MISSING_STATUSES = frozenset((404, 405, 501))
 """Statuses of an engine without the API, or without the model."""
@@ -50,7 +50,7 @@ class MissingApis:
 class TranslatedResponse:
     def __init__(self, receiver: Receiver, translation: Translation, on_fault: Callable[[], None]) -> None:
         """Create it. ``on_fault`` is called in the handler of an exception, and ends the request."""
-        self.call: Call | None = None
+        self.call: UpstreamCall | None = None
         self._on_fault = on_fault
         self._receiver = receiver
         self._translation = translation

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from skymemory.conductor.picker import NoServer
-from skymemory.conductor.scheduler import Placement, Refusal
+from skymemory.conductor.scheduler import Refusal, ScheduledRequest
 from skymemory.router.admission import DECISION_HEADER, Overloaded
 from skymemory.router.api_error import ApiError
 from skymemory.router.decoding import lacking_few
@@ -32,7 +32,7 @@ from skymemory.router.failure.budget import Sends, backoff_s
 from skymemory.router.failure.faults import RULES, Fault, fault_of
 from skymemory.router.failure.silence import DECODED, FIRST_TOKEN, WHOLE
 from skymemory.router.http.exchange import Exchange, decision_line, fault_of_error, request_head
-from skymemory.router.http.upstream import Call, Pool, ResponseHead, UpstreamError
+from skymemory.router.http.upstream import Pool, ResponseHead, UpstreamCall, UpstreamError
 from skymemory.router.prefillers import HEADER, LATER_HEADER
 from skymemory.router.prompts.continuation import Rest
 from skymemory.router.prompts.splitting import (
@@ -87,7 +87,7 @@ class TwoStepExchange(Exchange):
 
     # -- the pair
 
-    def _pick(self, before: Placement | None, now_s: float) -> Placement | Refusal:
+    def _pick(self, before: ScheduledRequest | None, now_s: float) -> ScheduledRequest | Refusal:
         of, request = self._of, self._request
         if before is None and self._scheduler is of.scheduler:
             self._split()
@@ -134,7 +134,7 @@ class TwoStepExchange(Exchange):
         avoid = self._avoided(time.monotonic())
         return of.backends.able(self._request, self._tried, of.settings.limits.max_waiting, avoid)
 
-    def _send(self, placement: Placement) -> None:
+    def _send(self, placement: ScheduledRequest) -> None:
         if self._fields is None:
             super()._send(placement)
             return
@@ -361,7 +361,7 @@ class TwoStepExchange(Exchange):
             return
         self._ask_decode(account)
 
-    def _place_rest(self, before: Placement, rest: Rest, now_s: float) -> Placement:
+    def _place_rest(self, before: ScheduledRequest, rest: Rest, now_s: float) -> ScheduledRequest:
         """Place the continuation at a single server: the KV values went to the failed server."""
         if self._fields is not None:
             prefill, self._prefill = self._prefill, None
@@ -447,7 +447,7 @@ class _PrefillCall:
         self.server = server
         self._exchange = exchange
         self._within_s = within_s
-        self._call: Call | None = None
+        self._call: UpstreamCall | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._head: ResponseHead | None = None
         self._pieces: list[bytes] = []

@@ -1,7 +1,7 @@
 """Connection pools to the servers: keep-alive, one request at a time per connection, parsed by llhttp.
 
-``Pool.ask`` takes a connection for a ``Call``; ``UpstreamConnection`` reports the response to its ``Receiver``, and
-returns to the pool.
+``Pool.ask`` takes a connection for an ``UpstreamCall``; ``UpstreamConnection`` reports the response to its ``Receiver``
+and returns to the pool.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Receiver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class UpstreamCall:
     pool: Pool
     receiver: Receiver | None
     head: bytes
@@ -136,7 +136,7 @@ class Call:
 class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._call: Call | None = None
+        self._call: UpstreamCall | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self.on_header = native.pairs_into(self._headers)
@@ -150,7 +150,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def ask(self, call: Call, fresh: bool) -> None:
+    def ask(self, call: UpstreamCall, fresh: bool) -> None:
         transport = self._transport
         if transport is None or self.gone or transport.is_closing():
             self._failed(call, fresh, UpstreamError("it closed the connection before the first byte"))
@@ -209,7 +209,7 @@ class UpstreamConnection(asyncio.Protocol):
                 return  # the receiver has cancelled it
         self._deliver(call, receiver)
 
-    def _deliver(self, call: Call, receiver: Receiver) -> None:
+    def _deliver(self, call: UpstreamCall, receiver: Receiver) -> None:
         pieces, is_complete = self._pieces, self._ended
         if not pieces and not is_complete:
             return
@@ -219,7 +219,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._release(call)
         receiver.response_data(piece, is_complete)
 
-    def _release(self, call: Call) -> None:
+    def _release(self, call: UpstreamCall) -> None:
         self._call = call.connection = call.receiver = None
         self.resume()
         self._pool.give_back(self)
@@ -246,7 +246,7 @@ class UpstreamConnection(asyncio.Protocol):
         cause = error or ConnectionResetError() if head is None else None
         self._failed(call, self._fresh or self._begun, UpstreamError(why, cause=cause))
 
-    def _failed(self, call: Call, for_good: bool, error: UpstreamError) -> None:
+    def _failed(self, call: UpstreamCall, for_good: bool, error: UpstreamError) -> None:
         # The server may have closed a kept connection while it was idle. It may also have read the request, so sending
         # it again counts.
         if not for_good and call.receiver is not None and call.sends.remaining:
@@ -368,11 +368,11 @@ class Pool:
         self._closed = False
         self.on_files_short: Callable[[], None] = lambda: None
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[Call] = deque()
+        self._waiting: deque[UpstreamCall] = deque()
 
     def ask(
         self, receiver: Receiver, head: bytes, body: bytes, has_body: bool = True, sends: Sends | None = None
-    ) -> Call:
+    ) -> UpstreamCall:
         """Send a request.
 
         Args:
@@ -380,7 +380,7 @@ class Pool:
             has_body: the response may have a body.
             sends: limit; None: once, and again after a failed kept connection.
         """
-        call = Call(self, receiver, head, body, has_body, sends or Sends(2))
+        call = UpstreamCall(self, receiver, head, body, has_body, sends or Sends(2))
         call.start()
         return call
 
@@ -410,7 +410,7 @@ class Pool:
             self._reaping.cancel()
         self.close_idle()
 
-    def connect(self, call: Call) -> None:
+    def connect(self, call: UpstreamCall) -> None:
         if len(self._connecting) >= MAX_CONNECTING:
             self._waiting.append(call)
             return
@@ -423,14 +423,14 @@ class Pool:
         if (call := self._next()) is not None:
             self.connect(call)
 
-    def _next(self) -> Call | None:
+    def _next(self) -> UpstreamCall | None:
         while self._waiting:
             call = self._waiting.popleft()
             if call.receiver is not None:
                 return call
         return None
 
-    async def _connect(self, call: Call) -> None:
+    async def _connect(self, call: UpstreamCall) -> None:
         try:
             async with asyncio.timeout(self.connect_s):
                 connection = await self._open()

@@ -1,6 +1,6 @@
 """Tokenization of prompts with the engine's tokenizer and chat template, from the model's folder.
 
-``Pieces`` tokenizes each piece of text once. Texts are cut between a letter and a space, if tokens there split
+``PieceCache`` tokenizes each piece of text once. Texts are cut between a letter and a space, if tokens there split
 independently of the surrounding text. That holds for BPE on bytes after a split by one of ``KNOWN_PATTERNS``: no
 alternative matches a letter and a space after it, none looks back, and lookahead ends at the character after white
 space.
@@ -61,7 +61,7 @@ _PROBE = "Sky box's 12345  moves\n\n  to the east; \tñandú 你好 where it's  
 class TooMuchNewText(Exception): ...
 
 
-class Pieces:
+class PieceCache:
     """Cache of the tokens of pieces of text; thread-safe. ``encode`` adds no special tokens; ``cuts``: ``can_cut``."""
 
     def __init__(
@@ -210,7 +210,7 @@ class PromptTokenizer:
         self._words = {name: _word(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self._template = _template(file.parent, config)
         described = read_text(file, MAX_TOKENIZER_BYTES)
-        self._pieces = Pieces(self._encode, can_cut(described), piece_letters)
+        self._pieces = PieceCache(self._encode, can_cut(described), piece_letters)
         self._around = self._special_around()
 
     def of_text(self, text: str, special: bool = True) -> list[int]:

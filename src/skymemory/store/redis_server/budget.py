@@ -27,7 +27,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class MemoryClaim:
     """Memory that a client holds. Any thread may call ``end``, which disconnects it."""
 
     end: Callable[[], object]
@@ -38,8 +38,8 @@ class Claim:
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
-    claim: Claim
+class BudgetWaiter:
+    claim: MemoryClaim
     size_bytes: int
     since_s: float
     is_refused: bool = False
@@ -52,14 +52,14 @@ class Room:
     limit_bytes: int
     fair_s: float
     used_bytes: int = 0
-    holders: dict[Claim, None] = field(default_factory=dict)
-    waiting: list[Waiter] = field(default_factory=list)
+    holders: dict[MemoryClaim, None] = field(default_factory=dict)
+    waiting: list[BudgetWaiter] = field(default_factory=list)
 
     def fits(self, size_bytes: int) -> bool:
         """Return True if it fits; a value larger than the limit is admitted alone."""
         return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
 
-    def change(self, claim: Claim, by_bytes: int) -> None:
+    def change(self, claim: MemoryClaim, by_bytes: int) -> None:
         self.used_bytes += by_bytes
         claim.held_bytes += by_bytes
         if claim.held_bytes:
@@ -67,7 +67,7 @@ class Room:
         else:
             self.holders.pop(claim, None)
 
-    def payer(self, now_s: float) -> Claim | None:
+    def payer(self, now_s: float) -> MemoryClaim | None:
         """Return the client that must give way; None if memory is about to be freed, or no client is at fault."""
         first = self.waiting[0]
         if any(claim.is_ended for claim in self.holders):
@@ -84,7 +84,7 @@ class Room:
         return _largest(claim for claim in moving if claim.due_s < math.inf and claim.held_bytes > share_bytes)
 
 
-def _largest(claims: Iterable[Claim]) -> Claim | None:
+def _largest(claims: Iterable[MemoryClaim]) -> MemoryClaim | None:
     return max(claims, key=lambda claim: claim.held_bytes, default=None)
 
 
@@ -101,23 +101,23 @@ class ByteBudget:
     def used_bytes(self) -> int:
         return self._room.used_bytes
 
-    def take(self, claim: Claim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
+    def take(self, claim: MemoryClaim, size_bytes: int, timeout_s: float, *, brief_bytes: int = BRIEF_BYTES) -> bool:
         """Wait for memory, about ``timeout_s``. Up to ``brief_bytes`` are admitted at once."""
         room = self._room
         with self._freed:
             at_once = size_bytes <= brief_bytes or (not room.waiting and room.fits(size_bytes))
-            if not at_once and not self._wait(Waiter(claim, size_bytes, self._clock()), timeout_s):
+            if not at_once and not self._wait(BudgetWaiter(claim, size_bytes, self._clock()), timeout_s):
                 return False
             room.change(claim, size_bytes)
             return True
 
-    def give_back(self, claim: Claim, size_bytes: int) -> None:
+    def give_back(self, claim: MemoryClaim, size_bytes: int) -> None:
         if size_bytes:
             with self._freed:
                 self._room.change(claim, -size_bytes)
                 self._freed.notify_all()
 
-    def _wait(self, waiter: Waiter, timeout_s: float) -> bool:
+    def _wait(self, waiter: BudgetWaiter, timeout_s: float) -> bool:
         room, claim = self._room, waiter.claim
         deadline_s = waiter.since_s + timeout_s
         room.waiting.append(waiter)
@@ -136,7 +136,7 @@ class ByteBudget:
             room.waiting.remove(waiter)
             self._freed.notify_all()
 
-    def _charge(self, payer: Claim) -> None:
+    def _charge(self, payer: MemoryClaim) -> None:
         if payer.waits:
             for waiter in self._room.waiting:
                 waiter.is_refused |= waiter.claim is payer

@@ -35,13 +35,13 @@ from skymemory.store.memory import MemoryStore
 from skymemory.store.named import Listing, named_payload, unwrap_store
 from skymemory.store.redis import TRAILER_BYTES, is_trailer_of, opened, trailer_of
 from skymemory.store.redis_server import lifetimes, protocol
-from skymemory.store.redis_server.budget import ByteBudget, Claim
+from skymemory.store.redis_server.budget import ByteBudget, MemoryClaim
 from skymemory.store.redis_server.keys import Key, client_key
 from skymemory.store.redis_server.leases import Lease, Leases
 from skymemory.store.redis_server.lifetimes import MAX_GIVEN, Lifetimes, Options, options_of
 from skymemory.store.redis_server.patterns import MAX_PATTERN_BYTES, pattern_of
 from skymemory.store.redis_server.protocol import LARGE_BYTES, Framed, Reply, Stranger, Word
-from skymemory.store.redis_server.transactions import MAX_WATCHED, Transaction, Watch, Watches
+from skymemory.store.redis_server.transactions import MAX_WATCHED, Transaction, WatchedKeys, Watches
 
 RUN_VALUES, RUN_BYTES = 64, 8 << 20
 _REDIS_VERSION = b"7.2.0"
@@ -65,12 +65,12 @@ class Close(Exception):
 class Session:
     number: int
     authenticated: bool
-    claim: Claim
+    claim: MemoryClaim
     reply: Reply = field(default_factory=Reply)
     name: bytes = b""
     quits: bool = False
     transaction: Transaction | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: WatchedKeys = field(default_factory=WatchedKeys)
     kept: ExitStack | None = None
     """Resources of EXEC's replies, until sent; set while EXEC holds its keys, whose commands then do not wait."""
 
@@ -793,7 +793,7 @@ class Commands:
         finally:
             self.watches.end(session.watch)
 
-    def _is_changed(self, watch: Watch) -> bool:
+    def _is_changed(self, watch: WatchedKeys) -> bool:
         if watch.is_changed or not watch.keys:
             return watch.is_changed
         present = [presence is Presence.HIT for presence in self._store.lookup(list(watch.keys))]

@@ -31,7 +31,7 @@ from skymemory import native
 from skymemory.addresses import ListenAddress
 from skymemory.errors import InvalidInput
 from skymemory.store.redis_server import protocol
-from skymemory.store.redis_server.budget import BRIEF_BYTES, LEAST_SHARED_BYTES_PER_S, Claim, due_s
+from skymemory.store.redis_server.budget import BRIEF_BYTES, LEAST_SHARED_BYTES_PER_S, MemoryClaim, due_s
 from skymemory.store.redis_server.commands import NO_BYTES, Close, Commands, Pieces, Refused, Run, Session, error_reply
 from skymemory.store.redis_server.protocol import (
     MAX_BULK_BYTES,
@@ -75,13 +75,13 @@ LEAST_BYTES_PER_S = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     connections: int = 1024
     value_bytes: int = 256 << 20
     stall_s: float = 30.0
 
 
-class Pace:
+class TransferDeadline:
     """Deadline of a transfer: ``stall_s`` plus its bytes at ``LEAST_BYTES_PER_S``. So a client that moves a byte now
     and then cannot hold memory forever.
     """
@@ -104,7 +104,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Connection:
+class ClientConnection:
     sock: socket.socket
     thread: threading.Thread | None = None
 
@@ -112,13 +112,15 @@ class Connection:
 class Daemon:
     """Server of ``commands`` on the listening sockets until ``stop``. Use it once."""
 
-    def __init__(self, commands: Commands, limits: Limits = Limits(), tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, commands: Commands, limits: ServerLimits = ServerLimits(), tls: ssl.SSLContext | None = None
+    ) -> None:
         self._commands = commands
         self._counters = commands.counters
         self._limits = limits
         self._tls = tls
         self._numbers = count(1)
-        self._open: dict[int, Connection] = {}
+        self._open: dict[int, ClientConnection] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -186,7 +188,7 @@ class Daemon:
             self._refuse(sock)
             return
         number = next(self._numbers)
-        connection = Connection(sock)
+        connection = ClientConnection(sock)
         connection.thread = threading.Thread(
             target=self._run, args=(number, connection), name=f"client-{number}", daemon=True
         )
@@ -211,7 +213,7 @@ class Daemon:
             self._open.pop(number, None)
             self._commands.connected = len(self._open)
 
-    def _run(self, number: int, connection: Connection) -> None:
+    def _run(self, number: int, connection: ClientConnection) -> None:
         self._counters.add("connections")
         try:
             self._prepare(connection)
@@ -229,7 +231,7 @@ class Daemon:
             connection.sock.close()
             self._forget(number)
 
-    def _prepare(self, connection: Connection) -> None:
+    def _prepare(self, connection: ClientConnection) -> None:
         sock = connection.sock
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -252,17 +254,17 @@ def _timeval(seconds: float) -> bytes:
 
 class Conversation:
     def __init__(
-        self, number: int, sock: socket.socket, commands: Commands, limits: Limits, stopping: threading.Event
+        self, number: int, sock: socket.socket, commands: Commands, limits: ServerLimits, stopping: threading.Event
     ) -> None:
         self._sock = sock
         self._commands = commands
         self._limits = limits
         self._stopping = stopping
-        self._claim = Claim(self._end_for_others)
+        self._claim = MemoryClaim(self._end_for_others)
         self._session = Session(number, authenticated=not commands.asks_password, claim=self._claim)
         self._parser = RequestParser(MAX_BULK_BYTES, trusted=self._session.authenticated)
-        self._pace = Pace(limits.stall_s)
-        self._outbox = Outbox(sock, limits.stall_s, self._claim, self._read_ahead)
+        self._pace = TransferDeadline(limits.stall_s)
+        self._outbox = ReplyBuffer(sock, limits.stall_s, self._claim, self._read_ahead)
         self._read_bytes = _READ_BYTES
         self._booked_bytes = 0
         self._booked_small_bytes = 0
@@ -497,7 +499,7 @@ class Conversation:
 
 
 def receive_all(
-    sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: Claim
+    sock: socket.socket, head: bytes, size_bytes: int, timeout_s: float, tail: bytearray, claim: MemoryClaim
 ) -> bytes:
     """Return ``head`` and the next ``size_bytes``; the bytes after them fill ``tail``. ``claim`` gets a deadline for
     each part. Raises OSError if bytes are missing or late.
@@ -525,14 +527,14 @@ def receive_all(
         claim.due_s = math.inf
 
 
-class Outbox:
-    def __init__(self, sock: socket.socket, stall_s: float, claim: Claim, read_ahead: Callable[[], int]) -> None:
+class ReplyBuffer:
+    def __init__(self, sock: socket.socket, stall_s: float, claim: MemoryClaim, read_ahead: Callable[[], int]) -> None:
         self._sock = sock
         self._stall_s = stall_s
         self._claim = claim
         self._read_ahead = read_ahead
         self._small = bytearray()
-        self._pace = Pace(stall_s)
+        self._pace = TransferDeadline(stall_s)
         self._movable = select.poll()
 
     def send(self, pieces: Pieces) -> None:

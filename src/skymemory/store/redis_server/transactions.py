@@ -40,7 +40,7 @@ def _size(word: Word) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class WatchedKeys:
     """Watched keys, with True if a value existed."""
 
     keys: dict[bytes, bool] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Watch:
 
 class Watches:
     def __init__(self) -> None:
-        self._by_key: dict[bytes, set[Watch]] = {}
+        self._by_key: dict[bytes, set[WatchedKeys]] = {}
         self._lock = threading.Lock()
 
-    def add(self, watch: Watch, keys: Sequence[bytes]) -> bool:
+    def add(self, watch: WatchedKeys, keys: Sequence[bytes]) -> bool:
         """Watch ``keys``; False, adding none, beyond ``MAX_WATCHED``."""
         with self._lock:
             new = [key for key in dict.fromkeys(keys) if key not in watch.keys]
@@ -63,7 +63,7 @@ class Watches:
                 self._by_key.setdefault(key, set()).add(watch)
         return True
 
-    def end(self, watch: Watch) -> None:
+    def end(self, watch: WatchedKeys) -> None:
         with self._lock:
             for key in watch.keys:
                 watches = self._by_key[key]

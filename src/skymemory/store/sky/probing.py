@@ -24,7 +24,7 @@ from skymemory.protocol import messages
 from skymemory.protocol.client.machine import ClientMachine, Finished
 from skymemory.protocol.client.transfer import ValueInfo
 from skymemory.protocol.clock import SkyMap
-from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, Presence, Selection
+from skymemory.protocol.messages import KEY_BYTES, MAX_KEYS_PER_PACKET, ChunkPresence, Selection
 from skymemory.protocol.wire import CHUNK_REF_BYTES, Buffer, Op
 from skymemory.store.named import NamedValue, named_value
 from skymemory.store.sky.shared_index import SharedIndex
@@ -304,7 +304,7 @@ class Prober:
         return True
 
 
-def value_info(key: bytes, presence: Presence) -> ValueInfo | None:
+def value_info(key: bytes, presence: ChunkPresence) -> ValueInfo | None:
     """Return the value in an answer; None if the satellite holds only the last, shorter chunk."""
     if presence.chunks > 1 and presence.index == presence.chunks - 1:
         return None
@@ -400,7 +400,7 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     """List the named values on ``satellites``, by name, if their first chunk is readable. Raises CommandsRefused if all
     that answered refuse.
     """
-    first_chunks: dict[bytes, tuple[SatelliteId, Presence]] = {}
+    first_chunks: dict[bytes, tuple[SatelliteId, ChunkPresence]] = {}
     for satellite, key, presence in _list_keys(driver, satellites):
         if presence.index == 0:
             first_chunks[key] = (satellite, presence)
@@ -413,7 +413,9 @@ def list_names(driver: ClientDriver, satellites: list[SatelliteId]) -> list[Name
     return sorted(values, key=lambda value: value.name)
 
 
-def _list_keys(driver: ClientDriver, satellites: list[SatelliteId]) -> Iterator[tuple[SatelliteId, bytes, Presence]]:
+def _list_keys(
+    driver: ClientDriver, satellites: list[SatelliteId]
+) -> Iterator[tuple[SatelliteId, bytes, ChunkPresence]]:
     after = dict.fromkeys(satellites, bytes(KEY_BYTES))
     while after:
         lists = [(at, messages.pack_list(last, MAX_KEYS_PER_PACKET // 2), at) for at, last in after.items()]

@@ -11,11 +11,11 @@ import pytest
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.errors import InvalidInput
 from skymemory_lab.reproduce.mooncake import clusters, experiments, overload
-from skymemory_lab.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, Setting, Value, to_json_value
+from skymemory_lab.reproduce.mooncake.base import BOTH, DECODINGS, Experiment, ExperimentSetting, Value, to_json_value
 from skymemory_lab.reproduce.mooncake.clusters import unloaded
 from skymemory_lab.reproduce.mooncake.experiments import EXPERIMENTS, PUBLISHED, chosen, hits, layer_wise, popularity
 from skymemory_lab.sim.trace import TraceRequest
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 
 
 def small_trace(path: Path) -> Path:
@@ -33,8 +33,10 @@ def small_trace(path: Path) -> Path:
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(Source(small_trace(tmp_path / "trace.jsonl"), seed=1, quick=True), way="sequence")
+def setting(tmp_path: Path) -> ExperimentSetting:
+    return ExperimentSetting(
+        ConversationSource(small_trace(tmp_path / "trace.jsonl"), seed=1, quick=True), way="sequence"
+    )
 
 
 def of(experiment: Experiment, what: str) -> Value:
@@ -42,14 +44,14 @@ def of(experiment: Experiment, what: str) -> Value:
     return found
 
 
-def test_popularity_counts_blocks(setting: Setting) -> None:
+def test_popularity_counts_blocks(setting: ExperimentSetting) -> None:
     experiment = popularity(setting)
     assert of(experiment, "requests with the most popular block").ours == 120
     assert experiment.rows[0] == (1, 1.0)
     assert experiment.series["uses"][1][0] == 120
 
 
-def test_hits_fall_with_the_capacity(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_fall_with_the_capacity(setting: ExperimentSetting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "CAPACITIES", (200, 100, 60, 20, 5))
     experiment = hits(setting)
     for row in experiment.rows[:3]:
@@ -60,11 +62,11 @@ def test_hits_fall_with_the_capacity(setting: Setting, monkeypatch: pytest.Monke
 
 
 def test_layer_wise_leaves_one_layer_of_eighty() -> None:
-    experiment = layer_wise(Setting(Source(None)))
+    experiment = layer_wise(ExperimentSetting(ConversationSource(None)))
     assert of(experiment, "what layer-wise storing leaves of the serial latency, most").ours == pytest.approx(100 / 80)
 
 
-def test_scheduling_compares_what_ran(setting: Setting) -> None:
+def test_scheduling_compares_what_ran(setting: ExperimentSetting) -> None:
     experiment = clusters.scheduling(setting)
     rows = {row[0]: row for row in experiment.rows}
     assert set(clusters.SCHEDULERS) < set(rows)
@@ -76,7 +78,7 @@ def test_scheduling_compares_what_ran(setting: Setting) -> None:
 
 
 @pytest.mark.brief()
-def test_bandwidth_and_ratio_run(setting: Setting) -> None:
+def test_bandwidth_and_ratio_run(setting: ExperimentSetting) -> None:
     wide = clusters.bandwidth(setting)
     assert [row[0] for row in wide.rows] == list(clusters.NETWORK_GBIT)
     shares = clusters.ratio(setting)
@@ -89,7 +91,7 @@ def test_bandwidth_and_ratio_run(setting: Setting) -> None:
 
 
 @pytest.mark.slow
-def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
+def test_rejections_come_with_goodput_and_waste(setting: ExperimentSetting) -> None:
     experiment = overload.rejections(setting)
     assert {"rejected", "goodput_per_s", "wasted_prefill_s"} < set(experiment.header)
     assert len(experiment.rows) == 3 * len(overload.RULES)
@@ -101,7 +103,9 @@ def test_rejections_come_with_goodput_and_waste(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.seeded
-def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_machines_are_compared_with_each_decoding(
+    setting: ExperimentSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(clusters, "QUICK_COUNT", 20)
     monkeypatch.setattr(clusters, "RULES", ("p90",))
     experiment = clusters.public_datasets(setting)
@@ -121,7 +125,7 @@ def test_four_machines_are_compared_with_each_decoding(setting: Setting, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.seeded
-def test_the_real_workload_is_run_with_each_decoding(setting: Setting) -> None:
+def test_the_real_workload_is_run_with_each_decoding(setting: ExperimentSetting) -> None:
     experiment = clusters.real(setting)
     rows = {row[:4]: dict(zip(experiment.header, row, strict=True)) for row in experiment.rows if row[2] == "measured"}
     assert list(rows) == list(product((*BOTH, "turbomind"), clusters.PUBLISHED_SYSTEMS, ("measured",), clusters.RATES))

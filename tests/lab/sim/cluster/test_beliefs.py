@@ -11,13 +11,13 @@ import pytest
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800
 from skymemory.conductor.request import Prompt, Request
-from skymemory.conductor.scheduler import Placement, Scheduler
+from skymemory.conductor.scheduler import ScheduledRequest, Scheduler
 from skymemory.conductor.scheduling.kvcache_centric import KvCacheCentric
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.schedulers import (
     NAMES,
+    BelievedEstimates,
     ErringSpeeds,
-    Estimates,
     World,
     get_scheduler_view,
     scheduler_named,
@@ -38,7 +38,7 @@ def estimated_s(setup: ClusterSetup) -> float:
         scheduler = scheduler_named("kvcache-centric", world)
         begin = scheduler.begin
 
-        def noting(placement: Placement, now_s: float) -> None:
+        def noting(placement: ScheduledRequest, now_s: float) -> None:
             disclosed.append(placement.prefill.estimated_ttft_s)
             begin(placement, now_s)
 
@@ -81,7 +81,7 @@ def test_a_slower_network_is_believed_in_where_one_is() -> None:
 
 
 def test_estimates_err_as_much_as_is_asked_and_the_same_whenever_asked() -> None:
-    truth = Estimates(SETUP)
+    truth = BelievedEstimates(SETUP)
     speeds, again = (ErringSpeeds(truth, 0.2, seed=5) for _ in range(2))
     factors = [speeds.factor(slot, tokens) for slot in range(8) for tokens in range(100, 100_000, 97)]
     assert statistics.mean(factors) == pytest.approx(1.0, abs=0.02)

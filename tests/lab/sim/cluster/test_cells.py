@@ -13,7 +13,7 @@ from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.cells import CapacityCell, ClusterCell, at_rate, capacity, run_cell, run_of
 from skymemory_lab.sim.cluster.setup import ClusterSetup
 from skymemory_lab.sim.sweeps import sweep
-from skymemory_lab.sim.workload import OpenSource, Source
+from skymemory_lab.sim.workload import ConversationSource, OpenSource
 
 SMALL = ClusterSetup(prefill=2, decode=2, sample_s=1.0)
 POISSON = OpenSource("arxiv", 1.0, 60, seed=1)
@@ -46,7 +46,7 @@ def test_parts_of_the_time() -> None:
 
 
 def test_parts_of_the_time_follow_the_rate() -> None:
-    source = Source(None, seed=3, quick=True)
+    source = ConversationSource(None, seed=3, quick=True)
     slow, fast = (
         run_cell(ClusterCell(source, ClusterSetup(rate=rate), "random", until_part=0.1, from_part=0.05)).metrics
         for rate in (1.0, 2.0)
@@ -85,5 +85,5 @@ def test_says_where_nothing_or_everything_is_kept() -> None:
     assert (endless.rate, endless.saturated) == (1.0, True)
     with pytest.raises(InvalidInput, match="lowest < highest"):
         CapacityCell(cell, 1.0, 1.0)
-    trace = at_rate(ClusterCell(Source(None), SMALL), 3.0)
+    trace = at_rate(ClusterCell(ConversationSource(None), SMALL), 3.0)
     assert trace.setup.rate == 3.0 and math.isclose(SMALL.rate, 1.0)

@@ -14,10 +14,10 @@ from tests.lab.sim.cluster.toy import scripted
 from skymemory.conductor.cost_model import Medium
 from skymemory.conductor.picker import Scorer, Server
 from skymemory.conductor.request import Request, Slo
-from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory_lab.sim.cluster.outcome import ClusterRun
 from skymemory_lab.sim.cluster.schedulers import World, scheduler_named
-from skymemory_lab.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
+from skymemory_lab.sim.cluster.setup import ClusterSetup, InstanceFailure, PoolSettings
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.trace import TraceRequest
 
@@ -36,16 +36,16 @@ class Dice(Admission):
     def _roll(self) -> Refusal | None:
         return Refusal("by chance", 1.0) if self._dice.random() < self._share else None
 
-    def on_arrival(self, case: Placement, now_s: float) -> Refusal | None:
+    def on_arrival(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
         return self._roll()
 
-    def before_decode(self, case: Placement, now_s: float) -> Refusal | None:
+    def before_decode(self, case: ScheduledRequest, now_s: float) -> Refusal | None:
         return self._roll()
 
-    def accepted(self, case: Placement, now_s: float) -> None:
+    def accepted(self, case: ScheduledRequest, now_s: float) -> None:
         self.open += 1
 
-    def on_request_end(self, case: Placement, now_s: float, met: bool | None) -> None:
+    def on_request_end(self, case: ScheduledRequest, now_s: float, met: bool | None) -> None:
         self.open -= 1
 
 
@@ -178,7 +178,7 @@ def test_apart(
         kv_tokens=kv_tokens,
         most_batch=6,
         pool=PoolSettings(dram_bytes=blocks * BLOCK_BYTES, ssd_bytes=BLOCK_BYTES * (seed % 2) * 20),
-        failures=tuple(Failure(instance, at_s, 3.0) for instance, at_s in deaths),
+        failures=tuple(InstanceFailure(instance, at_s, 3.0) for instance, at_s in deaths),
         retries=retries,
         slo=Slo(5.0, 0.05),
         error=0.2,
@@ -203,14 +203,14 @@ def test_coupled(seed: int, name: str, mixed: int, refused: float, deaths: list[
         mixed_tokens=mixed,
         kv_tokens=20_000,
         coupled_cache_tokens=10_000,
-        failures=tuple(Failure(instance, at_s, 3.0) for instance, at_s in deaths),
+        failures=tuple(InstanceFailure(instance, at_s, 3.0) for instance, at_s in deaths),
     )
     check(drawn(seed, 40), setup, name, seed, refused)
 
 
 def test_who_was_at_a_dead_machine_is_served_by_another_once() -> None:
     requests = [TraceRequest(0.0, 20_000, 50, tuple(range(40)))] * 4
-    setup = ClusterSetup(prefill=2, decode=2, failures=(Failure("prefill-0", 1.0, 5.0),))
+    setup = ClusterSetup(prefill=2, decode=2, failures=(InstanceFailure("prefill-0", 1.0, 5.0),))
     assert {one.status for one in run_cluster(requests, setup).outcomes} == {"completed"}
     without = ClusterSetup(prefill=2, decode=2, failures=setup.failures, retries=0)
     statuses = [one.status for one in run_cluster(requests, without).outcomes]
@@ -219,7 +219,7 @@ def test_who_was_at_a_dead_machine_is_served_by_another_once() -> None:
 
 def test_a_machine_that_was_dead_has_lost_its_cache() -> None:
     requests = [TraceRequest(at_s, 1_024, 1, (1, 2)) for at_s in (0.0, 10.0, 30.0)]
-    setup = ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 20.0, 5.0),))
+    setup = ClusterSetup(prefill=1, decode=1, failures=(InstanceFailure("prefill-0", 20.0, 5.0),))
     assert [one.held_tokens for one in run_cluster(requests, setup).outcomes] == [0, 1_023, 0]
 
 
@@ -230,7 +230,7 @@ def test_a_machine_that_was_dead_is_not_believed_to_hold_anything() -> None:
         scheduler = scheduler_named("least-ttft", world)
         begin = scheduler.begin
 
-        def noting(placement: Placement, now_s: float) -> None:
+        def noting(placement: ScheduledRequest, now_s: float) -> None:
             matched.append(placement.prefill.matched_tokens)
             begin(placement, now_s)
 
@@ -238,13 +238,15 @@ def test_a_machine_that_was_dead_is_not_believed_to_hold_anything() -> None:
         return scheduler
 
     requests = [TraceRequest(at_s, 1_024, 1, (1, 2)) for at_s in (0.0, 10.0, 30.0)]
-    run_cluster(requests, ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 20.0, 5.0),)), factory)
+    run_cluster(
+        requests, ClusterSetup(prefill=1, decode=1, failures=(InstanceFailure("prefill-0", 20.0, 5.0),)), factory
+    )
     assert matched == [0, 1_024, 0]
 
 
 def test_a_machine_that_dies_while_its_kv_goes_away_takes_the_request_with_it() -> None:
     slow = PoolSettings(network=Medium("network", BLOCK_BYTES / 10))  # ten seconds for a block
-    failures = (Failure("prefill-0", 8.0, 100.0),)
+    failures = (InstanceFailure("prefill-0", 8.0, 100.0),)
     setup = ClusterSetup(prefill=2, decode=1, pool=slow, failures=failures, spans=True)
     request = TraceRequest(0.0, 1_024, 2, (1, 2))
     for name in ("prefill-0", "prefill-1"):
@@ -261,6 +263,6 @@ def test_a_machine_that_dies_while_its_kv_goes_away_takes_the_request_with_it() 
 
 
 def test_no_server_is_there_to_serve() -> None:
-    setup = ClusterSetup(prefill=1, decode=1, failures=(Failure("prefill-0", 0.0, 5.0),))
+    setup = ClusterSetup(prefill=1, decode=1, failures=(InstanceFailure("prefill-0", 0.0, 5.0),))
     first, second = run_cluster([TraceRequest(1.0, 100, 2, (1,)), TraceRequest(6.0, 100, 2, (1,))], setup).outcomes
     assert (first.status, second.status) == ("failed", "completed")

@@ -13,7 +13,7 @@ from tests.lab.sim.cluster.toy import TOY
 from skymemory.conductor.cost_model import LLAMA_70B, CostModel, LLAMA_70B_8xA800, Machine
 from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.decode import DecodeInstance
-from skymemory_lab.sim.cluster.job import Gaps, Steps, Stream
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Steps
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ def in_runs(answers: list[Answer], cost: CostModel, kv: int, most: int) -> tuple
         lambda one, now_s: ends.update({one.number: (now_s, one.worst_s)}),
     )
     for number, one in enumerate(answers):
-        stream = Stream(number, one.prompt, one.output, one.at_s - one.late_s, one.priority)
+        stream = DecodeStream(number, one.prompt, one.output, one.at_s - one.late_s, one.priority)
         clock.at(one.at_s, lambda now_s, stream=stream: instance.arrive(stream, now_s))
     clock.run()
     return ends, gaps

@@ -17,7 +17,7 @@ from skymemory.conductor.request import Slo
 from skymemory.errors import InvalidInput
 from skymemory_lab.reproduce.mooncake.base import COST
 from skymemory_lab.sim.cluster.outcome import ClusterRun, measured
-from skymemory_lab.sim.cluster.setup import ClusterSetup, Failure, PoolSettings
+from skymemory_lab.sim.cluster.setup import ClusterSetup, InstanceFailure, PoolSettings
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.mixes import SHAPES, MixSource, WorkloadSource
 from skymemory_lab.sim.trace import TraceRequest
@@ -70,7 +70,7 @@ def test_every_request_ends_once_whatever_changes(
         kv_tokens=kv_tokens,
         most_batch=6,
         pool=PoolSettings(dram_bytes=blocks * BLOCK_BYTES, ssd_bytes=BLOCK_BYTES * (seed % 2) * 20),
-        failures=tuple(Failure(instance, at_s, 3.0) for instance, at_s in deaths),
+        failures=tuple(InstanceFailure(instance, at_s, 3.0) for instance, at_s in deaths),
         slo=Slo(5.0, 0.05),
     )
     run = check(drawn(seed, 40), setup, name, seed, refused)
@@ -83,7 +83,7 @@ def test_every_request_ends_once_whatever_changes(
 )
 def test_a_controller_that_never_moves_equals_fixed_pools_exactly(name: str, admission: str) -> None:
     requests = WorkloadSource("conversations", 3, 45.0).requests()
-    failures = (Failure("decode-1", 20.0, 10.0), Failure("prefill-0", 30.0, 10.0))
+    failures = (InstanceFailure("decode-1", 20.0, 10.0), InstanceFailure("prefill-0", 30.0, 10.0))
     fixed = ClusterSetup(prefill=3, decode=2, failures=failures, error=0.2, seed=4)
     still = replace(fixed, pools="elastic", elastic=NEVER)
     one, other = (run_cluster(requests, setup, name, admission) for setup in (fixed, still))

@@ -7,11 +7,11 @@ from tests.lab.sim.cluster.toy import TOY
 
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.outcome import RequestOutcome
-from skymemory_lab.sim.cluster.setup import ClusterSetup, Handover
+from skymemory_lab.sim.cluster.setup import ClusterSetup, PromptHandover
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.trace import TraceRequest
 
-OVER = Handover(save_s=0.5, save_token_s=1e-3, fetch_s=0.25, fetch_token_s=2e-3, take_s=0.125, take_token_s=1e-4)
+OVER = PromptHandover(save_s=0.5, save_token_s=1e-3, fetch_s=0.25, fetch_token_s=2e-3, take_s=0.125, take_token_s=1e-4)
 
 
 def run(requests: list[TraceRequest], request_s: float = 0.0) -> list[RequestOutcome]:
@@ -48,6 +48,6 @@ def test_a_prompt_that_is_taken_over_holds_up_the_tokens_of_others() -> None:
 def test_bad_settings_are_refused() -> None:
     for words in ({"save_s": -1.0}, {"take_s": 0.0}, {"fetch_token_s": float("inf")}):
         with pytest.raises(InvalidInput, match="handover"):
-            Handover(**words)
+            PromptHandover(**words)
     with pytest.raises(InvalidInput, match="fixed pools"):
         ClusterSetup(prefill=0, decode=0, coupled=2, handover=OVER)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skymemory.errors import InvalidInput
-from skymemory_lab.sim.cluster.pool import Link, streamed_s, transfer_s
+from skymemory_lab.sim.cluster.pool import NetworkDirection, streamed_s, transfer_s
 
 
 def test_two_transfers_on_one_link_go_one_after_the_other() -> None:
-    link = Link("a", 10.0)
+    link = NetworkDirection("a", 10.0)
     assert transfer_s([link], 50, 0.0, 0.25) == 5.25
     assert link.queue_s(2.0) == 3.0
     assert transfer_s([link], 20, 2.0) == 7.0
@@ -20,23 +20,23 @@ def test_two_transfers_on_one_link_go_one_after_the_other() -> None:
 
 
 def test_a_slow_link_delays_no_transfer_on_the_fast_one_behind_it() -> None:
-    slow, fast = Link("sky", 1.0), Link("node", 10.0)
+    slow, fast = NetworkDirection("sky", 1.0), NetworkDirection("node", 10.0)
     assert transfer_s([slow, fast], 20, 0.0) == 20.0
     assert fast.free_s == 2.0
     assert transfer_s([fast], 10, 0.0) == 3.0
 
 
 def test_a_stream_ends_with_its_last_part() -> None:
-    out, into = Link("a", 10.0), Link("b", 5.0)
+    out, into = NetworkDirection("a", 10.0), NetworkDirection("b", 5.0)
     assert streamed_s([out, into], 10, 0.0, 0.5, over_s=8.0, parts=4) == 8.0 + 2.5 / 5 + 0.5
     assert streamed_s([out, into], 100, 0.0, 0.0, over_s=8.0, parts=4) == 2.0 + 20.0  # slower than what it carries
     assert streamed_s([out], 0, 1.0, 0.5, over_s=3.0, parts=4) == 4.0
 
 
 def test_nothing_takes_no_time_and_a_link_has_a_rate() -> None:
-    assert transfer_s([Link("a", 1.0)], 0, 7.0, 0.5) == 7.0
+    assert transfer_s([NetworkDirection("a", 1.0)], 0, 7.0, 0.5) == 7.0
     with pytest.raises(InvalidInput, match="expected above 0"):
-        Link("a", 0.0)
+        NetworkDirection("a", 0.0)
 
 
 class Twin:
@@ -65,7 +65,7 @@ ASKS = st.lists(
 def test_as_the_twin_that_moves_every_byte(
     asks: list[tuple[int, int, tuple[int, ...]]], paces: tuple[int, ...]
 ) -> None:
-    links, twins = [Link(str(pace), 1 / pace) for pace in paces], [Twin(pace) for pace in paces]
+    links, twins = [NetworkDirection(str(pace), 1 / pace) for pace in paces], [Twin(pace) for pace in paces]
     now = 0
     for wait, size, way in asks:
         now += wait

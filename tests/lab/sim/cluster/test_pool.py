@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800 as COST
 from skymemory.conductor.cost_model import Medium
-from skymemory.conductor.request import Plan
+from skymemory.conductor.request import PromptPlan
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
 from skymemory_lab.sim.cluster.simulation import new_pool
@@ -23,8 +23,8 @@ def pool(blocks: int = 4) -> ClusterPool:
     return ClusterPool(["a", "b", "d"], COST, PoolSettings(dram_bytes=blocks * BLOCK, network=NETWORK))
 
 
-def plan(split: int, loaded: int, source: str = "a") -> Plan:
-    return Plan(0, split * 512, loaded * 512, source)
+def plan(split: int, loaded: int, source: str = "a") -> PromptPlan:
+    return PromptPlan(0, split * 512, loaded * 512, source)
 
 
 def test_loading_from_another_node_takes_its_bytes_over_the_links_and_is_cached() -> None:
@@ -57,7 +57,7 @@ def test_a_plan_with_a_split_loads_what_follows_it() -> None:
     here = pool()
     here.stored(0, (1, 2, 3), 0.0)
     here.stored(1, (1,), 0.0)
-    loaded = here.load(1, (1, 2, 3, 4), Plan(512, 1024, 512, "a"), 0.0)
+    loaded = here.load(1, (1, 2, 3, 4), PromptPlan(512, 1024, 512, "a"), 0.0)
     assert (loaded.held_tokens, loaded.split_tokens, loaded.loaded_tokens) == (512, 1024, 512)
     assert here.leading(1, (1, 2, 3)) == 1  # what lies between is not there before it is computed
 
@@ -98,7 +98,7 @@ def test_the_sky_is_a_source_and_gets_copies() -> None:
     here.at(60.0)
     assert (here.match(prompt, [0, 1]), [(far.tier, far.blocks) for far in here.far(prompt)]) == ([0, 0], [("sky", 3)])
     light_s = here.far(prompt)[0].medium.latency_s
-    loaded = here.load(1, (1, 2, 3, 4), Plan(0, 512, 1024, "sky"), 60.0)
+    loaded = here.load(1, (1, 2, 3, 4), PromptPlan(0, 512, 1024, "sky"), 60.0)
     assert (loaded.split_tokens, loaded.loaded_tokens, loaded.sources) == (512, 1024, {"sky": 1024})
     assert loaded.done_s == pytest.approx(60 + 2 + light_s, abs=1.1)  # its own node's link is the slower: two seconds
     assert set(here.media()) == {"dram", "network", "ssd", "sky"}
@@ -130,7 +130,7 @@ def test_every_byte_is_carried_once_and_a_lost_node_holds_nothing(
         ids = tuple(root * 100 + at for at in range(length))
         if kind == "l":
             held, there = here.leading(node, ids), here.leading(other, ids)
-            loaded = here.load(node, ids, Plan(held * 512, held * 512, 512 * length, here.names[other]), now_s)
+            loaded = here.load(node, ids, PromptPlan(held * 512, held * 512, 512 * length, here.names[other]), now_s)
             extra = max(0, there - held) if other != node else 0
             assert (loaded.held_tokens, loaded.loaded_tokens) == (held * 512, extra * 512)
             assert loaded.done_s >= loaded.held_s >= now_s

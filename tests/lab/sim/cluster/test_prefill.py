@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.lab.sim.cluster.toy import POOL, TOY, scripted
 
 from skymemory.conductor.cost_model import Medium, loaded_s, pipelined_s
-from skymemory.conductor.request import Plan, Prompt, Request
+from skymemory.conductor.request import Prompt, PromptPlan, Request
 from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.job import Job
 from skymemory_lab.sim.cluster.pool import ClusterPool
@@ -45,7 +45,7 @@ class Bench:
         tokens: int,
         ids: tuple[int, ...] = (),
         priority: int = 0,
-        plan: Plan | None = None,
+        plan: PromptPlan | None = None,
     ) -> Job:
         blocks = np.array(ids, dtype=np.uint64)
         asked = Request(Prompt(blocks, blocks, 512, tokens), priority=priority)
@@ -93,7 +93,7 @@ def test_a_load_is_hidden_behind_computing_and_behind_the_line(network_s: float)
         bench.pool.stored(1, (1, 2), 0.0)
         if busy_tokens:
             bench.comes(0, 0.0, busy_tokens)
-        job = bench.comes(1, 0.0, 1524, (1, 2), plan=Plan(0, 0, 1024, "b"))
+        job = bench.comes(1, 0.0, 1524, (1, 2), plan=PromptPlan(0, 0, 1024, "b"))
         bench.clock.run()
         assert (job.computed_tokens, job.held_tokens, job.sources) == (500, 0, {"node": 1024})
         begins_s = busy_tokens * 1e-3
@@ -104,7 +104,7 @@ def test_a_load_is_hidden_behind_computing_and_behind_the_line(network_s: float)
 def test_the_front_is_computed_while_the_rest_is_loaded() -> None:
     bench = Bench(network_s=2e-3)
     bench.pool.stored(1, (1, 2, 3, 4), 0.0)
-    job = bench.comes(0, 0.0, 2148, (1, 2, 3, 4), plan=Plan(0, 1024, 1024, "b"))
+    job = bench.comes(0, 0.0, 2148, (1, 2, 3, 4), plan=PromptPlan(0, 1024, 1024, "b"))
     bench.clock.run()
     # 1,024 tokens computed, while 2.048 s are loaded; what is left of that is hidden behind 100 tokens, layer by layer.
     assert (job.computed_tokens, job.sources) == (1124, {"node": 1024})
@@ -115,7 +115,7 @@ def test_what_others_computed_there_since_it_was_loaded_counts_too() -> None:
     bench = Bench(network_s=1e-6)
     bench.pool.stored(1, (1,), 0.0)
     bench.comes(0, 0.0, 2048, (1, 2, 3, 4))
-    job = bench.comes(1, 0.1, 2148, (1, 2, 3, 4), plan=Plan(0, 0, 512, "b"))
+    job = bench.comes(1, 0.1, 2148, (1, 2, 3, 4), plan=PromptPlan(0, 0, 512, "b"))
     bench.clock.run()
     assert (job.computed_tokens, job.held_tokens, job.sources) == (100, 1536, {"node": 512})
     assert bench.ends[1] == pytest.approx(2.048 + 0.1)
@@ -126,7 +126,7 @@ def test_what_the_source_has_lost_is_computed() -> None:
     bench.pool.stored(1, (1, 2, 3), 0.0)
     bench.pool.lost(1, 0.0)
     bench.pool.stored(1, (1,), 0.0)
-    job = bench.comes(0, 0.0, 1536, (1, 2, 3), plan=Plan(0, 0, 1536, "b"))
+    job = bench.comes(0, 0.0, 1536, (1, 2, 3), plan=PromptPlan(0, 0, 1536, "b"))
     bench.clock.run()
     assert (job.computed_tokens, job.sources) == (1024, {"node": 512})
 

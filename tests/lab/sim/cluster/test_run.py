@@ -6,7 +6,7 @@ import pytest
 
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.cluster.outcome import ClusterRun
-from skymemory_lab.sim.cluster.setup import ClusterSetup, Failure
+from skymemory_lab.sim.cluster.setup import ClusterSetup, InstanceFailure
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.trace import TraceRequest
 from skymemory_lab.sim.workload import CONVERSATIONS, generate
@@ -52,7 +52,7 @@ def test_arrivals_out_of_order_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prefill": 3, "pipeline": 2}, {"coupled": 2}, {"decode": 0}, {"failures": (Failure("prefill-8", 1.0),)}],
+    [{"prefill": 3, "pipeline": 2}, {"coupled": 2}, {"decode": 0}, {"failures": (InstanceFailure("prefill-8", 1.0),)}],
 )
 def test_clusters_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidInput):

@@ -12,7 +12,7 @@ from skymemory.constellation.presets import preset_named
 from skymemory.errors import InvalidInput, UnknownPreset
 from skymemory.placement.locate import Placement, server_moves
 from skymemory.testbed.connect import expected_round_trip_s
-from skymemory_lab.sim.cluster.pool import Link
+from skymemory_lab.sim.cluster.pool import NetworkDirection
 from skymemory_lab.sim.cluster.setup import SkySetup
 from skymemory_lab.sim.cluster.sky import SkyGeometry, SkyTier
 
@@ -63,17 +63,17 @@ def test_a_box_that_is_no_orbit_and_one_on_board() -> None:
 
 def test_nothing_is_read_or_written_while_no_satellite_is_in_reach() -> None:
     tier = SkyTier(SkySetup(bytes_per_s=BLOCK, servers=9), BLOCK)
-    tier.write((1, 2), Link("out", WIDE), 0.0)
+    tier.write((1, 2), NetworkDirection("out", WIDE), 0.0)
     tier.geometry.round_trip_s = lambda set_moves, now_s: math.inf  # type: ignore[method-assign]
     assert tier.offer((1, 2), 100.0) is None
-    assert tier.read((1, 2), 0, 2, Link("in", WIDE), 100.0) == (0, 100.0)
-    tier.write((1, 2, 3), Link("out", WIDE), 100.0)
+    assert tier.read((1, 2), 0, 2, NetworkDirection("in", WIDE), 100.0) == (0, 100.0)
+    tier.write((1, 2, 3), NetworkDirection("out", WIDE), 100.0)
     assert (tier.leading((1, 2, 3), 200.0), tier.figures()["sky_unwritten_blocks"]) == (2, 1)
 
 
 def test_a_block_can_be_read_when_it_has_gone_up_and_comes_down_at_the_links_rate() -> None:
     tier = SkyTier(SkySetup(bytes_per_s=BLOCK / 4, servers=9, most_queued_s=100.0, packing=0.5), BLOCK)
-    out, into = Link("out", WIDE), Link("in", WIDE)
+    out, into = NetworkDirection("out", WIDE), NetworkDirection("in", WIDE)
     tier.write((1, 2, 3), out, 0.0)  # half a block each: two seconds
     light_s = tier.geometry.round_trip_s((0, 0), 0.0)
     assert 0 < light_s < 0.1
@@ -92,7 +92,7 @@ def test_a_block_can_be_read_when_it_has_gone_up_and_comes_down_at_the_links_rat
 
 def test_what_the_way_up_has_no_time_for_is_left_out_from_the_end() -> None:
     tier = SkyTier(SkySetup(bytes_per_s=BLOCK, servers=9, most_queued_s=2.0), BLOCK)
-    out = Link("out", WIDE)
+    out = NetworkDirection("out", WIDE)
     tier.write((1, 2, 3, 4, 5), out, 0.0)
     assert (len(tier), tier.up.free_s, tier.figures()["sky_unwritten_blocks"]) == (3, 3.0, 2)
     tier.write((1, 2, 3, 4, 5), out, 0.5)
@@ -103,7 +103,7 @@ def test_what_the_way_up_has_no_time_for_is_left_out_from_the_end() -> None:
 
 def test_a_full_sky_forgets_the_deepest_of_what_was_used_longest_ago() -> None:
     tier = SkyTier(SkySetup(servers=9, memory_bytes_per_satellite=4 * BLOCK / 9, most_queued_s=1e9), BLOCK)
-    out = Link("out", WIDE)
+    out = NetworkDirection("out", WIDE)
     assert tier.capacity_blocks == 4
     tier.write((1, 2, 3), out, 0.0)
     tier.write((1, 10, 11), out, 100.0)
@@ -117,7 +117,7 @@ def test_handovers_are_counted_and_limit_what_a_box_can_hold() -> None:
     tier = SkyTier(setup, BLOCK)
     period_s = tier.geometry.slot_period_s
     assert tier.capacity_blocks == int(9 * period_s * setup.isl_bytes_per_s // BLOCK)
-    tier.write((1, 2), Link("out", WIDE), 0.0)
+    tier.write((1, 2), NetworkDirection("out", WIDE), 0.0)
     moves, now_s = (0, 0), 0.0
     while moves == (0, 0):
         now_s += 5.0
@@ -143,7 +143,7 @@ def test_a_sky_that_cannot_be() -> None:
 
 def test_a_busy_way_up_takes_only_what_is_offered_again() -> None:
     tier = SkyTier(SkySetup(bytes_per_s=BLOCK, servers=9, most_queued_s=20.0, picky_queued_s=2.5), BLOCK)
-    out = Link("out", WIDE)
+    out = NetworkDirection("out", WIDE)
     tier.write((1, 2, 3), out, 0.0)
     tier.write((1, 2, 3, 4), out, 0.0)
     assert len(tier) == 3
@@ -166,7 +166,13 @@ def test_the_sky_too_never_keeps_a_block_without_its_parent(
     setup = SkySetup(
         bytes_per_s=BLOCK / 30, servers=9, memory_bytes_per_satellite=(capacity + 0.5) * BLOCK / 9, most_queued_s=100.0
     )
-    tier, out, into, now_s, read = SkyTier(setup, BLOCK), Link("out", WIDE), Link("in", WIDE), 0.0, 0
+    tier, out, into, now_s, read = (
+        SkyTier(setup, BLOCK),
+        NetworkDirection("out", WIDE),
+        NetworkDirection("in", WIDE),
+        0.0,
+        0,
+    )
     seen: set[tuple[int, ...]] = set()
     for writes, wait, choices in steps:
         now_s += 40.0 * wait

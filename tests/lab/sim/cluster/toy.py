@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel, Machine, Medium, ModelShape
 from skymemory.conductor.picker import Picker, Ranking, Scorer, Server
-from skymemory.conductor.request import Plan, Request
+from skymemory.conductor.request import PromptPlan, Request
 from skymemory.conductor.scheduler import Scheduler
 from skymemory_lab.sim.cluster.schedulers import SchedulerFactory, World
 from skymemory_lab.sim.cluster.setup import PoolSettings
@@ -23,7 +23,7 @@ QUICK = Medium("dram", 1e15)
 POOL = PoolSettings(dram=QUICK, network=Medium("network", 2e6), dram_bytes=200 * 512 * 100)
 """A hundred blocks a node."""
 
-Where = Callable[[Request], tuple[str, Plan | None]]
+Where = Callable[[Request], tuple[str, PromptPlan | None]]
 
 
 class Scripted(Scorer):
@@ -37,7 +37,7 @@ class Scripted(Scorer):
     def rank(self, request: Request, servers: list[Server], now_s: float) -> Ranking:  # type: ignore[override]
         name, plan = self._where(request)
         scores = [float(server.name == name) for server in servers]
-        plans = [plan or Plan(0, 0, 0)] * len(servers)
+        plans = [plan or PromptPlan(0, 0, 0)] * len(servers)
         return Ranking(scores, matched_tokens=[0] * len(servers), plan_at=plans.__getitem__)
 
 

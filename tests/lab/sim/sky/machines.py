@@ -14,7 +14,16 @@ from skymemory.testbed.connect import clock_of
 from skymemory.testbed.plan import ConstellationPlan
 from skymemory.testbed.virtual import VirtualConstellation
 from skymemory_lab.sim.sky.bound import lower_bound_s
-from skymemory_lab.sim.sky.physical import OPERATIONS, LinkRates, Operation, Order, Setting, Ways, latency_s, ways_of
+from skymemory_lab.sim.sky.physical import (
+    OPERATIONS,
+    LinkRates,
+    Operation,
+    Order,
+    TransferSetting,
+    Ways,
+    latency_s,
+    ways_of,
+)
 
 
 class Compared(NamedTuple):
@@ -58,7 +67,7 @@ def compare(
     for operation in reversed(OPERATIONS):
         began_s = sky.simulated.now_s
         ways = ways_now(plan, began_s, plan.access)
-        setting = Setting(value_bytes, plan.chunk_bytes, order=order)
+        setting = TransferSetting(value_bytes, plan.chunk_bytes, order=order)
         if operation == "set":
             code = STRATEGY_CODES[plan.strategy]  # type: ignore[index]
             ended = host.write(b"v" * 32, data, plan.chunk_bytes, code, plan.servers)

@@ -16,7 +16,7 @@ from skymemory_lab.sim.sky.physical import (
     SET_BYTES,
     LinkRates,
     Operation,
-    Setting,
+    TransferSetting,
 )
 
 Then = Callable[[], None]
@@ -58,7 +58,7 @@ class Queues:
         return self.now_s
 
 
-def finished_s(servers: list[Server], setting: Setting, rates: LinkRates, operation: Operation) -> float:
+def finished_s(servers: list[Server], setting: TransferSetting, rates: LinkRates, operation: Operation) -> float:
     """When the last packet is back."""
     queues, tau_s = Queues(), setting.server_s
     counts = setting.counts(len(servers))
@@ -106,7 +106,7 @@ def seconds(size_bytes: int, rate_bit_s: float | None) -> float:
     return 0.0 if rate_bit_s is None else size_bytes * 8 / rate_bit_s
 
 
-def send_order(servers: list[Server], counts: list[int], setting: Setting) -> list[int]:
+def send_order(servers: list[Server], counts: list[int], setting: TransferSetting) -> list[int]:
     """The server of each chunk of a set, in the order of sending."""
     if setting.order == "farthest":
 

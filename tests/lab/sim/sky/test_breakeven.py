@@ -22,7 +22,7 @@ from skymemory_lab.sim.sky.breakeven import (
     kv_bytes_of,
     read_measured,
 )
-from skymemory_lab.sim.sky.physical import LinkRates, Setting, Ways, latency_s, sight_of, ways_of
+from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, Ways, latency_s, sight_of, ways_of
 
 LLAMA = KV_BYTES_PER_TOKEN["llama-3.1-8b"]
 
@@ -34,19 +34,19 @@ def ways(access: str) -> Ways:
 
 
 def even(access: str = "gateway") -> BreakEven:
-    return BreakEven(ways(access), Setting(1, server_s=2e-5), LinkRates(3e8, None, 2e10))
+    return BreakEven(ways(access), TransferSetting(1, server_s=2e-5), LinkRates(3e8, None, 2e10))
 
 
 def test_a_cell_is_what_model_and_loader_say() -> None:
     cell = even().cell(8192, 5000.0, 2e10, LLAMA)
-    setting, rates = Setting(8192 * LLAMA, server_s=2e-5), LinkRates(3e8, 2e10, 2e10)
+    setting, rates = TransferSetting(8192 * LLAMA, server_s=2e-5), LinkRates(3e8, 2e10, 2e10)
     assert cell.load_s == pytest.approx(float(np.median(latency_s(ways("gateway"), setting, rates))))
     assert cell.load_bound_s == pytest.approx(float(np.median(lower_bound_s(ways("gateway"), setting, rates))))
     assert cell.load_bound_s <= cell.load_s and cell.compute_s == 8192 / 5000
     # Both at once, against the best split of the prompt by hand.
     steps, of_step_s = 16, 512 / 5000
     rate_s = (
-        cell.load_s - float(np.median(latency_s(ways("gateway"), Setting(512 * LLAMA, server_s=2e-5), rates)))
+        cell.load_s - float(np.median(latency_s(ways("gateway"), TransferSetting(512 * LLAMA, server_s=2e-5), rates)))
     ) / 15
     split_s = min(max(k * of_step_s, cell.load_s - k * rate_s if k < steps else 0.0) for k in range(steps + 1))
     assert split_s <= cell.both_s * (1 + 1e-9) and cell.both_s <= split_s + of_step_s

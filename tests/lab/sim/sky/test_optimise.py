@@ -10,13 +10,13 @@ import pytest
 from skymemory.constellation.presets import Preset, preset_named
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.sky.bound import lower_bound_s
-from skymemory_lab.sim.sky.optimise import Load, Optimum, at_place, grid, optimise, waits_s
-from skymemory_lab.sim.sky.physical import LinkRates, Setting, Ways, latency_s, sight_of, ways_of
+from skymemory_lab.sim.sky.optimise import Optimum, RequestMix, at_place, grid, optimise, waits_s
+from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, Ways, latency_s, sight_of, ways_of
 
 KA = LinkRates(0.3e9, 1.2e9, 20e9)
 
 
-def few(preset: Preset, load: Load, rates: LinkRates = KA, **options: object) -> Optimum:
+def few(preset: Preset, load: RequestMix, rates: LinkRates = KA, **options: object) -> Optimum:
     """A small grid at few times."""
     small: dict[str, object] = {
         "servers": (1, 4, 9),
@@ -28,7 +28,7 @@ def few(preset: Preset, load: Load, rates: LinkRates = KA, **options: object) ->
 
 def test_the_best_of_the_first_half_is_chosen_and_the_second_half_judges() -> None:
     preset = preset_named("kuiper-a")
-    load = Load(2_000_000, 1e-4)
+    load = RequestMix(2_000_000, 1e-4)
     found = few(preset, load)
     period_s = preset.shell.period_s
     at_s = np.array([period_s * (number + 0.5) / 8 for number in range(8)])
@@ -38,7 +38,7 @@ def test_the_best_of_the_first_half_is_chosen_and_the_second_half_judges() -> No
         ways = ways_of(
             preset, sight, choice.access, half, strategy=choice.strategy, servers=choice.servers, exact_links=True
         )
-        setting = Setting(load.value_bytes, choice.chunk_bytes, load.server_s, choice.window_bytes)
+        setting = TransferSetting(load.value_bytes, choice.chunk_bytes, load.server_s, choice.window_bytes)
         both = [f(ways, setting, KA, one).mean() for f in (latency_s, lower_bound_s) for one in ("get", "set")]
         return 0.8 * both[0] + 0.2 * both[1], 0.8 * both[2] + 0.2 * both[3]
 
@@ -61,17 +61,17 @@ def test_the_best_of_the_first_half_is_chosen_and_the_second_half_judges() -> No
 
 def test_slow_servers_share_a_value_and_fast_ones_do_not() -> None:
     preset = preset_named("kuiper-a")
-    fast = few(preset, Load(2_000_000, 0.0, 0.0), LinkRates(None, 1e9, None)).chosen.choice
-    slow = few(preset, Load(2_000_000, 5e-3, 0.0), LinkRates(None, 1e9, None)).chosen.choice
+    fast = few(preset, RequestMix(2_000_000, 0.0, 0.0), LinkRates(None, 1e9, None)).chosen.choice
+    slow = few(preset, RequestMix(2_000_000, 5e-3, 0.0), LinkRates(None, 1e9, None)).chosen.choice
     assert fast.servers < slow.servers == 9 and slow.chunk_bytes == 24_576
 
 
 @pytest.mark.parametrize("used", [0.3, 0.8])
 def test_the_wait_for_a_beam_is_that_of_a_simulated_queue(used: float) -> None:
     ways = Ways("gateway", *(np.array([[each]]) for each in (0.0, 0.01, 0, -1, -1)))  # type: ignore[arg-type]
-    setting, rates = Setting(1_000_000, 10_000), LinkRates(down_bit_s=1e9)
+    setting, rates = TransferSetting(1_000_000, 10_000), LinkRates(down_bit_s=1e9)
     service_s, draw = 0.008, random.Random(5)
-    wait_s, busiest, most = waits_s(ways, setting, rates, Load(1_000_000, 0.0, 0.0, used / service_s))
+    wait_s, busiest, most = waits_s(ways, setting, rates, RequestMix(1_000_000, 0.0, 0.0, used / service_s))
     assert busiest == "beam down" and most == pytest.approx(used)
     waited, free_s, now_s, count = 0.0, 0.0, 0.0, 60_000
     for _ in range(count):
@@ -84,28 +84,33 @@ def test_the_wait_for_a_beam_is_that_of_a_simulated_queue(used: float) -> None:
 def test_what_no_setting_carries_and_what_cannot_be_is_said() -> None:
     preset = preset_named("kuiper-a")
     with pytest.raises(InvalidInput, match=r"no setting carries 1000 requests a second .* uses its beam down to"):
-        few(preset, Load(2_000_000, 0.0, 0.0, 1000.0))
-    half = few(preset, Load(2_000_000, 1e-3, 0.0, 20.0), LinkRates(None, 1e9, None))
+        few(preset, RequestMix(2_000_000, 0.0, 0.0, 1000.0))
+    half = few(preset, RequestMix(2_000_000, 1e-3, 0.0, 20.0), LinkRates(None, 1e9, None))
     assert 0 < half.overloaded < half.settings and half.chosen.carries and half.chosen.wait_s > 0
     with pytest.raises(InvalidInput, match="no setting to choose from"):
-        few(preset, Load(1000), accesses=("onboard",), strategies=("rotation",))
+        few(preset, RequestMix(1000), accesses=("onboard",), strategies=("rotation",))
     with pytest.raises(InvalidInput, match="2000 servers on 34 planes"):
-        few(preset, Load(1000), servers=(2000,))
+        few(preset, RequestMix(1000), servers=(2000,))
     with pytest.raises(InvalidInput, match="3 times: expected at least 4"):
-        few(preset, Load(1000), times=3)
+        few(preset, RequestMix(1000), times=3)
     with pytest.raises(InvalidInput, match="no satellite of kuiper-b is in sight of 80, -75"):
-        few(at_place(preset_named("kuiper-b"), 80.0, None), Load(1000))
+        few(at_place(preset_named("kuiper-b"), 80.0, None), RequestMix(1000))
     with pytest.raises(InvalidInput, match="leave the place out"):
         at_place(preset_named("testbed-19x5"), 10.0, None)
     for wrong, words in ((True, "share of puts"), (False, "requests a second")):
         with pytest.raises(InvalidInput, match=words):
-            Load(1, 0.0, 1.5) if wrong else Load(1, 0.0, 0.5, -1.0)
+            RequestMix(1, 0.0, 1.5) if wrong else RequestMix(1, 0.0, 0.5, -1.0)
     with pytest.raises(InvalidInput, match="a value of 0 bytes"):
-        Load(0)
+        RequestMix(0)
 
 
 def test_a_value_in_the_memory_of_the_host_itself_takes_no_time() -> None:
     found = few(
-        preset_named("kuiper-a"), Load(1000), LinkRates(), accesses=("onboard",), servers=(1,), strategies=("hop",)
+        preset_named("kuiper-a"),
+        RequestMix(1000),
+        LinkRates(),
+        accesses=("onboard",),
+        servers=(1,),
+        strategies=("hop",),
     )
     assert found.chosen.seconds == 0 and found.chosen.of_bound == 1 and found.second is None

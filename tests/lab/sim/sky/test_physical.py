@@ -24,7 +24,7 @@ from skymemory_lab.sim.sky.physical import (
     DATA_BYTES,
     OPERATIONS,
     LinkRates,
-    Setting,
+    TransferSetting,
     Ways,
     latency_s,
     sight_of,
@@ -58,17 +58,21 @@ def servers_of(preset: Preset, access: Access, servers: int, mask_deg: float) ->
     return found
 
 
-def both_s(access: Access, servers: int, setting: Setting, rates: LinkRates, operation: str) -> tuple[float, float]:
+def both_s(
+    access: Access, servers: int, setting: TransferSetting, rates: LinkRates, operation: str
+) -> tuple[float, float]:
     """By the model and by the twin. A mask of 40 degrees leaves part of the box to the gateway."""
     ways = ways_of(BOX, sight_of(BOX, 40.0), access, [0.0], servers=servers)
     twin_s = finished_s(servers_of(BOX, access, servers, 40.0), setting, rates, operation)  # type: ignore[arg-type]
     return float(latency_s(ways, setting, rates, operation)[0]), twin_s  # type: ignore[arg-type]
 
 
-def drawn(draw: random.Random, per_server: int = 30) -> tuple[int, Setting, LinkRates]:
+def drawn(draw: random.Random, per_server: int = 30) -> tuple[int, TransferSetting, LinkRates]:
     """Full chunks; links between satellites at least as fast as beams."""
     servers, chunk = draw.choice([1, 2, 4, 9, 10, 16, 25]), draw.choice([1280, 6144, 61_440])
-    setting = Setting(chunk * draw.randint(1, servers * per_server), chunk, draw.choice([0.0, 1e-5, 3e-4, 5e-3]))
+    setting = TransferSetting(
+        chunk * draw.randint(1, servers * per_server), chunk, draw.choice([0.0, 1e-5, 3e-4, 5e-3])
+    )
     down, up = (draw.choice([5e7, 1e9, 2e10]) for _ in range(2))
     rates = LinkRates(draw.choice([up, None]), down, draw.choice([max(up, down) * draw.choice([1, 2, 7]), None]))
     if rates.up_bit_s is None:
@@ -108,7 +112,7 @@ def test_where_servers_take_time_it_is_wrong_by_a_chunk_for_each_server_at_most(
 def test_slow_links_between_satellites_queue_at_the_gateway(access: Access, operation: str) -> None:
     """On board there is no other queue; else the larger of two counts, which the packets may exceed a little."""
     for servers, isl_bit_s in ((9, 1e8), (10, 3e7), (25, 1e8)):
-        setting, rates = Setting(6144 * 12 * servers), LinkRates(2e8, 2e8, isl_bit_s)
+        setting, rates = TransferSetting(6144 * 12 * servers), LinkRates(2e8, 2e8, isl_bit_s)
         model_s, twin_s = both_s(access, servers, setting, rates, operation)
         rel = 1e-9 if access == "onboard" else 0.02
         assert model_s == pytest.approx(twin_s, rel=rel), (servers, isl_bit_s)
@@ -141,14 +145,14 @@ def test_nothing_is_faster_than_the_bound(seed, access, operation, window, slow)
 def test_the_bound_of_the_specification(servers: int, least_ms: float) -> None:
     """Starlink A at phase 0, a gateway overhead with 20 Gbit/s, 21 MiB, servers that take no time."""
     ways = ways_of(BOX, sight_of(BOX, 25.0), "gateway", [0.0], servers=servers)
-    bound_s = lower_bound_s(ways, Setting(21 * 2**20), LinkRates(down_bit_s=20e9))
+    bound_s = lower_bound_s(ways, TransferSetting(21 * 2**20), LinkRates(down_bit_s=20e9))
     assert bound_s[0] * 1e3 == pytest.approx(least_ms, abs=0.05)
 
 
 def test_the_bound_of_one_server_by_hand() -> None:
     """Three chunks of 1000 bytes, the last of 500: 10 ms there, 8 ms each in its memory or 4 ms each on a beam."""
     ways = Ways("ideal", *(np.array([[each]]) for each in (0.0, 0.010, 0, -2, -2)))  # type: ignore[arg-type]
-    setting = Setting(2500, 1000, server_s=0.008)
+    setting = TransferSetting(2500, 1000, server_s=0.008)
     assert lower_bound_s(ways, setting, LinkRates(down_bit_s=2e6))[0] == pytest.approx(0.020 + 0.024 + 0.002)
     setting = replace(setting, server_s=0.001)
     assert lower_bound_s(ways, setting, LinkRates(down_bit_s=2e6))[0] == pytest.approx(0.020 + 0.001 + 0.010)
@@ -165,8 +169,8 @@ def test_real_links_are_between_the_shortest_and_the_longest() -> None:
     assert (real.one_way_s <= longest.one_way_s + 1e-9).all() and (real.one_way_s < longest.one_way_s - 1e-4).any()
     assert (real.hops == longest.hops).all() and len(real.times_s) == len(times_s)
     half = real.of(real.times_s < 2700)
-    assert len(half.times_s) == 9 and latency_s(half, Setting(10**6), LinkRates())[3] == pytest.approx(
-        latency_s(real, Setting(10**6), LinkRates())[3], abs=1e-12
+    assert len(half.times_s) == 9 and latency_s(half, TransferSetting(10**6), LinkRates())[3] == pytest.approx(
+        latency_s(real, TransferSetting(10**6), LinkRates())[3], abs=1e-12
     )
 
 
@@ -184,7 +188,7 @@ def test_bad_input_is_named() -> None:
         ({"value_bytes": 5, "window_bytes": 100}, "a window of 100 bytes"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            Setting(**wrong)  # type: ignore[arg-type]
+            TransferSetting(**wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="2000 servers on 72 planes"):
         ways_of(preset, sight, "gateway", [0.0], servers=2000)
     with pytest.raises(InvalidInput, match="access 'radio'"):
@@ -192,7 +196,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(InvalidInput, match="no times"):
         ways_of(preset, sight, "gateway", [])
     with pytest.raises(InvalidInput, match="operation 'move'"):
-        latency_s(ways_of(preset, sight, "gateway", [0.0]), Setting(1), LinkRates(), "move")  # type: ignore[arg-type]
+        latency_s(ways_of(preset, sight, "gateway", [0.0]), TransferSetting(1), LinkRates(), "move")  # type: ignore[arg-type]
     arctic = replace(preset_named("kuiper-b"), host=type(preset.host)(80.0, 0.0))
     with pytest.raises(InvalidInput, match=r"no satellite of kuiper-b is in sight of 80, 0 at any of 2 times"):
         ways_of(arctic, sight_of(arctic, 25.0), "gateway", [0.0, 60.0])

@@ -320,7 +320,7 @@ def test_the_bound_holds_where_satellites_send_around_the_earth() -> None:
     assert routed_s[0] == pytest.approx(2 * in_plane_s + sum(over_s) / 2) and routed_s[0] > 2 * least_s[0]
     links = np.full((1, 1), 0)
     ways = physical.Ways("gateway", np.zeros(1), routed_s[None, :1], links + 4, links, links, 1.0, least_s[None, :1])
-    bound_s = lower_bound_s(ways, physical.Setting(1000), physical.LinkRates())
+    bound_s = lower_bound_s(ways, physical.TransferSetting(1000), physical.LinkRates())
     assert bound_s[0] == pytest.approx(2 * least_s[0])
     assert ways.of(slice(0, 1)).least_one_way_s is not None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from skymemory.conductor.cost_model import CostModel, LLAMA_70B_4xA100, LLAMA_70B_8xA100, LLAMA_70B_8xA800
 from skymemory_lab.sim.cluster.outcome import ClusterMetrics
 from skymemory_lab.sim.sweeps import Way
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 
 COST = LLAMA_70B_8xA800.decoding_as(LLAMA_70B_8xA100)
 """Cost model of the experiments.
@@ -134,8 +134,8 @@ def to_json_value(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    source: Source
+class ExperimentSetting:
+    source: ConversationSource
     way: Way = "processes"
     jobs: int | None = None
     progress: Callable[[int, int], None] = lambda done, of: None

@@ -18,7 +18,7 @@ from skymemory_lab.reproduce.mooncake.base import (
     MEMORY_WORDS,
     VLLM_WORDS,
     Experiment,
-    Setting,
+    ExperimentSetting,
     Value,
     columns,
 )
@@ -48,12 +48,12 @@ PUBLISHED_GAIN = {"arxiv": 20.0, "l-eval": 40.0}
 PUBLISHED_LONG = "50 to 525, by length"
 
 
-def public_datasets(setting: Setting) -> Experiment:
+def public_datasets(setting: ExperimentSetting) -> Experiment:
     """Compare four machines on arXiv summarization and L-Eval."""
     return _four_machines(setting, ("arxiv", "l-eval"), "datasets")
 
 
-def simulated(setting: Setting) -> Experiment:
+def simulated(setting: ExperimentSetting) -> Experiment:
     """Compare four machines on 16k to 128k tokens, half of them cached."""
     return _four_machines(setting, tuple(workload.name for workload in SIMULATED), "simulated")
 
@@ -87,7 +87,7 @@ def systems(apart: tuple[int, int], scheduler: str = "kvcache-centric") -> dict[
 # For every workload and decode model, a search for the highest rate that keeps both SLOs, over four systems and two
 # readings of the TBT. As in the paper, SLOs are multiples of the times of an unloaded machine with the same cost model:
 # an absolute SLO would favour the model with short steps.
-def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> Experiment:
+def _four_machines(setting: ExperimentSetting, workloads: tuple[str, ...], name: str) -> Experiment:
     count = QUICK_COUNT if setting.quick else COUNT
     costs = {**BOTH, "fast contexts": FAST_CONTEXTS}
     sources = {workload: OpenSource(workload, 1.0, count, setting.seed) for workload in workloads}
@@ -149,7 +149,7 @@ def _four_machines(setting: Setting, workloads: tuple[str, ...], name: str) -> E
     )
 
 
-def real(setting: Setting) -> Experiment:
+def real(setting: ExperimentSetting) -> Experiment:
     """Compare 20 machines on the conversation trace: separate, as published and in other splits, and coupled."""
     costs = {**BOTH, **DECODINGS}
     labels, cells = [], []
@@ -272,7 +272,7 @@ PREFILLING = (4, 6, 7, 8, 9, 10, 12)
 RATIO_RATES = (1.0, 1.5, 2.0)
 
 
-def scheduling(setting: Setting) -> Experiment:
+def scheduling(setting: ExperimentSetting) -> Experiment:
     """Compare mean TTFTs of the schedulers, and of the published variants of Algorithm 1."""
     cells = [ClusterCell(setting.source, ClusterSetup(seed=setting.seed), name) for name in SCHEDULERS]
     cells += [
@@ -308,7 +308,7 @@ def scheduling(setting: Setting) -> Experiment:
     )
 
 
-def bandwidth(setting: Setting) -> Experiment:
+def bandwidth(setting: ExperimentSetting) -> Experiment:
     """Compare mean TTFTs by the network's rate."""
     alone = ClusterCell(setting.source, ClusterSetup(seed=setting.seed), "cache-aware")
     cells = [alone]  # it moves no KV for prefills, so it does not depend on the network's rate
@@ -344,7 +344,7 @@ def bandwidth(setting: Setting) -> Experiment:
     )
 
 
-def ratio(setting: Setting) -> Experiment:
+def ratio(setting: ExperimentSetting) -> Experiment:
     """Search the best number of prefill machines of 16, by decoding time and request rate."""
     counts = (6, 8, 10) if setting.quick else PREFILLING
     rates = RATIO_RATES[1:2] if setting.quick else RATIO_RATES

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from skymemory.conductor.cost_model import LLAMA_70B_8xA800, network_of, stored_s
 from skymemory.errors import InvalidInput
 from skymemory.eviction import policy_named
-from skymemory_lab.reproduce.mooncake.base import Experiment, Setting, Value
+from skymemory_lab.reproduce.mooncake.base import Experiment, ExperimentSetting, Value
 from skymemory_lab.reproduce.mooncake.clusters import bandwidth, public_datasets, ratio, real, scheduling, simulated
 from skymemory_lab.reproduce.mooncake.overload import load_swings, rejections
 from skymemory_lab.sim.sweeps import sweep
 from skymemory_lab.sim.trace import BLOCK_TOKENS, block_uses, ideal_hits, shared_above, statistics_of
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 
 CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1_000)
 PUBLISHED_HITS = {
@@ -28,7 +28,7 @@ _SMALL = "in theirs a few blocks have most of the hits (long prompts that all sh
 _OTHER_TRACE = "theirs is another trace (23,608 requests, not released)"
 
 
-def popularity(setting: Setting) -> Experiment:
+def popularity(setting: ExperimentSetting) -> Experiment:
     """Measure the popularity of blocks (figure 6)."""
     requests = setting.source.requests()
     statistics = statistics_of(requests)
@@ -73,7 +73,7 @@ def popularity(setting: Setting) -> Experiment:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    source: Source
+    source: ConversationSource
     policy: str
     capacity: int
     partial: bool
@@ -109,7 +109,7 @@ def replayed(cell: _Replay) -> float:
     return hits / max(1, sum(map(len, prompts)))
 
 
-def hits(setting: Setting) -> Experiment:
+def hits(setting: ExperimentSetting) -> Experiment:
     """Measure the hits of table 1, and of a cache of three million tokens (FAST'25)."""
     requests = setting.source.requests()
     most_hits, blocks = ideal_hits(requests, partial=True)
@@ -166,7 +166,7 @@ LENGTHS = (8, 16, 32, 64, 128)
 """Lengths in thousand tokens."""
 
 
-def layer_wise(setting: Setting) -> Experiment:
+def layer_wise(setting: ExperimentSetting) -> Experiment:
     """Compare the latency that storing KV adds to a prefill, layer by layer and after it (figure 7)."""
     cost = LLAMA_70B_8xA800
     network = network_of(cost)
@@ -207,7 +207,7 @@ def layer_wise(setting: Setting) -> Experiment:
     )
 
 
-EXPERIMENTS: Mapping[str, Callable[[Setting], Experiment]] = {
+EXPERIMENTS: Mapping[str, Callable[[ExperimentSetting], Experiment]] = {
     "popularity": popularity,
     "hits": hits,
     "layer-wise": layer_wise,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from skymemory.conductor.request import Slo
-from skymemory_lab.reproduce.mooncake.base import COST, DECODINGS, Experiment, Setting, Value, columns
+from skymemory_lab.reproduce.mooncake.base import COST, DECODINGS, Experiment, ExperimentSetting, Value, columns
 from skymemory_lab.sim.cluster.cells import CellAnswer, ClusterCell, run_cell
 from skymemory_lab.sim.cluster.setup import ClusterSetup
 from skymemory_lab.sim.sweeps import sweep
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 
 RULES = ("all", "baseline", "early", "predicted", "predicted, long", "goodput")
 """Admission rules; ``long``: no request is forecast to end during a prefill."""
@@ -42,7 +42,7 @@ def situations(seed: int) -> tuple[Situation, ...]:
     return tuple(listed)
 
 
-def rejections(setting: Setting) -> Experiment:
+def rejections(setting: ExperimentSetting) -> Experiment:
     """Compare rejections by rule, with goodput and wasted prefills."""
     runs = _runs(setting)
     rows = [(situation.name, rule, *columns(answer.metrics, _HEADER)) for situation, rule, answer in runs]
@@ -89,7 +89,7 @@ def rejections(setting: Setting) -> Experiment:
     )
 
 
-def load_swings(setting: Setting) -> Experiment:
+def load_swings(setting: ExperimentSetting) -> Experiment:
     """Compare the swings of prefill and decode loads by rule."""
     runs = _runs(setting)
     rows: list[tuple[object, ...]] = []
@@ -149,10 +149,10 @@ _SHORT_WHY = "the split is ours; compare the order and the shares"
 _SWING_WHY = "published as a picture"
 
 
-_FOUND: dict[Source, list[CellAnswer]] = {}
+_FOUND: dict[ConversationSource, list[CellAnswer]] = {}
 
 
-def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
+def _runs(setting: ExperimentSetting) -> list[tuple[Situation, str, CellAnswer]]:
     labels = [(situation, rule) for situation in situations(setting.seed) for rule in RULES]
     if setting.source not in _FOUND:
         cells = [overload_cell(setting.source, situation.setup, rule) for situation, rule in labels]
@@ -162,7 +162,7 @@ def _runs(setting: Setting) -> list[tuple[Situation, str, CellAnswer]]:
     return [(situation, rule, answer) for (situation, rule), answer in zip(labels, answers, strict=True)]
 
 
-def overload_cell(source: Source, setup: ClusterSetup, rule: str) -> ClusterCell:
+def overload_cell(source: ConversationSource, setup: ClusterSetup, rule: str) -> ClusterCell:
     name, _, long = rule.partition(", ")
     # With an infinite decoding time no request is forecast to leave: the most cautious prediction.
     options = (("decode_s", INFINITE_S),) if long else ()

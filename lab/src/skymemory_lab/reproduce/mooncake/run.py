@@ -14,10 +14,10 @@ from typing import TextIO
 from skymemory.errors import MissingExtra
 from skymemory.files import check_readable
 from skymemory.text import Table, width_of, wrapped, write_line
-from skymemory_lab.reproduce.mooncake.base import Experiment, Setting, Value
+from skymemory_lab.reproduce.mooncake.base import Experiment, ExperimentSetting, Value
 from skymemory_lab.reproduce.mooncake.experiments import EXPERIMENTS, chosen
 from skymemory_lab.reproduce.mooncake.figures import draw, write_mooncake_csv
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 from skymemory_lab.view.drawing import PRINT_DPI, save
 
 
@@ -25,7 +25,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
     if args.trace is not None:
         check_readable(args.trace)
     names = chosen(args.fig or [])
-    source = Source(args.trace, args.seed, args.quick)
+    source = ConversationSource(args.trace, args.seed, args.quick)
     if args.trace is None:
         write_line(
             "skymemory: no --trace FILE: requests come from the seeded generator, which has the statistics of"
@@ -35,8 +35,8 @@ def run_mooncake(args: argparse.Namespace) -> int:
     # Each experiment is printed when it is done, because all of them take long.
     results: list[Experiment] = []
     for name in names:
-        progress = Progress(sys.stderr, name)
-        setting = Setting(source, args.on, args.jobs, progress.show)
+        progress = SweepProgress(sys.stderr, name)
+        setting = ExperimentSetting(source, args.on, args.jobs, progress.show)
         try:
             results.append(EXPERIMENTS[name](setting))
         finally:
@@ -53,7 +53,7 @@ def run_mooncake(args: argparse.Namespace) -> int:
     return 0
 
 
-class Progress:
+class SweepProgress:
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self._began_s = stream, name, time.monotonic()
         self._live = stream.isatty()

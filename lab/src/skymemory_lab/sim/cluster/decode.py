@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from skymemory.conductor.cost_model import CostModel
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import Batch, Gaps, Job, PrefillQueue, PriorityQueue, Steps, Stream
+from skymemory_lab.sim.cluster.job import DecodeBatch, DecodeStream, Gaps, Job, PrefillQueue, PriorityQueue, Steps
 from skymemory_lab.sim.cluster.pool import ClusterPool
 
-StreamEvent = Callable[[Stream, float], None]
+StreamEvent = Callable[[DecodeStream, float], None]
 
 
 class CoupledInstance:
@@ -32,14 +32,14 @@ class CoupledInstance:
         kv_tokens: int,
         most_batch: int,
         mixed_tokens: int,
-        prefilled: Callable[[Job, float], Stream | None],
-        ended: Callable[[Stream, float], None],
+        prefilled: Callable[[Job, float], DecodeStream | None],
+        ended: Callable[[DecodeStream, float], None],
     ) -> None:
         self.number = number
         self._clock, self._cost, self._pool, self._steps = clock, cost, pool, steps
         self._kv_tokens, self._most_batch, self._mixed_tokens = kv_tokens, most_batch, mixed_tokens
         self._prefilled, self._ended = prefilled, ended
-        self.batch = Batch(steps, gaps)
+        self.batch = DecodeBatch(steps, gaps)
         self.waiting = PrefillQueue()
         self.busy_s = 0.0
         self.decode_busy_s = 0.0
@@ -63,7 +63,7 @@ class CoupledInstance:
             if steps < self._planned:
                 self._decode_until(steps)
 
-    def fail(self, now_s: float) -> tuple[list[Job], list[Stream]]:
+    def fail(self, now_s: float) -> tuple[list[Job], list[DecodeStream]]:
         """Fail. Return the requests before and after the first token."""
         if self._planned:
             self.decode_busy_s += now_s - self._begun_s
@@ -212,9 +212,9 @@ class DecodeInstance:
         self._clock, self._steps = clock, steps
         self._kv_tokens, self._most_batch = kv_tokens, most_batch
         self._joined, self._ended, self._first = joined, ended, first
-        self._taking: Stream | None = None
-        self.batch = Batch(steps, gaps)
-        self.waiting: PriorityQueue[Stream] = PriorityQueue()
+        self._taking: DecodeStream | None = None
+        self.batch = DecodeBatch(steps, gaps)
+        self.waiting: PriorityQueue[DecodeStream] = PriorityQueue()
         self.busy_s = 0.0
         self._begun_s = 0.0
         self._planned = 0
@@ -223,7 +223,7 @@ class DecodeInstance:
     def takes(self, kv_tokens: int) -> bool:
         return kv_tokens <= self._kv_tokens
 
-    def arrive(self, stream: Stream, now_s: float) -> None:
+    def arrive(self, stream: DecodeStream, now_s: float) -> None:
         """Queue a stream whose KV has arrived, which ``takes`` and which has a step to do."""
         self.waiting.push(stream)
         if self._taking is not None:
@@ -236,7 +236,7 @@ class DecodeInstance:
             if steps < self._planned:
                 self._until(steps)
 
-    def fail(self, now_s: float) -> list[Stream]:
+    def fail(self, now_s: float) -> list[DecodeStream]:
         taking = [] if self._taking is None else [self._taking]
         if self._planned or taking:
             self.busy_s += now_s - self._begun_s
@@ -262,7 +262,7 @@ class DecodeInstance:
         tokens = self.batch.reserved + sum(stream.kv_tokens for stream in self.waiting)
         return max(tokens / self._kv_tokens, (len(self.batch) + len(self.waiting)) / self._most_batch)
 
-    def _fits(self, stream: Stream) -> bool:
+    def _fits(self, stream: DecodeStream) -> bool:
         batch = self.batch
         return batch.reserved + stream.kv_tokens <= self._kv_tokens and len(batch) < self._most_batch
 
@@ -280,7 +280,7 @@ class DecodeInstance:
         else:
             self._planned = 0
 
-    def _take(self, stream: Stream, now_s: float) -> None:
+    def _take(self, stream: DecodeStream, now_s: float) -> None:
         self._planned, self._taking, self._version = 0, stream, self._version + 1
         version = self._version
         self._clock.at(now_s + stream.work_s, lambda at_s: self._on_prompt_taken(version, at_s))

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.request import Request
-from skymemory.conductor.scheduler import Placement
-from skymemory_lab.sim.cluster.pool import Loaded
+from skymemory.conductor.scheduler import ScheduledRequest
+from skymemory_lab.sim.cluster.pool import PrefixOnNode
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +26,12 @@ class Job:
     """Answer length, at least 1: the prefill gives a token."""
     ids: tuple[int, ...]
     asked: Request = field(repr=False)
-    placement: Placement | None = None
+    placement: ScheduledRequest | None = None
     prefill: int = -1
     decode: int = -1
     attempts: int = 0
     work_s: float = 0.0
-    loading: Loaded | None = None
+    loading: PrefixOnNode | None = None
     begun_s: float = -1.0
     first_token_s: float = -1.0
     held_tokens: int = 0
@@ -51,25 +51,25 @@ class Job:
         return self.asked.priority
 
     @property
-    def required_placement(self) -> Placement:
+    def required_placement(self) -> ScheduledRequest:
         assert self.placement is not None, "it was admitted"
         return self.placement
 
-    def restart(self, placement: Placement, prefill: int) -> None:
+    def restart(self, placement: ScheduledRequest, prefill: int) -> None:
         self.placement, self.prefill, self.attempts = placement, prefill, self.attempts + 1
         self.loading = None
         self.begun_s = self.first_token_s = -1.0
         self.prefilled = self.leaving = self.decoding = False
 
-    def stream(self) -> Stream:
-        return Stream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
+    def stream(self) -> DecodeStream:
+        return DecodeStream(self.number, self.prompt_tokens, self.output_tokens, self.first_token_s, self.priority)
 
-    def stream_after(self, work_s: float) -> Stream:
-        return Stream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
+    def stream_after(self, work_s: float) -> DecodeStream:
+        return DecodeStream(self.number, self.prompt_tokens, self.output_tokens, -1.0, self.priority, work_s=work_s)
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class DecodeStream:
     number: int
     prompt_tokens: int
     output_tokens: int
@@ -86,7 +86,7 @@ class Stream:
         return self.prompt_tokens + self.output_tokens
 
 
-Waiting = TypeVar("Waiting", Job, Stream)
+Waiting = TypeVar("Waiting", Job, DecodeStream)
 
 
 class PriorityQueue(Generic[Waiting]):
@@ -159,7 +159,7 @@ class PrefillQueue(PriorityQueue[Job]):
 #             maximum), so a step costs O(1) amortised at any batch size
 
 
-class Batch:
+class DecodeBatch:
     """A decode batch, which changes only between steps.
 
     A context is the prompt plus the tokens so far. The prefill gave the first token, so ``n`` tokens take ``n - 1``
@@ -168,8 +168,8 @@ class Batch:
 
     def __init__(self, steps: Steps, gaps: Gaps) -> None:
         self._steps, self._gaps = steps, gaps
-        self._leave: list[tuple[int, int, Stream]] = []
-        self._fresh: list[Stream] = []
+        self._leave: list[tuple[int, int, DecodeStream]] = []
+        self._fresh: list[DecodeStream] = []
         self._runs = 0
         self._done = 0
         self.contexts = 0
@@ -186,10 +186,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self._leave)
 
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[DecodeStream]:
         return [stream for _, _, stream in sorted(self._leave, key=lambda entry: entry[2].came)]
 
-    def join(self, stream: Stream) -> None:
+    def join(self, stream: DecodeStream) -> None:
         # ``came`` orders by the step of joining, then by order within the step.
         stream.joined, stream.came = self._runs, self._done * 1_000_000 + len(self._fresh)
         self._fresh.append(stream)
@@ -212,7 +212,7 @@ class Batch:
         size = len(self._leave)
         return self._steps.step_s(size, self.contexts + steps * size) if size else 0.0
 
-    def run(self, begun_s: float, steps: int, end_s: float) -> list[Stream]:
+    def run(self, begun_s: float, steps: int, end_s: float) -> list[DecodeStream]:
         """Account for at most ``steps_to_first_end`` steps. Return the requests that are done."""
         size, kv = len(self._leave), self.contexts
         first_s = self._steps.step_s(size, kv)
@@ -226,7 +226,7 @@ class Batch:
         self._last_s = end_s
         return self._leaving()
 
-    def mixed_step(self, begun_s: float, end_s: float) -> list[Stream]:
+    def mixed_step(self, begun_s: float, end_s: float) -> list[DecodeStream]:
         """Account for a step that includes other work. Return the requests that are done."""
         if not self._leave:
             return []
@@ -237,7 +237,7 @@ class Batch:
         self._last_s = end_s
         return self._leaving()
 
-    def clear(self) -> list[Stream]:
+    def clear(self) -> list[DecodeStream]:
         streams = self.streams()
         self._leave, self._fresh = [], []
         self.contexts = self.reserved = 0
@@ -266,9 +266,9 @@ class Batch:
         peaks_s.append(gap_s)
         runs.append(when)
 
-    def _leaving(self) -> list[Stream]:
+    def _leaving(self) -> list[DecodeStream]:
         leave, done = self._leave, self._done
-        ended: list[Stream] = []
+        ended: list[DecodeStream] = []
         while leave and leave[0][0] <= done:
             stream = heapq.heappop(leave)[2]
             ended.append(stream)

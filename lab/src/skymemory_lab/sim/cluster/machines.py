@@ -12,7 +12,7 @@ from skymemory.conductor.picker import Fleet
 from skymemory.conductor.pools import Role
 from skymemory_lab.sim.clock import Clock
 from skymemory_lab.sim.cluster.decode import CoupledInstance, DecodeInstance
-from skymemory_lab.sim.cluster.job import Gaps, Job, Steps, Stream
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job, Steps
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.prefill import Pipeline, PrefillInstance
 from skymemory_lab.sim.cluster.setup import ClusterSetup
@@ -22,10 +22,10 @@ from skymemory_lab.sim.cluster.setup import ClusterSetup
 class Listeners:
     begun: Callable[[Job, float, float], None]
     prefilled: Callable[[Job, float], None]
-    coupled_prefilled: Callable[[Job, float], Stream | None]
-    joined: Callable[[Stream, float], None]
-    answered: Callable[[Stream, float], None]
-    first: Callable[[Stream, float], None]
+    coupled_prefilled: Callable[[Job, float], DecodeStream | None]
+    joined: Callable[[DecodeStream, float], None]
+    answered: Callable[[DecodeStream, float], None]
+    first: Callable[[DecodeStream, float], None]
     """First token of a stream, computed by a decode instance."""
 
 
@@ -76,11 +76,11 @@ class Machines:
             return self.decodes or self.coupled
         return [self.decodes[server.slot] for server in self.decode_fleet if self.role[server.name] == "decode"]
 
-    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[Stream]]:
+    def kill(self, name: str, now_s: float) -> tuple[list[Job], list[DecodeStream]]:
         """Fail an instance. Return its requests before and after the first token."""
         self.down.add(name)
         jobs: list[Job] = []
-        streams: list[Stream] = []
+        streams: list[DecodeStream] = []
         if (server := self.prefill_fleet.servers.get(name)) is not None:
             server.healthy = False
             if self.coupled:

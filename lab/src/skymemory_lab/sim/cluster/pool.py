@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from skymemory.conductor.cost_model import CostModel, Medium, network_of
 from skymemory.conductor.prefix_index.approximate import Blocks
-from skymemory.conductor.request import Plan
+from skymemory.conductor.request import PromptPlan
 from skymemory.errors import InvalidInput
 from skymemory.store.accounting import Inventory
 from skymemory.store.base import StoreTicket
@@ -42,7 +42,7 @@ class Far(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class PrefixOnNode:
     """Part of a prompt that a node has, or will have by ``done_s``; reserved until the prefill ends."""
 
     held_tokens: int
@@ -59,7 +59,7 @@ class Loaded:
         return self.held_tokens + self.loaded_tokens
 
 
-class Link:
+class NetworkDirection:
     """One direction of a network interface, first come, first served.
 
     A transfer occupies each link of its path for its bytes over that link's rate, and ends with the slowest. The end is
@@ -85,7 +85,7 @@ class Link:
         return self.free_s
 
 
-def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
+def transfer_s(path: Sequence[NetworkDirection], size_bytes: float, now_s: float, latency_s: float = 0.0) -> float:
     """Return the end of a transfer over all links of ``path``."""
     if size_bytes <= 0:
         return now_s
@@ -93,7 +93,7 @@ def transfer_s(path: Sequence[Link], size_bytes: float, now_s: float, latency_s:
 
 
 def streamed_s(
-    path: Sequence[Link], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
+    path: Sequence[NetworkDirection], size_bytes: float, now_s: float, latency_s: float, over_s: float, parts: int
 ) -> float:
     """Return the end of a transfer whose bytes become available in ``parts``, the last ``over_s`` from now.
 
@@ -165,9 +165,9 @@ class ClusterPool:
         self.block_bytes = cost.kv_bytes(self.block_tokens)
         self.network = self.settings.network or network_of(cost)
         self._nodes = [self._create_node_memory() for _ in self.names]
-        self._out = [Link(f"{name} out", self.network.bytes_per_s) for name in self.names]
-        self._in = [Link(f"{name} in", self.network.bytes_per_s) for name in self.names]
-        self._ssd = [Link(f"{name} ssd", self.settings.ssd.bytes_per_s) for name in self.names]
+        self._out = [NetworkDirection(f"{name} out", self.network.bytes_per_s) for name in self.names]
+        self._in = [NetworkDirection(f"{name} in", self.network.bytes_per_s) for name in self.names]
+        self._ssd = [NetworkDirection(f"{name} ssd", self.settings.ssd.bytes_per_s) for name in self.names]
         self._dice = random.Random(self.settings.seed)
         self._now_s = 0.0
         # Counters of failed nodes.
@@ -220,7 +220,7 @@ class ClusterPool:
 
     # Events.
 
-    def load(self, node: int, ids: Sequence[int], plan: Plan | None, now_s: float) -> Loaded:
+    def load(self, node: int, ids: Sequence[int], plan: PromptPlan | None, now_s: float) -> PrefixOnNode:
         """Use what ``node`` has of the full blocks ``ids``, load what the plan says, and cache both.
 
         It loads less if the node holds more by now or the source lost blocks.
@@ -254,7 +254,7 @@ class ClusterPool:
         sources = {name: count * block for name, count in blocks if count}
         for name, tokens in sources.items():
             self._tokens[name] += tokens
-        return Loaded(own * block, begin * block, loaded * block, done_s, sources, held_s)
+        return PrefixOnNode(own * block, begin * block, loaded * block, done_s, sources, held_s)
 
     def _fetch(
         self, node: int, ids: Sequence[int], begin: int, end: int, source: str, now_s: float

@@ -20,7 +20,7 @@ from skymemory_lab.sim.cluster.pool import LOCAL, ClusterPool
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class PrefillService:
     front: tuple[int, int]
     """Range of tokens computed during the load."""
     after: int
@@ -99,7 +99,7 @@ class PrefillInstance:
         if self._pipeline.machines > 1:
             self._clock.at(free_s, lambda at_s: self._next(life, at_s))
 
-    def service(self, job: Job, now_s: float) -> Service:
+    def service(self, job: Job, now_s: float) -> PrefillService:
         """Determine the held, loaded and computed parts. At least the last token is computed."""
         tokens, per_block = job.prompt_tokens, self._pool.block_tokens
         loading = job.loading or self._pool.load(self.number, job.ids, None, now_s)
@@ -118,9 +118,9 @@ class PrefillInstance:
         begin, held_tokens = min(begin, end), min(held_tokens, end)
         cached = held_tokens + end - begin
         memory_s = self._memory.seconds(self._cost.kv_bytes(cached))
-        return Service((held_tokens, begin), end, _first_of(sources, cached), max(remaining_s, memory_s))
+        return PrefillService((held_tokens, begin), end, _first_of(sources, cached), max(remaining_s, memory_s))
 
-    def _timed(self, service: Service, tokens: int, now_s: float) -> tuple[float, float, float]:
+    def _timed(self, service: PrefillService, tokens: int, now_s: float) -> tuple[float, float, float]:
         """Return when the first machine is free, when all is done, and compute seconds per machine."""
         pipeline = self._pipeline
         front = pipeline.chunks_s(*service.front)

@@ -52,7 +52,7 @@ LEAST_FACTOR = 0.1
 _DRAWS = 4096
 
 
-class Estimates:
+class BelievedEstimates:
     def __init__(self, setup: ClusterSetup) -> None:
         self.cost: CostModel = setup.believed or setup.cost
         self._pipeline = Pipeline(self.cost, setup.pipeline, setup.chunk_tokens)
@@ -100,7 +100,7 @@ class World:
     decode: Fleet | None
     """Decode fleet; None: coupled instances."""
     cost: CostModel
-    estimates: Estimates
+    estimates: BelievedEstimates
     pool: ClusterPool
     admission: Admission
 

@@ -67,7 +67,7 @@ class PoolSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class InstanceFailure:
     """Failure of an instance, which returns empty after ``down_s``."""
 
     instance: str
@@ -76,7 +76,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class PromptHandover:
     """Transfer of a prompt through a store, with a two-step router: the decode instance gives the first token."""
 
     save_s: float = 0.0
@@ -124,7 +124,7 @@ class ClusterSetup:
     chunk_tokens: int = 4096
     layer_wise: bool = True
     """True if KV is sent to the decode machine while it is computed."""
-    handover: Handover | None = None
+    handover: PromptHandover | None = None
     """Transfer through a store; None: KV streams between accelerators."""
     request_s: float = 0.0
     """Time of a request before its prefill: client, router, parsing."""
@@ -137,7 +137,7 @@ class ClusterSetup:
     """Part of ``kv_tokens`` used as prefix cache."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     slo: Slo = Slo(30.0, 0.1)  # noqa: RUF009 - frozen
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[InstanceFailure, ...] = ()
     retries: int = 1
     partial: bool = False
     """True if a prompt's last, partial block is cached, as published tables count."""

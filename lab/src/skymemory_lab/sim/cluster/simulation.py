@@ -3,7 +3,7 @@
 1. A request is placed when it arrives, and the loads of its plan start.
 2. Its prefill gives the first token. Meanwhile its KV streams to the decode instance.
 3. When all KV has arrived, it joins the decode batch until its last token.
-   With a ``Handover`` its values go through a store, and the decode instance gives the first token.
+   With a ``PromptHandover`` its values go through a store, and the decode instance gives the first token.
 4. If an instance fails, its requests are placed again, ``retries`` times.
 """
 
@@ -18,23 +18,23 @@ from skymemory.conductor.admission.named import admission as admission_named
 from skymemory.conductor.cost_model import CostModel
 from skymemory.conductor.picker import NoServer
 from skymemory.conductor.request import Request, Slo
-from skymemory.conductor.scheduler import Admission, Placement, Refusal, Scheduler
+from skymemory.conductor.scheduler import Admission, Refusal, ScheduledRequest, Scheduler
 from skymemory.errors import InvalidInput
 from skymemory_lab.sim.clock import Clock
-from skymemory_lab.sim.cluster.job import Gaps, Job, Stream
+from skymemory_lab.sim.cluster.job import DecodeStream, Gaps, Job
 from skymemory_lab.sim.cluster.machines import Listeners, Machines
 from skymemory_lab.sim.cluster.outcome import ClusterRun, LoadSample, RequestOutcome, Span, Status
 from skymemory_lab.sim.cluster.pool import ClusterPool
 from skymemory_lab.sim.cluster.roles import Roles
 from skymemory_lab.sim.cluster.schedulers import (
-    Estimates,
+    BelievedEstimates,
     SchedulerFactory,
     World,
     get_scheduler_view,
     scheduler_named,
     timed,
 )
-from skymemory_lab.sim.cluster.setup import ClusterSetup, Failure, Handover, PoolSettings
+from skymemory_lab.sim.cluster.setup import ClusterSetup, InstanceFailure, PoolSettings, PromptHandover
 from skymemory_lab.sim.trace import TraceRequest
 
 UNEVENTFUL = 64
@@ -91,7 +91,7 @@ def run_cluster(
 #   _on_prefill_begin  its prefill starts; its KV streams to the decode instance from now on
 #   _prefilled (or _coupled_prefilled)  first token; refused before decoding -> over; answer of one token -> over
 #   _there    all KV has arrived: it queues at the decode instance
-#             with a ``Handover``: _entering waits for the turns of the decode instance, _first is the first token
+#             with a ``PromptHandover``: _entering waits for the turns of the decode instance, _first is the first token
 #   _joined   in the batch                _answered  last token -> over
 #   _die      its instance failed: booked out, and placed again or over
 #
@@ -110,12 +110,12 @@ class Simulation:
             self._on_prefill_begin, self._prefilled, self._coupled_prefilled, self._joined, self._answered, self._first
         )
         self._machines = machines = Machines(setup, self._clock, self._gaps, self._pool, listeners)
-        self._estimates = Estimates(setup)
+        self._estimates = BelievedEstimates(setup)
         decoders = machines.decode_fleet if machines.decodes else None
         fleets = (machines.prefill_fleet, decoders)
         self._scheduler = scheduler(World(setup, *fleets, self._estimates.cost, self._estimates, self._pool, admission))
         self._accounts = Accounts(setup.spans)
-        self._loads = Loads(setup.slo, machines)
+        self._loads = InstanceLoads(setup.slo, machines)
         self._roles = Roles(setup, self._clock, machines) if setup.pools == "elastic" else None
         self._arrivals: Sequence[TraceRequest] = ()
         self._asked: Sequence[Request] | None = None
@@ -173,7 +173,7 @@ class Simulation:
         else:
             self._send(job, placement, now_s)
 
-    def _send(self, job: Job, placement: Placement, now_s: float) -> None:
+    def _send(self, job: Job, placement: ScheduledRequest, now_s: float) -> None:
         machines, prefill = self._machines, placement.prefill
         self._scheduler.begin(placement, now_s)
         job.restart(placement, machines.prefill_fleet.servers[prefill.server].slot)
@@ -232,7 +232,7 @@ class Simulation:
             attempt = job.attempts
             self._clock.at(job.there_s, lambda at_s: self._there(job, attempt, at_s))
 
-    def _hand_over(self, job: Job, handover: Handover, now_s: float) -> None:
+    def _hand_over(self, job: Job, handover: PromptHandover, now_s: float) -> None:
         job.leaving, attempt = True, job.attempts
         stored_s = now_s + handover.save_s + handover.save_token_s * job.computed_tokens
         self._clock.at(stored_s, lambda at_s: self._entering(job, handover, attempt, 0, at_s))
@@ -241,7 +241,7 @@ class Simulation:
     # what was fetched (part 1), and takes the prompt (``_there``). Half of the fetch time passes in each of the two
     # intervals.
 
-    def _entering(self, job: Job, handover: Handover, attempt: int, part: int, now_s: float) -> None:
+    def _entering(self, job: Job, handover: PromptHandover, attempt: int, part: int, now_s: float) -> None:
         if job.over or job.attempts != attempt:
             return
         machines, node = self._machines, self._machines.node_of_decode(job.decode)
@@ -256,14 +256,14 @@ class Simulation:
             self._pool.stored(node, job.ids, now_s)
             self._clock.at(free_s + handover.fetch_s / 2, lambda at_s: self._there(job, attempt, at_s))
 
-    def _first(self, stream: Stream, now_s: float) -> None:
+    def _first(self, stream: DecodeStream, now_s: float) -> None:
         job = self._accounts.open[stream.number]
         job.first_token_s = now_s
         if job.output_tokens == 1:
             self._scheduler.decoding(job.required_placement, now_s)
             self._completed(job, now_s, None)
 
-    def _stream_of(self, job: Job) -> Stream:
+    def _stream_of(self, job: Job) -> DecodeStream:
         handover = self._setup.handover
         if handover is None:
             return job.stream()
@@ -279,19 +279,19 @@ class Simulation:
         else:
             self._machines.decodes[job.decode].arrive(self._stream_of(job), now_s)
 
-    def _coupled_prefilled(self, job: Job, now_s: float) -> Stream | None:
+    def _coupled_prefilled(self, job: Job, now_s: float) -> DecodeStream | None:
         self._first_token(job, now_s)
         if job.output_tokens > 1:
             return job.stream()
         self._completed(job, now_s, None)
         return None
 
-    def _joined(self, stream: Stream, now_s: float) -> None:
+    def _joined(self, stream: DecodeStream, now_s: float) -> None:
         job = self._accounts.open[stream.number]
         job.decoding = True
         self._scheduler.decoding(job.required_placement, now_s)
 
-    def _answered(self, stream: Stream, now_s: float) -> None:
+    def _answered(self, stream: DecodeStream, now_s: float) -> None:
         job = self._accounts.open[stream.number]
         names = self._machines.decode_names or self._machines.prefill_names
         self._accounts.span(names[job.decode], "decode", job.first_token_s, now_s, job)
@@ -303,10 +303,10 @@ class Simulation:
         self._scheduler.on_request_end(job.required_placement, now_s, met)
         self._accounts.completed(job, now_s, worst_s)
 
-    def _fail_at(self, failure: Failure) -> None:
+    def _fail_at(self, failure: InstanceFailure) -> None:
         self._clock.at(failure.at_s, lambda now_s: self._die(failure, now_s))
 
-    def _die(self, failure: Failure, now_s: float) -> None:
+    def _die(self, failure: InstanceFailure, now_s: float) -> None:
         name, machines = failure.instance, self._machines
         if name in machines.down:
             return
@@ -423,7 +423,7 @@ class Accounts:
         )
 
 
-class Loads:
+class InstanceLoads:
     def __init__(self, slo: Slo, machines: Machines) -> None:
         self._slo, self._machines = slo, machines
         self.samples: list[LoadSample] = []

@@ -19,7 +19,7 @@ from skymemory.placement.locate import Moves, Placement, server_moves
 from skymemory.protocol.clock import STRATEGY_CODES
 from skymemory.testbed.connect import clock_of, shell_of, sky_of
 from skymemory.testbed.plan import Ground, make_plan
-from skymemory_lab.sim.cluster.pool import SKY_TIER, ClusterPool, Far, Link, PrefixCache, transfer_s
+from skymemory_lab.sim.cluster.pool import SKY_TIER, ClusterPool, Far, NetworkDirection, PrefixCache, transfer_s
 from skymemory_lab.sim.cluster.setup import PoolSettings, SkySetup
 
 
@@ -84,7 +84,10 @@ class SkyTier:
         self._offered: set[int] = set()
         """All blocks ever offered."""
         self._moves = self.geometry.moves(0.0)
-        self.up, self.down = Link("sky up", setup.bytes_per_s), Link("sky down", setup.bytes_per_s)
+        self.up, self.down = (
+            NetworkDirection("sky up", setup.bytes_per_s),
+            NetworkDirection("sky down", setup.bytes_per_s),
+        )
         self._evicted = self._skipped = self._handovers = 0
         self._handed_bytes = self._longest_handover_s = 0.0
 
@@ -122,7 +125,7 @@ class SkyTier:
         settings = {self._set[block][1] for block in ids}
         return max((self.geometry.round_trip_s(set_moves, now_s) for set_moves in settings), default=0.0)
 
-    def read(self, ids: Sequence[int], begin: int, end: int, into: Link, now_s: float) -> tuple[int, float]:
+    def read(self, ids: Sequence[int], begin: int, end: int, into: NetworkDirection, now_s: float) -> tuple[int, float]:
         self.fly(now_s)
         end = min(end, self.leading(ids, now_s))
         if end <= begin:
@@ -134,7 +137,7 @@ class SkyTier:
         size_bytes = (end - begin) * self._block_bytes
         return end - begin, transfer_s((self.down, into), size_bytes, now_s, latency_s)
 
-    def write(self, ids: Sequence[int], out: Link, now_s: float) -> None:
+    def write(self, ids: Sequence[int], out: NetworkDirection, now_s: float) -> None:
         """Write a chain's missing blocks as far as the uplink's queue allows.
 
         A busy uplink writes only blocks offered before: most are never requested again.

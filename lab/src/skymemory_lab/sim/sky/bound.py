@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from skymemory_lab.sim.sky.physical import LINKS, Floats, LinkRates, Operation, Setting, Ways
+from skymemory_lab.sim.sky.physical import LINKS, Floats, LinkRates, Operation, TransferSetting, Ways
 
 
-def lower_bound_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
+def lower_bound_s(ways: Ways, setting: TransferSetting, rates: LinkRates, operation: Operation = "get") -> Floats:
     """Return the least seconds at each time of ``ways``."""
     counts = setting.counts(ways.servers)
     used = len(counts)

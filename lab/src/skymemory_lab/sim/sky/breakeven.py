@@ -21,7 +21,7 @@ from skymemory.errors import InvalidInput
 from skymemory.files import MAX_TABLE_BYTES, read_json
 from skymemory_lab.sim.loading import A100, H100, PAPER_STEP_TOKENS, PAPER_TOKEN_BYTES, LinkTrace, simulate_load
 from skymemory_lab.sim.sky.bound import lower_bound_s
-from skymemory_lab.sim.sky.physical import LinkRates, Setting, Ways, latency_s
+from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, Ways, latency_s
 
 Best = Literal["compute", "load", "both"]
 WORTH = 0.05
@@ -41,7 +41,7 @@ _IN_FLIGHT_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class BreakevenCell:
     """Seconds of each way for a prompt."""
 
     tokens: int
@@ -86,7 +86,7 @@ class Break:
 class BreakEven:
     """Cells over one path to the sky, whatever the value size of ``setting``."""
 
-    def __init__(self, ways: Ways, setting: Setting, rates: LinkRates) -> None:
+    def __init__(self, ways: Ways, setting: TransferSetting, rates: LinkRates) -> None:
         self.rates = rates
         self._ways, self._setting = ways, setting
         self._link = lru_cache(maxsize=4096)(self._link_of)
@@ -104,7 +104,7 @@ class BreakEven:
         rate = more_bytes / more_s if more_bytes and more_s > 0 else step.value_bytes / max(step_s, 1e-12)
         return Break(prompt_s, bound_s, LinkTrace.constant(rate, max(0.0, step_s - step.value_bytes / rate)))
 
-    def cell(self, tokens: int, tokens_per_s: float, rate_bit_s: float, kv_bytes_per_token: int) -> Cell:
+    def cell(self, tokens: int, tokens_per_s: float, rate_bit_s: float, kv_bytes_per_token: int) -> BreakevenCell:
         """Compare the three ways for a prompt.
 
         Raises:
@@ -129,7 +129,7 @@ class BreakEven:
         best: Best = "compute" if compute_s <= load_s else "load"
         if both_s < (1 - WORTH) * min(compute_s, load_s):
             best = "both"
-        return Cell(tokens, tokens_per_s, rate_bit_s, compute_s, load_s, link.bound_s, both_s, best)
+        return BreakevenCell(tokens, tokens_per_s, rate_bit_s, compute_s, load_s, link.bound_s, both_s, best)
 
     def grid(
         self,
@@ -137,7 +137,7 @@ class BreakEven:
         speeds: Sequence[float],
         rates_bit_s: Sequence[float],
         kv_bytes_per_token: int,
-    ) -> list[Cell]:
+    ) -> list[BreakevenCell]:
         return [
             self.cell(tokens, speed, rate, kv_bytes_per_token)
             for tokens in lengths

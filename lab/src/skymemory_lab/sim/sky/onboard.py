@@ -32,7 +32,7 @@ STANDBY_W_PER_BYTE = 74e-3 * 1.2 / 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class OnboardComputer:
     tokens_per_s: float
     watts: float
 
@@ -43,7 +43,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PromptTime:
     """Result of a prompt; ``joules`` exclude the power to hold the KV (``held_w``)."""
 
     way: str
@@ -66,27 +66,27 @@ class Places:
     ground_hops: float
     board_hops: float
 
-    def on_ground(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
+    def on_ground(self, tokens: int, machine: OnboardComputer, kv_bytes_per_token: int) -> PromptTime:
         moved = self.ground_hops + 1.0
         answer = self._answer(self.ground, self.rates.down_bit_s, tokens, machine, kv_bytes_per_token, moved)
         terminal_s = 0.0 if answer.way == "compute" else answer.ttft_s
         return replace(answer, joules=answer.joules + terminal_s * TERMINAL_W)
 
-    def on_board(self, tokens: int, machine: Machine, kv_bytes_per_token: int) -> Answer:
+    def on_board(self, tokens: int, machine: OnboardComputer, kv_bytes_per_token: int) -> PromptTime:
         answer = self._answer(self.board, self.rates.isl_bit_s, tokens, machine, kv_bytes_per_token, self.board_hops)
         up_s = 8 * TOKEN_BYTES * tokens / (self.rates.up_bit_s or math.inf)
         down_s = 8 * TOKEN_BYTES / (self.rates.down_bit_s or math.inf)
         beam_j = TOKEN_BYTES * (tokens + 1) * LINK_J_PER_BYTE
         ttft_s = 2 * self.beam_s + up_s + answer.ttft_s + down_s
-        return Answer(answer.way, ttft_s, answer.joules + beam_j + ttft_s * TERMINAL_W)
+        return PromptTime(answer.way, ttft_s, answer.joules + beam_j + ttft_s * TERMINAL_W)
 
     def _answer(
-        self, even: BreakEven, rate: float | None, tokens: int, machine: Machine, kv_bytes: int, links: float
-    ) -> Answer:
+        self, even: BreakEven, rate: float | None, tokens: int, machine: OnboardComputer, kv_bytes: int, links: float
+    ) -> PromptTime:
         cell = even.cell(tokens, machine.tokens_per_s, rate or 1e15, kv_bytes)
         seconds = {"compute": cell.compute_s, "load": cell.load_s, "both": cell.both_s}[cell.best]
         # With both at once, computing lasts as long as the whole.
         computed_s = {"compute": seconds, "load": 0.0, "both": seconds}[cell.best]
         loaded = 1.0 - computed_s / cell.compute_s
         moved_j = loaded * tokens * kv_bytes * (2 * READ_J_PER_BYTE + links * LINK_J_PER_BYTE)
-        return Answer(cell.best, seconds, computed_s * machine.watts + moved_j)
+        return PromptTime(cell.best, seconds, computed_s * machine.watts + moved_j)

@@ -28,7 +28,7 @@ from skymemory_lab.sim.sky.physical import (
     OPERATIONS,
     Floats,
     LinkRates,
-    Setting,
+    TransferSetting,
     Ways,
     latency_s,
     sight_of,
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestMix:
     """Requests, of which ``put_share`` store a value; ``server_s`` is per chunk."""
 
     value_bytes: int
@@ -63,7 +63,7 @@ class Load:
     requests_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        Setting(self.value_bytes, server_s=self.server_s)
+        TransferSetting(self.value_bytes, server_s=self.server_s)
         if not 0 <= self.put_share <= 1:
             raise InvalidInput(f"a share of puts of {self.put_share:g}: expected 0 to 1")
         if not 0 <= self.requests_per_s < math.inf:
@@ -71,7 +71,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChoiceOutcome:
     """Means over times, in seconds; ``seconds`` is a request of the mix, with waits."""
 
     choice: Choice
@@ -104,12 +104,12 @@ class Outcome:
 class Optimum:
     """Setting ``chosen`` on the first half of an orbit; outcomes except ``chosen_s`` are of the second."""
 
-    chosen: Outcome
-    second: Outcome | None
+    chosen: ChoiceOutcome
+    second: ChoiceOutcome | None
     chosen_s: float
-    judged_best: Outcome
+    judged_best: ChoiceOutcome
     """Best setting of the second half."""
-    curves: dict[Parameter, list[Outcome]] = field(repr=False)
+    curves: dict[Parameter, list[ChoiceOutcome]] = field(repr=False)
     settings: int
     overloaded: int
     seen_share: float
@@ -135,7 +135,7 @@ def grid(
 def optimise(
     preset: Preset,
     rates: LinkRates,
-    load: Load,
+    load: RequestMix,
     *,
     mask_deg: float = DEFAULT_MASK_DEG,
     accesses: Sequence[Access] = ("gateway", "hybrid"),
@@ -163,8 +163,8 @@ def optimise(
     period_s = preset.shell.period_s
     at_s = [period_s * (number + 0.5) / times for number in range(times)]
     sight = sight_of(preset, mask_deg, "climbing")
-    first: dict[Choice, Outcome] = {}
-    later: dict[Choice, Outcome] = {}
+    first: dict[Choice, ChoiceOutcome] = {}
+    later: dict[Choice, ChoiceOutcome] = {}
     seen_share = 0.0
     known: tuple[tuple[str, str, int], Ways] | None = None
     for choice in choices:
@@ -208,7 +208,7 @@ def optimise(
     )
 
 
-def _rank(one: Outcome) -> tuple[float, int, int]:
+def _rank(one: ChoiceOutcome) -> tuple[float, int, int]:
     return (round(one.seconds / _SAME_S) if one.carries else math.inf), one.choice.window_bytes, one.choice.servers
 
 
@@ -216,9 +216,9 @@ def _words(choice: Choice) -> str:
     return f"{choice.access} to {choice.servers} servers ({choice.strategy}), chunks of {choice.chunk_bytes} bytes"
 
 
-def _curve(name: Parameter, best: Choice, judged: dict[Choice, Outcome]) -> list[Outcome]:
+def _curve(name: Parameter, best: Choice, judged: dict[Choice, ChoiceOutcome]) -> list[ChoiceOutcome]:
     fixed = [other for other in PARAMETERS if other != name and (name, other) != ("access", "strategy")]
-    best_by_value: dict[object, Outcome] = {}
+    best_by_value: dict[object, ChoiceOutcome] = {}
     for choice, outcome in judged.items():
         if any(getattr(choice, other) != getattr(best, other) for other in fixed):
             continue
@@ -232,8 +232,8 @@ def _curve(name: Parameter, best: Choice, judged: dict[Choice, Outcome]) -> list
     return list(best_by_value.values())
 
 
-def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcome:
-    setting = Setting(load.value_bytes, choice.chunk_bytes, load.server_s, choice.window_bytes)
+def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: RequestMix) -> ChoiceOutcome:
+    setting = TransferSetting(load.value_bytes, choice.chunk_bytes, load.server_s, choice.window_bytes)
     get_s, set_s = (latency_s(ways, setting, rates, operation) for operation in OPERATIONS)
     get_bound_s, set_bound_s = (
         float(lower_bound_s(ways, setting, rates, operation).mean()) for operation in OPERATIONS
@@ -241,7 +241,7 @@ def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcom
     wait_s, busiest, utilisation = waits_s(ways, setting, rates, load)
     put = load.put_share
     total_s = (1 - put) * get_s + put * set_s + wait_s
-    return Outcome(
+    return ChoiceOutcome(
         choice,
         float(total_s.mean()),
         float(get_s.mean()),
@@ -256,7 +256,7 @@ def _outcome(choice: Choice, ways: Ways, rates: LinkRates, load: Load) -> Outcom
     )
 
 
-def waits_s(ways: Ways, setting: Setting, rates: LinkRates, load: Load) -> tuple[Floats, str, float]:
+def waits_s(ways: Ways, setting: TransferSetting, rates: LinkRates, load: RequestMix) -> tuple[Floats, str, float]:
     """Return a request's wait at each time (infinite if a station is full), the busiest station, its utilisation."""
     counts = setting.counts(ways.servers)
     used = len(counts)

@@ -70,7 +70,7 @@ class LinkRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TransferSetting:
     """Size and manner of a transfer; ``server_s`` is per chunk."""
 
     value_bytes: int
@@ -300,7 +300,7 @@ class _Paths:
         return np.add.reduceat(steps_m, starts) / (2 * SPEED_OF_LIGHT_M_S), hops, out_link, in_link
 
 
-def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operation = "get") -> Floats:
+def latency_s(ways: Ways, setting: TransferSetting, rates: LinkRates, operation: Operation = "get") -> Floats:
     """Return the seconds until a get's last chunk, or a set's last acknowledgement, at each time."""
     if operation not in OPERATIONS:
         raise InvalidInput(f"operation {operation!r}: expected get or set")
@@ -310,7 +310,7 @@ def latency_s(ways: Ways, setting: Setting, rates: LinkRates, operation: Operati
 
 
 class _Used:
-    def __init__(self, ways: Ways, used: int, setting: Setting, counts: Integers) -> None:
+    def __init__(self, ways: Ways, used: int, setting: TransferSetting, counts: Integers) -> None:
         self.setting, self.counts, self.onboard = setting, counts, ways.access == "onboard"
         self.one_way_s, self.hops = ways.one_way_s[:, :used], ways.hops[:, :used]
         self.out_link, self.in_link = ways.out_link[:, :used], ways.in_link[:, :used]

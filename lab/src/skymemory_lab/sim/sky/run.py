@@ -35,9 +35,9 @@ from skymemory.protocol.clock import HANDED_OVER_S, STRATEGY_CODES
 from skymemory.testbed.connect import clock_of, sky_of
 from skymemory.testbed.virtual import VirtualConstellation
 from skymemory_lab.sim.sky.bound import lower_bound_s
-from skymemory_lab.sim.sky.physical import LinkRates, Setting, Ways, latency_s, ways_of
+from skymemory_lab.sim.sky.physical import LinkRates, TransferSetting, Ways, latency_s, ways_of
 from skymemory_lab.sim.sky.physical import Operation as Direction
-from skymemory_lab.sim.sky.scenario import ENDS_WITHIN_S, Cell, Operation, Scenario
+from skymemory_lab.sim.sky.scenario import ENDS_WITHIN_S, Cell, Scenario, ScheduledOperation
 from skymemory_lab.sim.sweeps import Progress, Way, sweep
 
 _RESULTS_VERSION = f"{skymemory.__version__}/2"
@@ -124,7 +124,7 @@ class _Run(ABC):
         self._sky = sky_of(scenario.plan)
 
     @abstractmethod
-    def run(self, work: Sequence[Sequence[Operation]]) -> None: ...
+    def run(self, work: Sequence[Sequence[ScheduledOperation]]) -> None: ...
 
     def windows(self, host: int) -> tuple[int | None, int | None]:
         return None, None
@@ -157,7 +157,7 @@ class _Run(ABC):
 class _ByModel(_Run):
     """Run by the physical model: a single copy of every value, nothing evicted or lost."""
 
-    def run(self, work: Sequence[Sequence[Operation]]) -> None:
+    def run(self, work: Sequence[Sequence[ScheduledOperation]]) -> None:
         known: set[int] = set()
         for request in work:
             after_miss = False
@@ -178,7 +178,7 @@ class _ByModel(_Run):
 
 
 class _Begun(NamedTuple):
-    operation: Operation
+    operation: ScheduledOperation
     request: _Request
     at: int
     info: ValueInfo
@@ -188,7 +188,7 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    operations: Sequence[Operation]
+    operations: Sequence[ScheduledOperation]
     waiting: int = 0
     failures: dict[int, str] = field(default_factory=dict)
 
@@ -221,7 +221,7 @@ class _ByMachines(_Run):
         first = key * 251 % (1 << 16)
         return memoryview(self._content)[first : first + value_bytes]
 
-    def run(self, work: Sequence[Sequence[Operation]]) -> None:
+    def run(self, work: Sequence[Sequence[ScheduledOperation]]) -> None:
         for request in work:
             self._advance(request[0].at_s)
             self._begin(_Request(request))
@@ -403,7 +403,7 @@ def _get_time_columns(
     for at, transfer in enumerate(transfers):
         by_size[transfer.value_bytes].append(at)
     for value_bytes, numbers in by_size.items():
-        setting = Setting(value_bytes, scenario.placement.chunk_bytes, scenario.memory.server_s, window_bytes)
+        setting = TransferSetting(value_bytes, scenario.placement.chunk_bytes, scenario.memory.server_s, window_bytes)
         mine = [transfers[number] for number in numbers]
         ways = _ways(scenario, cell_run, host, mine)
         moments = max(1, len(mine[0].placed))

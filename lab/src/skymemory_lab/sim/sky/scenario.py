@@ -219,7 +219,7 @@ class WorkloadTable:
             raise InvalidInput("trace with several sizes: expected one, that of the values of its blocks")
 
 
-class Operation(NamedTuple):
+class ScheduledOperation(NamedTuple):
     """Operation at ``at_s`` after the start. A request's gets form a prefix: after a miss all miss."""
 
     at_s: float
@@ -470,7 +470,7 @@ class Scenario:
 
     # --- Workload ---
 
-    def operations(self) -> list[list[Operation]]:
+    def operations(self) -> list[list[ScheduledOperation]]:
         """Return all operations in order of time, grouped by request.
 
         Raises:
@@ -484,7 +484,7 @@ class Scenario:
             )
         return requests
 
-    def _mix(self) -> Iterator[list[Operation]]:
+    def _mix(self) -> Iterator[list[ScheduledOperation]]:
         work = self.workload
         if work.rate_s * self.duration_s * len(self.ground) > 2 * MOST_OPERATIONS:
             expected = round(work.rate_s * self.duration_s * len(self.ground))
@@ -494,19 +494,19 @@ class Scenario:
             )
         popularity = Popularity(work.keys, work.zipf)
         weights = popularity.weights()
-        drawn: list[Operation] = []
+        drawn: list[ScheduledOperation] = []
         for host in range(len(self.ground)):
             dice, at_s = random.Random(f"{work.seed}/{host}"), 0.0
             while (at_s := at_s + dice.expovariate(work.rate_s)) < self.duration_s:
                 put, key = dice.random() < work.put_share, popularity.draw(dice, weights, at_s)
-                drawn.append(Operation(at_s, host, put, key, self.size_of(key)))
+                drawn.append(ScheduledOperation(at_s, host, put, key, self.size_of(key)))
         return iter([[operation] for operation in sorted(drawn, key=lambda one: (one.at_s, one.host))])
 
     def size_of(self, key: int) -> int:
         sizes = self.workload.sizes
         return sizes[0] if len(sizes) == 1 else random.Random(f"{self.workload.seed}/size/{key}").choice(sizes)
 
-    def _of_trace(self) -> Iterator[list[Operation]]:
+    def _of_trace(self) -> Iterator[list[ScheduledOperation]]:
         path = Path(self.folder, self.workload.trace)
         try:
             requests = read_trace(path, self.workload.requests or None)
@@ -518,7 +518,7 @@ class Scenario:
                 return
             host, at_s = request.session % len(self.ground), request.at_s - first_s
             if blocks := request.blocks():
-                yield [Operation(at_s, host, False, block, self.workload.sizes[0]) for block in blocks]
+                yield [ScheduledOperation(at_s, host, False, block, self.workload.sizes[0]) for block in blocks]
 
     # --- Sweep ---
 

@@ -71,7 +71,7 @@ _NO_VALUE = b"\0\r\n"
 Headers = list[tuple[bytes, bytes]]
 
 
-class Fault(Exception):
+class Http2Fault(Exception):
     """Connection error; ``code`` is RFC 9113's, ``reason`` a metric label."""
 
     def __init__(self, code: int, message: str, reason: str = "protocol") -> None:
@@ -115,7 +115,7 @@ class Budget:
         return self._left >= 0
 
 
-class _Block(NamedTuple):
+class _HeaderBlock(NamedTuple):
     headers: Headers
     bad_request: str
     """Reason why it is no valid request (RFC 9113, 8.1.1), or empty."""
@@ -124,7 +124,7 @@ class _Block(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class Http2Stream:
     sends: int
     """The peer's receive window; may be negative."""
     receives: int = WINDOW_BYTES
@@ -144,7 +144,7 @@ class Http2:
     """HTTP/2 connection. ``fault`` is the error that has ended it."""
 
     def __init__(self, calls: Calls, most_streams: int) -> None:
-        self.fault: Fault | None = None
+        self.fault: Http2Fault | None = None
         self.begun = False
         self._calls = calls
         self._most_streams = most_streams
@@ -161,13 +161,13 @@ class Http2:
         self._block = bytearray()
         self._continuations = 0
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        self._blocks: dict[bytes, _Block] = {}
+        self._blocks: dict[bytes, _HeaderBlock] = {}
         self._over: dict[int, int] = {}
 
         self._out: list[bytes] = []
         self._tail: tuple[int, int, int] | None = None
         """Growing DATA frame at the end of ``_out``: stream, index of its head, bytes."""
-        self._open: dict[int, Stream] = {}
+        self._open: dict[int, Http2Stream] = {}
         self.pending_bytes = 0
         self._blocked: dict[int, None] = {}
         self._sends, self._receives, self._owed = FIRST_WINDOW, CONNECTION_WINDOW_BYTES, 0
@@ -213,7 +213,7 @@ class Http2:
         self._now_s = now_s
         try:
             return self._handle(most)
-        except Fault as fault:
+        except Http2Fault as fault:
             self.fault = fault
             self._buffer, self._at = b"", 0
             self._calls.refused(fault.reason)
@@ -224,7 +224,7 @@ class Http2:
         buffer = self._buffer
         if not self._magic:
             if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise Fault(PROTOCOL_ERROR, "no HTTP/2 preface", "preface")
+                raise Http2Fault(PROTOCOL_ERROR, "no HTTP/2 preface", "preface")
             if len(buffer) < len(PREFACE):
                 return False
             self._magic, self._at = True, len(PREFACE)
@@ -236,7 +236,7 @@ class Http2:
             high, low, kind, flags, stream = HEAD.unpack_from(buffer, at)
             size = high << 8 | low
             if size > MAX_FRAME_BYTES:
-                raise Fault(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
+                raise Http2Fault(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
             end = at + HEAD.size + size
             if end > len(buffer):
                 return False
@@ -246,10 +246,10 @@ class Http2:
 
     def _on_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> int:
         if self._unfinished is not None and kind != CONTINUATION:
-            raise Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
+            raise Http2Fault(PROTOCOL_ERROR, "HEADERS without their CONTINUATION")
         if not self.begun:
             if kind != SETTINGS or flags & ACK:
-                raise Fault(PROTOCOL_ERROR, "the first frame must be SETTINGS", "preface")
+                raise Http2Fault(PROTOCOL_ERROR, "the first frame must be SETTINGS", "preface")
             self.begun = True
         if kind == DATA:
             self._on_data(flags, stream, payload)
@@ -265,18 +265,18 @@ class Http2:
             return self._on_settings(flags, stream, payload)
         elif kind == PING:
             if stream:
-                raise Fault(PROTOCOL_ERROR, "PING with a stream")
+                raise Http2Fault(PROTOCOL_ERROR, "PING with a stream")
             if len(payload) != 8:
-                raise Fault(FRAME_SIZE_ERROR, "PING of a wrong size")
+                raise Http2Fault(FRAME_SIZE_ERROR, "PING of a wrong size")
             self._spend("pings")
             if not flags & ACK:
                 self._frame(PING, ACK, 0, payload)
         elif kind == PRIORITY:
             self._on_priority(stream, payload)
         elif kind == PUSH_PROMISE or (kind == GOAWAY and stream):
-            raise Fault(PROTOCOL_ERROR, "PUSH_PROMISE, or GOAWAY with a stream, from a client")
+            raise Http2Fault(PROTOCOL_ERROR, "PUSH_PROMISE, or GOAWAY with a stream, from a client")
         elif kind == GOAWAY and len(payload) < 8:
-            raise Fault(FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
         else:
             self._spend("unknown-frames")
         return 1
@@ -290,7 +290,7 @@ class Http2:
         size = len(payload)
         self._receives -= size
         if self._receives < 0:
-            raise Fault(FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
+            raise Http2Fault(FLOW_CONTROL_ERROR, "DATA beyond the connection's window")
         data = unpadded(flags, payload)
         ends = bool(flags & END_STREAM)
         if state is None:
@@ -335,11 +335,11 @@ class Http2:
 
     def _on_headers(self, flags: int, stream: int, payload: bytes) -> int:
         if not stream % 2:
-            raise Fault(PROTOCOL_ERROR, "a client's stream must be odd")
+            raise Http2Fault(PROTOCOL_ERROR, "a client's stream must be odd")
         block, ends, wrong = unpadded(flags, payload), bool(flags & END_STREAM), False
         if flags & HAS_PRIORITY:
             if len(block) < 5:
-                raise Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
+                raise Http2Fault(FRAME_SIZE_ERROR, "HEADERS too short for their priority")
             wrong = WORD.unpack_from(block)[0] & LARGEST_STREAM == stream
             block = block[5:]
         if flags & END_HEADERS:
@@ -349,12 +349,12 @@ class Http2:
 
     def _on_continuation(self, flags: int, stream: int, payload: bytes) -> int:
         if self._unfinished is None or self._unfinished[0] != stream:
-            raise Fault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+            raise Http2Fault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._spend("continuations")
         self._continuations += 1
         self._block += payload
         if self._continuations > MAX_CONTINUATIONS or len(self._block) > MAX_HEADER_BYTES:
-            raise Fault(ENHANCE_YOUR_CALM, "too many CONTINUATION frames", "continuations")
+            raise Http2Fault(ENHANCE_YOUR_CALM, "too many CONTINUATION frames", "continuations")
         if not flags & END_HEADERS:
             return 1
         _, ends, wrong = self._unfinished
@@ -381,12 +381,12 @@ class Http2:
         elif how == _RESET_THERE:
             self._refuse(stream, STREAM_CLOSED)
         elif how == _ENDED:
-            raise Fault(STREAM_CLOSED, "HEADERS on a closed stream")
+            raise Http2Fault(STREAM_CLOSED, "HEADERS on a closed stream")
         else:
-            raise Fault(PROTOCOL_ERROR, "stream numbers must increase")
+            raise Http2Fault(PROTOCOL_ERROR, "stream numbers must increase")
         return cost
 
-    def _on_trailers(self, stream: int, state: Stream, ends: bool, bad: bool) -> None:
+    def _on_trailers(self, stream: int, state: Http2Stream, ends: bool, bad: bool) -> None:
         if state.half_closed:
             self._refuse(stream, STREAM_CLOSED)
         elif state.finished:
@@ -398,7 +398,7 @@ class Http2:
             if self._awaits_input(stream):
                 self._calls.on_stream_end(stream)
 
-    def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _Block) -> None:
+    def _open_stream(self, stream: int, ends: bool, wrong: bool, read: _HeaderBlock) -> None:
         self._highest = stream
         if self._leaving or len(self._open) >= self._most_streams:
             if not self._leaving:
@@ -409,13 +409,13 @@ class Http2:
         if wrong or read.bad_request or (ends and read.length):
             self._refuse(stream, PROTOCOL_ERROR)
             return
-        state = self._open[stream] = Stream(self._first_window)
+        state = self._open[stream] = Http2Stream(self._first_window)
         state.half_closed, state.length = ends, read.length
         self._calls.opened(stream, read.headers)
         if ends and self._awaits_input(stream):
             self._calls.on_stream_end(stream)
 
-    def _read_block(self, block: bytes) -> _Block:
+    def _read_block(self, block: bytes) -> _HeaderBlock:
         """Decode headers.
 
         Raises:
@@ -431,10 +431,10 @@ class Http2:
         try:
             headers = [(bytes(header[0]), bytes(header[1])) for header in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as error:
-            raise Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
+            raise Http2Fault(ENHANCE_YOUR_CALM, "headers too large when decompressed", "headers") from error
         except (HPACKError, IndexError, ValueError) as error:
-            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
-        decoded = _Block(headers, *_validate(headers))
+            raise Http2Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
+        decoded = _HeaderBlock(headers, *_validate(headers))
         after = (entries[0] if entries else None, len(entries), table.maxsize)
         if before[0] is not after[0] or before[1:] != after[1:]:
             self._blocks.clear()  # the header table has changed
@@ -448,7 +448,7 @@ class Http2:
 
     def _on_reset(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "RST_STREAM of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "RST_STREAM of a wrong size")
         state = self._open.get(stream)
         if state is None:
             self._must_not_be_idle(stream)
@@ -462,7 +462,7 @@ class Http2:
 
     def _on_priority(self, stream: int, payload: bytes) -> None:
         if not stream:
-            raise Fault(PROTOCOL_ERROR, "PRIORITY without a stream")
+            raise Http2Fault(PROTOCOL_ERROR, "PRIORITY without a stream")
         self._spend("priorities")
         if len(payload) != 5:
             self._refuse(stream, FRAME_SIZE_ERROR)
@@ -471,7 +471,7 @@ class Http2:
 
     def _on_window(self, stream: int, payload: bytes) -> None:
         if len(payload) != WORD.size:
-            raise Fault(FRAME_SIZE_ERROR, "WINDOW_UPDATE of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "WINDOW_UPDATE of a wrong size")
         self._spend("window-updates")
         more = WORD.unpack(payload)[0] & LARGEST_WINDOW
         if not stream:
@@ -489,23 +489,23 @@ class Http2:
 
     def _on_settings(self, flags: int, stream: int, payload: bytes) -> int:
         if stream:
-            raise Fault(PROTOCOL_ERROR, "SETTINGS with a stream")
+            raise Http2Fault(PROTOCOL_ERROR, "SETTINGS with a stream")
         if len(payload) % SETTING.size or (flags & ACK and payload):
-            raise Fault(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
+            raise Http2Fault(FRAME_SIZE_ERROR, "SETTINGS of a wrong size")
         self._spend("settings")
         if flags & ACK:
             return 1
         cost = 1
         for name, value in SETTING.iter_unpack(payload):
             if name == SET_PUSH and value > 1:
-                raise Fault(PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
+                raise Http2Fault(PROTOCOL_ERROR, "ENABLE_PUSH must be 0 or 1")
             if name == SET_MAX_FRAME:
                 if not FIRST_FRAME_BYTES <= value <= LARGEST_FRAME_BYTES:
-                    raise Fault(PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
+                    raise Http2Fault(PROTOCOL_ERROR, "invalid MAX_FRAME_SIZE")
                 self._peer_frame = value
             elif name == SET_INITIAL_WINDOW:
                 if value > LARGEST_WINDOW:
-                    raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
+                    raise Http2Fault(FLOW_CONTROL_ERROR, "invalid window size")
                 if value != self._first_window:
                     cost += len(self._open) // 16
                     self._spend("settings", 1 + len(self._open) / 64)
@@ -519,7 +519,7 @@ class Http2:
 
     def _must_not_be_idle(self, stream: int) -> None:
         if not stream % 2 or stream > self._highest:
-            raise Fault(PROTOCOL_ERROR, "a frame for an idle stream")
+            raise Http2Fault(PROTOCOL_ERROR, "a frame for an idle stream")
 
     def _refuse(self, stream: int, code: int, reason: str = "protocol") -> None:
         """Reset a stream after the peer's error (RFC 9113, 5.4.2)."""
@@ -533,11 +533,11 @@ class Http2:
 
     def _waste(self, reason: str) -> None:
         if not self._unanswered.spend(1, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
+            raise Http2Fault(ENHANCE_YOUR_CALM, "too many streams were reset or refused", reason)
 
     def _spend(self, reason: str, amount: float = 1) -> None:
         if not self._idle.spend(amount, self._now_s):
-            raise Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
+            raise Http2Fault(ENHANCE_YOUR_CALM, f"too many {reason}", reason)
 
     def _close(self, stream: int, how: int) -> None:
         state = self._open.pop(stream, None)
@@ -609,7 +609,7 @@ class Http2:
         self._out.append(payload)
         self._tail = None
 
-    def _data_frame(self, stream: int, state: Stream, data: bytes) -> None:
+    def _data_frame(self, stream: int, state: Http2Stream, data: bytes) -> None:
         # Answers to a stream in one turn of the loop leave in one frame: Envoy then parses fewer heads and sends fewer
         # updates.
         size = len(data)
@@ -626,13 +626,13 @@ class Http2:
             self._idle.earn()
         self._tail = (stream, index, size)
 
-    def _give_back(self, stream: int, state: Stream) -> None:
+    def _give_back(self, stream: int, state: Http2Stream) -> None:
         if state.owed >= WINDOW_BYTES // 4 and state.pending_bytes <= MAX_PENDING_BYTES and not state.half_closed:
             self._frame(WINDOW_UPDATE, 0, stream, WORD.pack(state.owed))
             state.receives += state.owed
             state.owed = 0
 
-    def _send_pending(self, stream: int, state: Stream) -> None:
+    def _send_pending(self, stream: int, state: Http2Stream) -> None:
         while state.pending:
             most = min(state.sends, self._sends, self._peer_frame)
             if most <= 0:
@@ -664,7 +664,7 @@ class Http2:
     def _grow(self, more: int) -> None:
         self._sends += more
         if not more or self._sends > LARGEST_WINDOW:
-            raise Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
+            raise Http2Fault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "invalid window size")
         while self._sends > 0 and self._blocked:
             stream = next(iter(self._blocked))
             del self._blocked[stream]
@@ -676,7 +676,7 @@ class Http2:
         for stream, state in list(self._open.items()):
             state.sends += more
             if state.sends > LARGEST_WINDOW:
-                raise Fault(FLOW_CONTROL_ERROR, "invalid window size")
+                raise Http2Fault(FLOW_CONTROL_ERROR, "invalid window size")
             if state.pending:
                 self._send_pending(stream, state)
 
@@ -685,9 +685,9 @@ def unpadded(flags: int, payload: bytes) -> bytes:
     if not flags & PADDED:
         return payload
     if not payload:
-        raise Fault(FRAME_SIZE_ERROR, "a padded frame without a padding length")
+        raise Http2Fault(FRAME_SIZE_ERROR, "a padded frame without a padding length")
     if payload[0] >= len(payload):
-        raise Fault(PROTOCOL_ERROR, "padding longer than the frame")
+        raise Http2Fault(PROTOCOL_ERROR, "padding longer than the frame")
     return payload[1 : len(payload) - payload[0]]
 
 
@@ -715,11 +715,11 @@ def _check_size_updates(block: bytes) -> None:
     while at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
         if count > MAX_SIZE_UPDATES:
-            raise Fault(COMPRESSION_ERROR, "too many table size updates", "headers")
+            raise Http2Fault(COMPRESSION_ERROR, "too many table size updates", "headers")
         try:
             at += decode_integer(block[at : at + 8], 5)[1]
         except HPACKError as error:
-            raise Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
+            raise Http2Fault(COMPRESSION_ERROR, f"invalid headers: {error}") from error
 
 
 def _validate(headers: Headers) -> tuple[str, str, int | None]:

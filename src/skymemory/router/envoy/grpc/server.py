@@ -1,7 +1,7 @@
 """gRPC server on asyncio, in one thread. The messages of one read are answered in one write.
 
-1. ``Connection`` feeds bytes to ``Http2``, which reports streams.
-2. ``Answers`` splits a stream into messages for the handler's ``Call``, and sends answers.
+1. ``GrpcConnection`` feeds bytes to ``Http2``, which reports streams.
+2. ``Answers`` splits a stream into messages for the handler's ``GrpcCall``, and sends answers.
 3. ``GrpcServer`` shares time and memory among connections.
 
 `grpcio` passes messages through three threads, which costs more than reading the prompt and picking
@@ -57,7 +57,7 @@ _END = literals([(b"grpc-status", b"0")])
 log = logging.getLogger("skymemory.router")
 
 
-class Call(Protocol):
+class GrpcCall(Protocol):
     def message(self, data: bytes) -> None: ...
 
     def on_messages_end(self) -> None: ...
@@ -76,7 +76,7 @@ class Call(Protocol):
 
 @dataclass(eq=False)
 class GrpcServer:
-    methods: Mapping[str, Callable[[Answers], Call]]
+    methods: Mapping[str, Callable[[Answers], GrpcCall]]
     most_message_bytes: int
     most_streams: int
     """Limit per connection, and half of all."""
@@ -87,7 +87,7 @@ class GrpcServer:
     preface_s: float = PREFACE_S
     most_connections: int = MAX_CONNECTIONS
     most_held_bytes: int = MAX_HELD_BYTES
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[GrpcConnection] = field(default_factory=set)
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
 
@@ -95,14 +95,14 @@ class GrpcServer:
         self.most_held_bytes = max(self.most_held_bytes, 2 * self.most_message_bytes)
         self.scratch = memoryview(bytearray(READ_BYTES))
         """Read buffer of all connections: reads are consumed at once. A view: TLS reads into slices."""
-        self._waiting: deque[Connection] = deque()
-        self._blocked: dict[Connection, None] = {}
+        self._waiting: deque[GrpcConnection] = deque()
+        self._blocked: dict[GrpcConnection, None] = {}
         self._held: dict[Answers, int] = {}
         self._held_bytes = 0
         self._frees = self._turn_comes = False
 
-    def connect(self) -> Connection:
-        return Connection(self)
+    def connect(self) -> GrpcConnection:
+        return GrpcConnection(self)
 
     async def close(self, grace_s: float) -> None:
         """Refuse new calls, and give calls in flight ``grace_s`` to end. Close the listener first."""
@@ -121,7 +121,7 @@ class GrpcServer:
     # Turns: a connection with work left after its slice is in `_waiting`, once, and its socket is not read meanwhile.
     # So a flood on a connection delays the others by one slice per turn, and its own bytes back up in the kernel.
 
-    def wait(self, connection: Connection) -> None:
+    def wait(self, connection: GrpcConnection) -> None:
         self._waiting.append(connection)
         self._schedule_turn()
 
@@ -145,7 +145,7 @@ class GrpcServer:
 
     # Limits
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: GrpcConnection) -> bool:
         if len(self.connections) >= self.most_connections:
             self.refused("connections")
             idle = [connection for connection in self.connections if not len(connection.http2)]
@@ -157,12 +157,12 @@ class GrpcServer:
         self.connections.add(connection)
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: GrpcConnection) -> None:
         self.connections.discard(connection)
         self._blocked.pop(connection, None)
         self.empty.set()
 
-    def blocked(self, connection: Connection) -> None:
+    def blocked(self, connection: GrpcConnection) -> None:
         self._blocked[connection] = None
         if len(self._blocked) > MAX_BLOCKED:
             first = next(iter(self._blocked))
@@ -170,7 +170,7 @@ class GrpcServer:
             self.refused("unread-answers")
             first.abort()
 
-    def unblocked(self, connection: Connection) -> None:
+    def unblocked(self, connection: GrpcConnection) -> None:
         self._blocked.pop(connection, None)
 
     def holds(self, answers: Answers, size: int) -> None:
@@ -195,13 +195,13 @@ class GrpcServer:
 class Answers:
     """Stream of a call."""
 
-    def __init__(self, connection: Connection, stream: int) -> None:
+    def __init__(self, connection: GrpcConnection, stream: int) -> None:
         self._connection, self._stream = connection, stream
         self._begun = self._held = self._ended = False
         self._owed = self._held_bytes = 0
         self._buffer = bytearray()
         self._later: Iterator[bytes] | None = None
-        self.call: Call | None = None
+        self.call: GrpcCall | None = None
 
     def send(self, *messages: bytes) -> None:
         self._write(messages)
@@ -360,7 +360,7 @@ class Answers:
         return True
 
 
-class Connection(asyncio.BufferedProtocol):
+class GrpcConnection(asyncio.BufferedProtocol):
     def __init__(self, server: GrpcServer) -> None:
         self.server = server
         self.http2 = Http2(self, server.most_streams)
