@@ -174,6 +174,15 @@ def test_the_most_certain_reason_among_the_missing_chunks_wins(reasons: tuple[st
     assert read.why_ended([ends, ends + 2], "timeout") == (reasons[ends] if arrived else "unreachable")
 
 
+def test_a_satellite_that_was_silent_in_time_is_not_unreachable_for_its_other_chunks() -> None:
+    """It is a suspect from then on, but by this read's own wait."""
+    read, others = two_servers()
+    assert read.redirect([0], SatelliteId(0, 0), "timeout", others)
+    assert read.redirect([2], SatelliteId(0, 0), "unreachable", others)
+    assert not read.redirect([0], SatelliteId(0, 1), "timeout", others)
+    assert read.why_ended([0], "timeout") == "timeout"
+
+
 @pytest.mark.parametrize(("first", "second"), itertools.product(["timeout", "unreachable"], repeat=2))
 def test_a_satellite_without_stand_ins_counts_as_well(first: str, second: str) -> None:
     read, others = two_servers()

@@ -264,6 +264,10 @@ class ReadTransfer:
         self._aside: list[Burst] = []
         """Bursts that wait until the stand-ins have served."""
         self._sought: set[int] = set()
+        self._failures: dict[SatelliteId, str] = {}
+        """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
+        news.
+        """
 
     def on_chunks_placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         self.missing -= placed
@@ -374,7 +378,7 @@ class ReadTransfer:
         places = [place for place in known_places if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
-        search.silence = failure
+        search.silence = self._failures.setdefault(silent, failure)
         self._searches[index] = search
         return search
 
