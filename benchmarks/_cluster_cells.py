@@ -71,9 +71,9 @@ from pathlib import Path
 from skymemory_lab.sim.cluster.outcome import measured
 from skymemory_lab.sim.cluster.simulation import run_cluster
 from skymemory_lab.sim.cluster.setup import ClusterSetup
-from skymemory_lab.sim.workload import Source
+from skymemory_lab.sim.workload import ConversationSource
 trace, seed, quick, name = sys.argv[1:]
-source = Source(Path(trace) if trace else None, int(seed), quick == "1")
+source = ConversationSource(Path(trace) if trace else None, int(seed), quick == "1")
 requests, setup = source.requests(), ClusterSetup(seed=int(seed))
 began = time.process_time()
 run = run_cluster(requests, setup, name)

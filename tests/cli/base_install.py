@@ -36,6 +36,9 @@ class _BaseFinder:
         spec: ModuleSpec | None = self._finder.find_spec(name, path, target)
         return spec
 
+    def find_distributions(self, *context: Any) -> Any:
+        return getattr(self._finder, "find_distributions", lambda *_: ())(*context)
+
 
 def _run(words: Sequence[str], output: int) -> None:
     from skymemory.cli.main import main

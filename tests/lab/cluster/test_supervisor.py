@@ -145,10 +145,10 @@ def test_one_that_ignores_its_input_ends_with_its_supervisor(tmp_path: Path) -> 
     deaf = "print(os.getpid(), flush=True); time.sleep(60)"
     program = (
         "import sys\nfrom pathlib import Path\nfrom skymemory_lab.cluster.services import Service\n"
-        "from skymemory_lab.cluster.supervisor import Plan, Supervisor\n"
+        "from skymemory_lab.cluster.supervisor import SupervisionPlan, Supervisor\n"
         f"words = (sys.executable, '-S', '-c', {'import os, time; ' + deaf!r})\n"
         "one = Service('deaf', 'instance', words, 'unix:///no', ends_with_stdin=False)\n"
-        f"Supervisor(Path({str(tmp_path)!r}), Plan('small', (one,))).run()"
+        f"Supervisor(Path({str(tmp_path)!r}), SupervisionPlan('small', (one,))).run()"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program])
     try:

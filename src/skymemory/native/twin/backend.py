@@ -114,6 +114,7 @@ _ONE = 0x80000000
 
 
 def crc32(data: Buffer, value: int = 0) -> int:
+    """Return the CRC-32 of ``data``, continued from ``value``."""
     return zlib.crc32(data, value)
 
 
@@ -286,6 +287,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
+    """Return the first value of each name, in lower case."""
     first: dict[bytes, bytes] = {}
     for name, value in headers:
         first.setdefault(name.lower(), value)
@@ -293,6 +295,7 @@ def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
 
 
 def header_lines(headers: RawHeaders, left_out: Set[bytes]) -> bytes:
+    """Return the header lines, without the names (in lower case) ``left_out``."""
     lines: list[bytes] = []
     for name, value in headers:
         if name.lower() not in left_out:
