@@ -984,7 +984,7 @@ class ClientMachine:
             reachable = failure != "timeout" or self._peers.any_heard_since(request.begun_s)
             stand_ins = self._stand_ins(transfer, now_s) if reachable else None
             saved = transfer.redirect(request.indices, request.satellite, failure, stand_ins)
-            failure = transfer.silence or failure
+            failure = failure if saved else transfer.why_ended(request.indices, failure)
         else:
             saved = transfer is not None and transfer.waive(request.indices)
         if not saved:

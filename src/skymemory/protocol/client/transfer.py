@@ -244,14 +244,15 @@ class _Search:
     silent: set[SatelliteId] | None = None
     since_s: float = 0.0
     proof: bool = True
-    in_place_of_silent: bool = False
+    silence: str = ""
+    """Failure of the satellite in whose place stand-ins are asked."""
 
     def renew(self, moves: Moves) -> bool:
         """Start again if the box has moved since, a bounded number of times."""
         if self.at == moves or self.renewals == _MAX_RENEWALS:
             return False
         self.renewals += 1
-        self.at, self.silent, self.in_place_of_silent = moves, None, False
+        self.at, self.silent, self.silence = moves, None, ""
         return True
 
 
@@ -286,8 +287,10 @@ class ReadTransfer:
         self._aside: list[Burst] = []
         """Bursts that wait until the stand-ins have served: if these fail, the rest need not be read."""
         self._sought: set[int] = set()
-        self.silence = ""
-        """Failure of the first satellite that needed stand-ins, and of the read if these fail."""
+        self._failures: dict[SatelliteId, str] = {}
+        """First failure of each satellite that needed stand-ins: after a timeout it counts as unreachable, which is no
+        news.
+        """
 
     def on_chunks_placed(self, placed: int, duplicates: int, corrupt: int) -> None:
         self.missing -= placed
@@ -330,7 +333,7 @@ class ReadTransfer:
                 if search.proof and answer.now_s - search.since_s <= PROOF_S:
                     return "missing"
                 if not search.renew(answer.moves):
-                    return self.silence if search.in_place_of_silent else "under way"
+                    return self.why_ended((index,), "") if search.silence else "under way"
                 search.left = self._likely(index, answer)
             elif not search.left and search.renew(answer.moves):  # the box has moved: other places are likely now
                 search.left = self._likely(index, answer)
@@ -373,7 +376,7 @@ class ReadTransfer:
         """Read these chunks elsewhere, because ``satellite`` is dead. Return False if they are nowhere else.
 
         If all places are being asked, one place need not answer, but then nothing is proved. Otherwise the stand-ins
-        are asked: the satellite may have died before it was handed the chunks. If these fail too, the read ends with
+        are asked: the satellite may have died before it was handed the chunks. If these fail too, ``why_ended`` tells
         ``failure``.
         """
         bursts: dict[SatelliteId, list[int]] = {}
@@ -401,10 +404,21 @@ class ReadTransfer:
         places = [place for place in known_places if place != silent and not others.quiet(place)]
         before = self._searches.get(index)
         search = _Search(at[0], deque(), before.renewals if before else 0, set(places[:_MAX_STAND_INS]))
-        search.in_place_of_silent = True
-        self.silence = self.silence or failure
+        search.silence = self._failures.setdefault(silent, failure)
         self._searches[index] = search
         return search
+
+    def why_ended(self, indices: Sequence[int], failure: str) -> str:
+        """Return the reason of a read that ends because these chunks' satellite failed.
+
+        Stand-ins that fail leave the failure in whose place they were asked. Of the missing chunks' failures the most
+        certain counts: who was silent in time may only be late, who cannot be reached is not.
+        """
+        silences = {index: search.silence for index, search in self._searches.items() if not self.arrived[index]}
+        failures = {silence for silence in silences.values() if silence}
+        if not any(silences.get(index) for index in indices):
+            failures.add(failure)
+        return min(failures, key=lambda reason: (reason == "timeout", reason != "unreachable", reason))
 
     def avoid(self, suspects: Suspects, others: StandIns) -> bool:
         """Ask the stand-ins of silent satellites first, and the others after these have served. Return False without
@@ -432,7 +446,7 @@ class ReadTransfer:
     def in_place_of_silent(self, indices: Sequence[int]) -> bool:
         """Return True if these are asked of stand-ins: worth a try, but no long wait."""
         searches = (self._searches.get(index) for index in indices if not self.arrived[index])
-        return any(search is not None and search.in_place_of_silent for search in searches)
+        return any(search is not None and search.silence for search in searches)
 
     def on_all_requested(self, landing: Landing) -> None:
         """Record that all chunks have been requested into ``landing``."""
