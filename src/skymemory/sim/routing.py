@@ -36,6 +36,7 @@ from skymemory.errors import InvalidInput
 from skymemory.metrics import percentile
 from skymemory.sim.clock import Clock, Event
 from skymemory.sim.cluster.pool import PrefixCache
+from skymemory.sim.cluster.schedulers import LEAST_FACTOR
 from skymemory.sim.trace import BLOCK_TOKENS, TraceRequest
 
 _SEED = seed(model="", adapter="", salt="")
@@ -328,7 +329,6 @@ def worst_share(
     return worst
 
 
-LEAST_FACTOR = 0.1
 _ODD = 0x9E3779B97F4A7C15
 
 

@@ -16,6 +16,7 @@ from skymemory.sim.sky.bound import lower_bound_s
 from skymemory.sim.sky.breakeven import (
     KV_BYTES_PER_TOKEN,
     MEASURED_FILE,
+    Break,
     BreakEven,
     fitted_gpus,
     kv_bytes_of,
@@ -62,6 +63,22 @@ def test_a_slow_link_computes_and_a_slow_engine_loads_and_the_rate_between_them_
     assert at.even_bit_s(64, 1e6, LLAMA) == float("inf"), "light alone takes longer"
     cells = at.grid([512, 4096], [100.0, 1e4], [1e8, 1e10], LLAMA)
     assert len(cells) == 8 and all(0 <= cell.saved < 1 for cell in cells)
+
+
+def test_an_even_rate_is_the_same_to_the_last_digit_and_asks_for_no_link_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, float]] = []
+    link_of = BreakEven._link_of
+
+    def counted(at: BreakEven, value_bytes: int, step_bytes: int, rate_bit_s: float) -> Break:
+        asked.append((value_bytes, step_bytes, rate_bit_s))
+        return link_of(at, value_bytes, step_bytes, rate_bit_s)
+
+    speeds = (50.0, 1000.0, 1001.0, 5000.0)
+    alone = [even().even_bit_s(2048, speed, LLAMA) for speed in speeds]
+    monkeypatch.setattr(BreakEven, "_link_of", counted)
+    together = even()
+    assert [together.even_bit_s(2048, speed, LLAMA) for speed in speeds * 2] == alone * 2
+    assert len(asked) == len(set(asked)) < 4 * 33, "they begin alike, and two are nearly the same"
 
 
 def test_the_measured_engines_are_those_of_the_benchmarks() -> None:

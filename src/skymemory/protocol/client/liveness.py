@@ -26,6 +26,7 @@ _WINDOW_FLOOR_BYTES = 64 * 1024
 _LANE_FLOOR_BYTES = 16 * 1024
 """Minimum window of a link with a rate: two chunks."""
 UNLIMITED = math.inf, 0
+"""Way without a rate: its most bytes are never looked at, since receivers alone bound it."""
 _LEAST_GRACE_S = 0.002
 _OVERTAKING_MARGIN = 1.25
 _OVERTAKING_S = 30.0

@@ -137,14 +137,15 @@ class InFlight:
         gateway: Gateway | None,
         give_up_s: float,
         ground: int,
-        credit_bytes: int,
+        window_bytes: int,
         authority: Authority | None = None,
         first_request_id: int = 1,
     ) -> None:
         """Create an empty set.
 
         With ``gateway`` None, every satellite has its own beam. ``give_up_s`` is the wait for a silent satellite;
-        ``authority`` None means no MACs.
+        ``window_bytes`` is what this host can take at once, the credit in its packets; ``authority`` None means no
+        MACs.
         """
         self.by_id: dict[int, Request] = {}
         self.awaited: dict[int, Landing] = {}
@@ -154,7 +155,7 @@ class InFlight:
         self._gateway = gateway
         self._give_up_s = give_up_s
         self._ground = ground
-        self._credit = min(credit_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
+        self._credit = min(window_bytes // CREDIT_UNIT_BYTES, MOST_CREDIT)
         self._authority = authority
         self._alarm_s = math.inf
         """Lower bound of all deadlines: they are postponed far more often than they pass."""

@@ -157,11 +157,11 @@ class BreakEven:
         low, high = 1e3, 1e15
         compute_s = tokens / tokens_per_s
         step_bytes = STEP_TOKENS * kv_bytes_per_token
-        if self._link_of(tokens * kv_bytes_per_token, step_bytes, high).load_s > compute_s:
+        if self._link(tokens * kv_bytes_per_token, step_bytes, high).load_s > compute_s:
             return math.inf
         for _ in range(32):
             middle = math.sqrt(low * high)
-            slower = self._link_of(tokens * kv_bytes_per_token, step_bytes, middle).load_s > compute_s
+            slower = self._link(tokens * kv_bytes_per_token, step_bytes, middle).load_s > compute_s
             low, high = (middle, high) if slower else (low, middle)
         return high
 
