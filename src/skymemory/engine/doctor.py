@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skymemory.cache.blocks import FAILING_REASONS
+from skymemory.cache.tiers.workers import Call
 from skymemory.engine.plugin import PluginSettings, PluginStore
 from skymemory.engine.vllm.identity import EngineReport
 from skymemory.engine.vllm.settings import TESTED_VERSIONS, is_tested
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 _BLOCKS = 3
 _MOST_PROBE_BYTES = 64 << 20
+OPENING_S = 20.0
+"""Longest wait for a store to open: a network folder or a stopped daemon may never answer."""
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +249,7 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
     with ExitStack() as stack:
         for address in addresses:
             try:
-                probe, server = _opened(address, size_bytes)
+                probe, server = open_in_time(partial(_opened, address, size_bytes), lambda late: late[0].close())
                 stack.callback(probe.close)
                 if holder is None:
                     _save(probe, name, value)
@@ -258,6 +264,24 @@ def _stores(addresses: Sequence[str], size_bytes: int) -> list[Finding]:
             words = "what was stored cannot be deleted everywhere: a tier behind it does not answer"
             findings.append(Finding(f"store {where}", False, words))
     return findings
+
+
+def open_in_time(opening: Callable[[], Opened], close: Callable[[Opened], object]) -> Opened:
+    """Open a store, in a thread; one that opens too late is closed.
+
+    Raises:
+        SkyMemoryError: it did not open within ``OPENING_S``, or what ``opening`` raises.
+    """
+    call = Call(opening)
+    threading.Thread(target=call.run, name="doctor", daemon=True).start()
+    if not call.wait(OPENING_S) and call.give_up(lambda late: None if late is None else close(late)):
+        raise SkyMemoryError(
+            f"the store did not open within {OPENING_S:g} s: is it running, and does its folder or network answer?"
+        )
+    if call.error is not None:
+        raise call.error
+    assert call.result is not None
+    return call.result
 
 
 def _opened(address: str, value_bytes: int) -> tuple[PluginStore, str]:
