@@ -6,6 +6,7 @@ Both are measured: compute time by ``ComputeRate``, latencies of the store's cal
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,15 +31,34 @@ _KEPT_SHARE = 0.75
 # The compute time belongs to the calling thread's context and is not an argument: it applies to a call through any
 # number of wrappers and tiers.
 _RECOMPUTE_COST_S: ContextVar[float | None] = ContextVar("recompute_cost_s", default=None)
+_ENDS_S: ContextVar[float] = ContextVar("ends_s", default=math.inf)
 
 
 def patience_s(latencies: Latencies | None = None, size_bytes: int = 0) -> float:
-    """Return how long the calling thread waits for a call of ``size_bytes``; infinite without a ``recompute_cost``."""
+    """Return how long the calling thread waits for a call of ``size_bytes``; infinite without a ``recompute_cost`` and
+    outside ``ending_within``.
+    """
     cost_s = _RECOMPUTE_COST_S.get()
     if cost_s is None:
-        return math.inf
+        return left_s()
     p99_s = latencies.p99_s(size_bytes) if latencies is not None else None
-    return max(PATIENCE_SHARE * cost_s, TIMES_P99 * (p99_s or 0.0), MIN_PATIENCE_S)
+    return min(left_s(), max(PATIENCE_SHARE * cost_s, TIMES_P99 * (p99_s or 0.0), MIN_PATIENCE_S))
+
+
+@contextmanager
+def ending_within(seconds: float) -> Iterator[None]:
+    """Give all waits of the context one deadline together, or an earlier one that it has already."""
+    token = _ENDS_S.set(min(_ENDS_S.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _ENDS_S.reset(token)
+
+
+def left_s() -> float:
+    """Return the seconds until the deadline of ``ending_within``; infinite outside."""
+    ends_s = _ENDS_S.get()
+    return ends_s if ends_s == math.inf else max(0.0, ends_s - time.monotonic())
 
 
 def patience_while_computing_s(computing_s: float, latencies: Latencies, size_bytes: int) -> float:

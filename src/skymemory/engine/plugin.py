@@ -9,8 +9,10 @@ damaged, foreign or late is a miss, and a value that is not stored is counted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 from skymemory import native
 from skymemory.cache.blocks import LOAD_BATCH_BYTES, STORE_BATCH_BYTES, TIER_FAILURES
+from skymemory.cache.patience import ending_within, left_s
 from skymemory.cache.tiers.store import HierarchySettings, TieredStore
 from skymemory.cache.tiers.tier import TierSettings
 from skymemory.config import duration, filled, known_keys, setting, size, text
@@ -116,6 +119,7 @@ class PluginStore:
         self._said = ""
         """Last logged reason why values were not stored; each is logged once."""
         self._store = TieredStore([(opened, deadlines)], HierarchySettings(load_deadline_s=settings.load_deadline_s))
+        self._load_deadline_s, self._store_deadline_s = settings.load_deadline_s, settings.store_deadline_s
         self._digest = context.digest()
         self.value_bytes = max(1, value_bytes)
         self._queue_bytes = settings.queue_bytes
@@ -149,7 +153,7 @@ class PluginStore:
     def load(
         self, names: Sequence[str], place: Callable[[int, memoryview], bool], *, is_prefix: bool = True
     ) -> list[bool]:
-        """Load values; returns for each if it was loaded.
+        """Load values, all by one deadline; returns for each if it was loaded.
 
         ``place`` copies value ``at`` before it returns; False: no room for it. ``is_prefix``: the engine uses only the
         beginning of a prompt, so after the first batch with a miss nothing is loaded.
@@ -164,11 +168,16 @@ class PluginStore:
         """
         reasons: list[str] = []
         batch = max(1, LOAD_BATCH_BYTES // self.value_bytes)
+        ends_s = time.monotonic() + self._load_deadline_s
         while len(reasons) < len(names) and not (is_prefix and any(reasons)):
-            reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
-        not_tried = [_BEHIND] * (len(names) - len(reasons))
+            with _until(ends_s if reasons else math.inf):
+                if not left_s():
+                    break
+                reasons += self._load(names[len(reasons) : len(reasons) + batch], len(reasons), place)
+        why = _BEHIND if is_prefix and any(reasons) else _LATE
+        not_tried = [why] * (len(names) - len(reasons))
         if not_tried:
-            self.counters.add("misses_total", len(not_tried), _BEHIND)
+            self.counters.add("misses_total", len(not_tried), why)
         self._log()
         return reasons + not_tried
 
@@ -182,7 +191,8 @@ class PluginStore:
             reports = ticket.report.keys if ticket.report is not None else ()
             for at, (key, value) in enumerate(zip(keys, values, strict=True)):
                 if value is None:
-                    reasons[at] = reports[at].reason if reports else "absent"
+                    reason = reports[at].reason if reports else "absent"
+                    reasons[at] = reason if reason != "absent" or left_s() else _LATE
                     continue
                 payload = _payload(key, value)
                 if isinstance(payload, str):
@@ -203,9 +213,10 @@ class PluginStore:
         return reasons
 
     def save(self, names: Sequence[str], read: Callable[[int], Sequence[Buffer]]) -> Saved:
-        """Store the values that are absent. ``read`` returns the pieces of value ``at`` and is called only for
-        these.
+        """Store the values that are absent, all by one deadline. ``read`` returns the pieces of value ``at`` and is
+        called only for these.
         """
+        ends_s = time.monotonic() + self._store_deadline_s
         was_present = self.present(names)
         done = list(was_present)
         self.counters.add("present_total", sum(done))
@@ -213,10 +224,14 @@ class PluginStore:
         batch = max(1, STORE_BATCH_BYTES // self.value_bytes)
         for start in range(0, len(missing), batch):
             part = missing[start : start + batch]
-            for at, stored in zip(
-                part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
-            ):
-                done[at] = stored
+            with _until(ends_s if start else math.inf):
+                if not left_s():
+                    self.counters.add("refused_total", len(missing) - start, _LATE)
+                    break
+                for at, stored in zip(
+                    part, self._put([(self.key(names[at]), partial(read, at)) for at in part]), strict=True
+                ):
+                    done[at] = stored
         self._log()
         return Saved(done, [is_done and not was for is_done, was in zip(done, was_present, strict=True)])
 
@@ -287,9 +302,17 @@ class PluginStore:
 
 
 _BEHIND = "behind a miss"
+_LATE = "deadline"
 _WRONG = ("corrupt", "foreign")
 GONE = ("absent", *_WRONG)
 """Miss reasons after which the value is not in the store: damaged values are deleted."""
+
+
+def _until(ends_s: float) -> AbstractContextManager[None]:
+    """Give a batch what is left of its call's time: the first has the store's own deadlines, which allow for a busy
+    computer, and every later one ends by ``ends_s``.
+    """
+    return ending_within(ends_s - time.monotonic())
 
 
 def warn_untested(engine: str, version: str, tested: str) -> None:

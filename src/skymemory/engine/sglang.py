@@ -20,6 +20,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from skymemory.cache.patience import ending_within
 from skymemory.engine.plugin import PluginSettings, PluginStore, warn_untested
 from skymemory.errors import InvalidInput
 from skymemory.kv.context import CacheContext
@@ -183,10 +184,12 @@ class SkyMemoryStorage(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(transfer.name): self._transfer(transfer, self._load_pages) for transfer in transfers}
+        with ending_within(self._settings.load_deadline_s):  # of all pools together
+            return {str(transfer.name): self._transfer(transfer, self._load_pages) for transfer in transfers}
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
+        with ending_within(self._settings.store_deadline_s):
+            return {str(transfer.name): self._transfer(transfer, self._save_pages) for transfer in transfers}
 
     def _transfer(self, transfer: Any, pages: Callable[[_Pool, list[str], list[int]], list[bool]]) -> list[bool]:
         name, keys, indices = str(transfer.name), transfer.keys or [], transfer.host_indices
